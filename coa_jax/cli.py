@@ -1,0 +1,340 @@
+"""How every command starts and how it fails.
+
+An entry point defines its flags in a function and hands both to `run_main`:
+
+    def define_flags() -> None:
+        config_flag("configs/sft/factbook.py")
+        flags.DEFINE_string("workdir", None, "where the run is written", required=True)
+
+    def main(argv: list[str]) -> None:
+        train(flags.FLAGS.config, flags.FLAGS.workdir)
+
+    if __name__ == "__main__":
+        run_main(main, define_flags)
+
+Flags are defined there and not at import, so that two entry points can be imported into one
+process.  What the user can mend ends in one line on stderr and exit code 2, Ctrl-C in exit code
+130; every other exception is a fault of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+from ml_collections.config_flags import config_path
+
+from coa_jax.errors import UserError
+
+# Flags defined by the helpers below belong to the module that calls them (for --help).
+flags.disclaim_key_flags()
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_CONFIG_SWITCH = re.compile(r"--?config(=|$)")
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+_FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+_config_default = ""
+# The command line as ml_collections shall see it: it looks for overrides there, not in FLAGS.
+_config_argv: list[str] = []
+
+
+# --- the wrapper ---------------------------------------------------------------------------
+
+
+def run_main(
+    main: Callable[[list[str]], int | None],
+    define_flags: Callable[[], None] | None = None,
+    *,
+    positional: bool = False,
+) -> NoReturn:
+    """Parses the command line, runs `main` and exits the process.
+
+    Args:
+        main: called with `[program, *positional arguments]`; its return value is the exit code.
+        define_flags: defines the flags of the command, `config_flag` among them.
+        positional: whether arguments that are not flags are meant; if not, they are refused.
+    """
+
+    def parse(argv: list[str]) -> list[str]:
+        return _parse_flags(argv, positional)
+
+    try:
+        if define_flags is not None:
+            define_flags()
+        try:
+            app.run(main, flags_parser=parse)
+        finally:
+            sys.stdout.flush()
+    except SystemExit as done:
+        sys.exit(done.code)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe went away (`... | head`); nothing is left to say to it.
+        _silence_stdout()
+        sys.exit(141)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        _silence_stdout()
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def explain(error: BaseException) -> str | None:
+    """Returns the line for a mistake the user can mend, or None for a fault of ours."""
+    if isinstance(error, UserError | flags.Error | app.UsageError):
+        return _one_line(str(error))
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return _disk_full(cause.filename or _workdir(), _FULL[cause.errno])
+        # Checkpoint libraries report a full disk as text in an exception of their own.
+        for reason in _FULL.values():
+            if reason.lower() in str(cause).lower():
+                return _disk_full(_workdir(), reason)
+    # Only the error itself: a fault of ours that struck while a refusal was handled stays one.
+    if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename:
+        reason = error.strerror or type(error).__name__
+        return f"cannot use {_name(error.filename)}: {reason}; choose a path you may use"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an exception and what it was raised from, outermost first."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or (
+            None if following.__suppress_context__ else following.__context__
+        )
+
+
+def _disk_full(path: str | bytes | int | None, reason: str) -> str:
+    advice = "free some space and run the same command again to continue"
+    return f"disk full: {_name(path)} ({reason}); {advice}"
+
+
+def _name(path: str | bytes | int | None) -> str:
+    """Names what an OSError was about; errors of a stream carry no file name."""
+    if path is None:
+        return "standard output or a temporary file"
+    return os.fsdecode(path) if isinstance(path, str | bytes) else f"file descriptor {path}"
+
+
+def _workdir() -> str | None:
+    if "workdir" not in flags.FLAGS or not flags.FLAGS.is_parsed():
+        return None
+    value = flags.FLAGS["workdir"].value
+    return None if value is None else str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _silence_stdout() -> None:
+    """Keeps the interpreter from failing again when it flushes stdout at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- flags ---------------------------------------------------------------------------------
+
+
+def config_flag(default: str) -> None:
+    """Defines `--config=FILE.py[:ARGUMENT]` and its overrides `--config.KEY=VALUE`.
+
+    `flags.FLAGS.config` is the locked ConfigDict once `run_main` has parsed the command line;
+    overrides may stand before or after `--config`.
+
+    Args:
+        default: the config file of a command line without `--config`, relative to the
+            repository.
+    """
+    global _config_default
+    _config_default = default
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})",
+        sys_argv=_config_argv,
+    )
+
+
+def load_config(
+    spec: str, overrides: Mapping[str, Any] | None = None
+) -> ml_collections.ConfigDict:
+    """Loads a config file outside a command line (notebooks, tests, other commands).
+
+    Args:
+        spec: `FILE.py` or `FILE.py:ARGUMENT`, relative to the working directory or repository.
+        overrides: dotted keys to values, e.g. `{"optim.lr": 1e-4}`.
+
+    Returns:
+        The locked config.
+
+    Raises:
+        UserError: no such file, an argument that the file does not take, an unknown key or a
+            value of the wrong type.
+    """
+    path, _, argument = _resolve(spec).partition(":")
+    module_spec = importlib.util.spec_from_file_location("coa_jax_config", path)
+    if module_spec is None or module_spec.loader is None:
+        raise UserError(f"--config={spec}: not a Python file; name a file such as configs/x.py")
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"--config={spec}: the file defines no get_config()")
+    # A wrong argument is for get_config to refuse, with a UserError that names the known ones.
+    config = module.get_config(*([argument] if ":" in spec else []))
+    config.lock()
+    for key, value in (overrides or {}).items():
+        _check_key(config, key)
+        try:
+            config_path.set_value(key, config, value)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"config.{key}={value!r}: {_one_line(str(error))}") from error
+    return config
+
+
+def _resolve(spec: str) -> str:
+    """Finds a config file in the working directory or else in the repository."""
+    path, colon, argument = spec.partition(":")
+    for root in (Path(), _REPOSITORY):
+        if path and (root / path).is_file():
+            return f"{(root / path).resolve()}{colon}{argument}"
+    raise UserError(f"--config={spec}: no such file {path!r}{_suggest_file(path)}")
+
+
+def _suggest_file(path: str) -> str:
+    known = [p.relative_to(_REPOSITORY) for p in _REPOSITORY.glob("configs/**/*.py")]
+    return _suggest(path, [str(p) for p in known if p.name != "__init__.py"])
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    """Returns '; did you mean X?' for the nearest known word, or the known words."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) <= 16 else ""
+
+
+def _parse_flags(argv: list[str], positional: bool) -> list[str]:
+    """Parses with absl, after the checks that give clearer messages than absl does."""
+    if "config" in flags.FLAGS and not _asks_for_help(argv):
+        argv = _config_first(argv)
+        _config_argv[:] = argv
+        spec = argv[1].partition("=")[2]
+        config = load_config(spec)
+        for argument in _switches(argv[2:]):
+            override = _OVERRIDE.match(argument)
+            if override:
+                _check_key(config, override[1])
+    try:
+        rest = flags.FLAGS(argv)
+    except SystemExit as done:
+        # absl's --help exits with 1; asking for help is no failure.
+        sys.exit(0 if _asks_for_help(argv) else done.code)
+    except flags.UnrecognizedFlagError as error:
+        hint = _suggest(error.flagname, [name for name in flags.FLAGS if len(name) > 1])
+        hint = hint if "did you mean" in hint else "; --help lists the flags"
+        raise UserError(f"unknown flag --{error.flagname}{hint}") from error
+    except flags.IllegalFlagValueError as error:
+        raise UserError(_wrong_value(_one_line(str(error)))) from error
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        # The config file loaded above, so this is about an override of the command line.
+        raise UserError(f"--config: {_one_line(str(error))}") from error
+    if len(rest) > 1 and not positional:
+        raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    return rest
+
+
+def _asks_for_help(argv: list[str]) -> bool:
+    return any(re.fullmatch(r"--?(help|helpshort|helpfull|helpxml|\?)", a) for a in argv[1:])
+
+
+def _switches(arguments: list[str]) -> list[str]:
+    """Returns the arguments before a lone `--`, after which absl reads no flags."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def _config_first(argv: list[str]) -> list[str]:
+    """Moves `--config=FILE` to the front, where ml_collections needs it; the last one counts.
+
+    >>> _config_first(["sft", "--config.lr=1", "--config", "a.py"])  # doctest: +SKIP
+    ["sft", "--config=/path/of/a.py", "--config.lr=1"]
+    """
+    spec, rest = _config_default, []
+    switches = iter(_switches(argv[1:]))
+    for argument in switches:
+        if not _CONFIG_SWITCH.match(argument):
+            rest.append(argument)
+        elif "=" in argument:
+            spec = argument.partition("=")[2]
+        else:
+            following = next(switches, None)
+            if following is None:
+                raise UserError("--config needs a file: --config=FILE.py[:ARGUMENT]")
+            spec = following
+    tail = argv[1 + len(_switches(argv[1:])) :]
+    return [argv[0], f"--config={_resolve(spec)}", *rest, *tail]
+
+
+def _check_key(config: Any, key: str) -> None:
+    """Raises a UserError if a dotted key (`a.b`, `a[0].b`) is not in the config."""
+    try:
+        parts = config_path.split(key)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--config.{key}: not a key; write --config.name.name=value") from error
+    node, walked = config, "config"
+    for part in parts:
+        if isinstance(node, ml_collections.ConfigDict):
+            if part not in node:
+                hint = _suggest(str(part), [str(name) for name in node])
+                raise UserError(f"--config.{key}: {walked} has no key {part!r}{hint}")
+        elif not (isinstance(node, tuple) and isinstance(part, int) and part < len(node)):
+            kind = type(node).__name__
+            raise UserError(f"--config.{key}: {walked} is a value of type {kind}, without keys")
+        node, walked = node[part], f"{walked}.{part}"
+
+
+def _wrong_value(message: str) -> str:
+    """Rewrites absl's message for a value of the wrong type into what to write instead.
+
+    >>> _wrong_value("flag --config.steps=1e3: invalid literal for int() with base 10: '1e3'")
+    "--config.steps=1e3: an integer is needed; write 1000"
+    """
+    message = message.removeprefix("flag ")
+    faults = "invalid literal for int|could not convert string"
+    found = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
+    if not found:
+        return message
+    switch, text = found[1], found[2]
+    if "convert" in found[3]:
+        return f"{switch}: a number is needed"
+    with contextlib.suppress(ValueError, OverflowError):
+        if float(text).is_integer():
+            return f"{switch}: an integer is needed; write {int(float(text))}"
+    return f"{switch}: an integer is needed"

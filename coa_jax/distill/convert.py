@@ -1,0 +1,184 @@
+"""From the teacher's message log to a chain-of-agents trajectory.
+
+An activated agent becomes a tag, what it put out becomes the body, a tool's answer becomes
+the environment's text (paper §3.2.1).  What agents tell each other in between (requests,
+reports, rationales) is what the one policy has to think, so it becomes the `think` before
+the tag.  Nothing here depends on which minds wrote the log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.distill.messages import Kind, Message, MessageLog
+from coa_jax.protocol import (
+    START,
+    format_double_check,
+    format_reflection,
+    get_protocol,
+    parse_double_check,
+    parse_reflection,
+    quote_tool_text,
+)
+from coa_jax.trajectory import DistilledRecord
+
+POLICY = "policy"
+ENVIRONMENT = "environment"
+
+_DEFAULT_THOUGHT: Mapping[str, str] = {
+    "plan": "I split the question into steps.",
+    "reflection": "I look back at the work so far.",
+    "suggested_answer": "I can suggest an answer.",
+    "double_check": "I check the suggested answer.",
+    "answer": "The answer is settled.",
+}
+_SCORE = re.compile(r"[1-4](?!\d)")
+
+
+class _Writer:
+    """Collects segments into parts; thoughts wait until the tag that they lead to."""
+
+    def __init__(self, protocol: str) -> None:
+        self.rules = get_protocol(protocol)
+        self.graded = self.rules.form("reflection") == "grades"
+        self.parts: list[tuple[str, str]] = []
+        self.segments: list[str] = []
+        self.thoughts: list[str] = []
+
+    def think(self, text: str) -> None:
+        """Adds to the thoughts before the next tag."""
+        if text.strip():
+            self.thoughts.append(text.strip())
+
+    def take_thoughts(self) -> str:
+        """The waiting thoughts as one text, which stops waiting."""
+        text, self.thoughts = " ".join(self.thoughts), []
+        return text
+
+    def tag(self, role: str, body: str) -> None:
+        """Writes a tag, with what has been thought before it where the protocol lets it."""
+        rule = self.rules.think_rule[role]
+        if rule == "required" or (rule == "optional" and self.thoughts):
+            thought = self.take_thoughts() or _DEFAULT_THOUGHT.get(role, f"I use {role}.")
+            self.segments.append(f"<think>{thought}</think>")
+        self.segments.append(f"<{role}>{body}</{role}>")
+
+    def observe(self, text: str) -> None:
+        """Closes the policy's part and adds the environment's."""
+        self.close()
+        text = quote_tool_text(self.rules, text)
+        self.parts.append((ENVIRONMENT, f"\n<observation>\n{text}\n</observation>\n\n"))
+
+    def close(self) -> None:
+        """Moves the collected segments into a part of the policy."""
+        if self.segments:
+            self.parts.append((POLICY, "\n".join(self.segments)))
+            self.segments = []
+
+
+def _verdict_body(content: str) -> str:
+    score = parse_double_check(content)
+    if score is None:
+        found = _SCORE.search(content)
+        score = int(found[0]) if found else None
+    return content if score is None else format_double_check(score)
+
+
+def _write_plan(writer: _Writer, message: Message) -> None:
+    writer.think(message.thought)
+    rules = writer.rules
+    may_replan = any("plan" in to for at, to in rules.next_actions.items() if at != START)
+    if may_replan or not (writer.parts or writer.segments):
+        writer.tag("plan", message.content)
+    else:  # a protocol with a single plan: a later one is a thought
+        writer.think(message.content)
+
+
+def _write_reflection(writer: _Writer, message: Message) -> None:
+    grades = parse_reflection(message.content)
+    if writer.rules.think_rule["reflection"] == "forbidden":
+        # A review in free words that stands alone: it is all that was thought.
+        writer.think(message.thought)
+        if grades is None or not writer.thoughts:
+            writer.think(message.content)
+        writer.tag("reflection", writer.take_thoughts())
+        return
+    writer.think(message.thought)
+    graded = writer.graded and grades is not None
+    writer.tag("reflection", format_reflection(grades) if graded else message.content)
+
+
+def _write(writer: _Writer, message: Message) -> None:
+    match message.kind:
+        case Kind.QUESTION:
+            pass
+        case Kind.REQUEST | Kind.REPORT:
+            writer.think(message.thought)
+            writer.think(message.content)
+        case Kind.PLAN:
+            _write_plan(writer, message)
+        case Kind.CALL:
+            writer.think(message.thought)
+            writer.tag(message.recipient, message.content)
+        case Kind.OBSERVATION:
+            writer.observe(message.content)
+        case Kind.REFLECTION:
+            _write_reflection(writer, message)
+        case Kind.SUGGESTION:
+            writer.think(message.thought)
+            if "suggested_answer" in writer.rules.roles:
+                writer.tag("suggested_answer", message.content)
+            else:
+                writer.think(f"The answer may be {message.content}.")
+        case Kind.VERDICT:
+            writer.think(message.thought)
+            if "double_check" in writer.rules.roles:
+                writer.tag("double_check", _verdict_body(message.content))
+        case Kind.ANSWER:
+            writer.think(message.thought)
+            writer.tag("answer", message.content)
+
+
+def convert(
+    log: MessageLog,
+    protocol: str,
+    gold: tuple[str, ...] = (),
+    metadata: Mapping[str, Any] | None = None,
+) -> DistilledRecord:
+    """Converts a run of the teacher to a trajectory of one policy.
+
+    Args:
+        log: the run; one that ended without an answer converts to a trajectory without one.
+        protocol: name of the protocol whose surface form is written.  Roles that it lacks
+            become thoughts.
+        gold: accepted answers, stored for graders and not used.
+        metadata: stored, with counts of the run added.
+
+    Returns:
+        The record; its policy and environment parts joined are the text after the prompt.
+
+    Raises:
+        UserError: unknown protocol.
+    """
+    writer = _Writer(protocol)
+    for message in log.messages:
+        _write(writer, message)
+    writer.close()
+    counts = {
+        "messages": len(log.messages),
+        "tool_calls": len(log.calls),
+        "reflections": log.count(Kind.REFLECTION),
+        "double_checks": log.count(Kind.VERDICT),
+        "mistakes": list(log.slips),
+    }
+    return DistilledRecord(
+        id=log.episode,
+        question=log.question,
+        protocol=protocol,
+        gold=gold,
+        parts=tuple(writer.parts),
+        answer=log.answer or "",
+        metadata={**(metadata or {}), **counts},
+    )

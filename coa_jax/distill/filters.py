@@ -1,0 +1,138 @@
+"""Which teacher runs become training data, and a count of those that do not.
+
+The progressive filter of the paper (§3.2.1): complexity, quality, share of runs with
+reflection, and up-sampling of runs that corrected themselves.  A filter is a name and a
+predicate over one run, so filters compose and what each one drops can be counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coa_jax.distill.chance import uniform
+from coa_jax.distill.messages import Kind, MessageLog
+from coa_jax.tasks import Task, grade_answer
+from coa_jax.trajectory import DistilledRecord, part_violations
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One teacher run with what filters look at.
+
+    Attributes:
+        task: the task, gold answer included.
+        log: the messages.
+        record: the trajectory converted from them.
+    """
+
+    task: Task
+    log: MessageLog
+    record: DistilledRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """A named condition that a run must fulfil."""
+
+    name: str
+    keeps: Callable[[Run], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterReport:
+    """What the filters did.
+
+    Attributes:
+        total: runs seen.
+        kept: runs that passed every filter.
+        dropped: filter name -> runs for which it was the first to fail, in filter order.
+    """
+
+    total: int
+    kept: int
+    dropped: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def violations(record: DistilledRecord) -> list[str]:
+    """Kinds of the protocol's rules that a record breaks, in the order of their places."""
+    return [v.kind for v in part_violations(record.protocol, record.parts)]
+
+
+def is_correct(run: Run) -> bool:
+    """Whether the answer equals a gold answer as the task's grader sees it."""
+    return grade_answer(run.log.answer, run.task.gold) == 1.0
+
+
+def has_no_fault(run: Run) -> bool:
+    """Whether every tool call reached a working tool."""
+    return all(message.outcome != "fault" for message in run.log.messages)
+
+
+def repeats_no_call(run: Run) -> bool:
+    """Whether no tool was called twice with the same arguments (blanks aside)."""
+    calls = [(tool, " ".join(arguments.split())) for tool, arguments in run.log.calls]
+    return len(set(calls)) == len(calls)
+
+
+def corrected_itself(run: Run) -> bool:
+    """Whether a low first score led to another answer (paper §3.2.1, fourth stage)."""
+    return run.log.count(Kind.VERDICT) > 1
+
+
+def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, ...]:
+    """Complexity and quality filters, in the order in which they are applied.
+
+    Args:
+        max_chars: longest trajectory, environment's text included, in characters.
+        min_interactions: least number of messages between agents and tools; the paper asks
+            for 5 (§3.2.1), which every run of our team exceeds.
+    """
+    return (
+        Filter("unanswered", lambda run: run.log.answer is not None),
+        Filter("tool_fault", has_no_fault),
+        Filter("wrong_answer", is_correct),
+        Filter("protocol", lambda run: not violations(run.record)),
+        Filter("repeated_call", repeats_no_call),
+        Filter("too_long", lambda run: len(run.record.text) <= max_chars),
+        Filter("too_simple", lambda run: len(run.log.messages) >= min_interactions),
+    )
+
+
+def plain_share(fraction: float, seed: int) -> Filter:
+    """Keeps only a share of the runs without any reflection (paper §3.2.1, third stage)."""
+
+    def keeps(run: Run) -> bool:
+        if run.log.count(Kind.REFLECTION) or corrected_itself(run):
+            return True
+        return uniform(seed, run.task.id, "plain_share") < fraction
+
+    return Filter("plain_share", keeps)
+
+
+def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
+    """Name of the first filter that the run does not pass, or None."""
+    return next((f.name for f in filters if not f.keeps(run)), None)
+
+
+def report_of(failures: Sequence[str | None], filters: Sequence[Filter]) -> FilterReport:
+    """Counts the outcomes of `first_failure` over many runs."""
+    counts = Counter(failures)
+    dropped = {f.name: counts[f.name] for f in filters}
+    return FilterReport(len(failures), counts[None], dropped)
+
+
+def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
+    """A kept run as training records: runs that corrected themselves may count more.
+
+    Copies after the first have ids ``<id>#2``, ``<id>#3``, ...
+    """
+    number = corrected_copies if corrected_itself(run) else 1
+    again = (dataclasses.replace(run.record, id=f"{run.record.id}#{k}") for k in range(2, number + 1))
+    return [run.record, *again]

@@ -1,0 +1,70 @@
+"""The journal of teacher runs on disk: append-only, so that a killed run continues.
+
+One JSON line per finished run after a first line that says which configuration wrote the
+file.  What a kill left half-written at the end is cut off when the journal is opened again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.distill.messages import MessageLog, from_json, to_json
+from coa_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+    """Finished teacher runs of one configuration.
+
+    Attributes:
+        path: the JSONL file.
+        done: the runs that it held when it was opened, by episode.
+    """
+
+    path: Path
+    done: dict[str, MessageLog]
+
+    def append(self, log: MessageLog) -> None:
+        """Adds one finished run; it survives a kill of the process from here on."""
+        jsonl.append_lines(self.path, [to_json(log)])
+
+
+def _decode(value: Any) -> dict[str, Any] | MessageLog:
+    if isinstance(value, dict) and value.keys() == {"journal"}:
+        return value["journal"]
+    return from_json(value)
+
+
+def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
+    """Opens or creates a journal.
+
+    Args:
+        path: the JSONL file.
+        fingerprint: what the content of runs depends on (JSON values).
+
+    Raises:
+        UserError: the file was written with another configuration, or a line is malformed.
+    """
+    fingerprint = jsonl.loads(jsonl.dumps(fingerprint))
+    jsonl.append_lines(path, [])  # creates the file, or cuts off an unfinished last line
+    lines = list(jsonl.read_lines(path, _decode))
+    if not lines:
+        jsonl.append_lines(path, [{"journal": fingerprint}])
+        return Journal(path, {})
+    if not isinstance(lines[0], dict):
+        raise UserError(f"{path}:1: not the head of a journal; delete the file")
+    if lines[0] != fingerprint:
+        changed = [
+            f"{key}={lines[0].get(key)!r} there, {fingerprint.get(key)!r} now"
+            for key in sorted({*lines[0], *fingerprint})
+            if lines[0].get(key) != fingerprint.get(key)
+        ]
+        raise UserError(
+            f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
+            "use a fresh --workdir or delete the file"
+        )
+    logs = [line for line in lines[1:] if isinstance(line, MessageLog)]
+    return Journal(path, {log.episode: log for log in logs})

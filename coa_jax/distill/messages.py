@@ -1,0 +1,153 @@
+"""The message log of the teacher: who told whom what, and which tools answered.
+
+Agents talk only through messages, so the log is the whole run: views are cut from it,
+trajectories are converted from it, and a run is stored by storing it.  This module knows
+neither tasks nor gold answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
+"""The agents of the teacher system; ``user`` and the tools are the other correspondents."""
+
+
+class Kind(enum.StrEnum):
+    """What a message is for."""
+
+    QUESTION = "question"  # user -> manager
+    REQUEST = "request"  # manager -> any agent that works for it
+    PLAN = "plan"  # planner -> manager
+    CALL = "call"  # search or code -> tool
+    OBSERVATION = "observation"  # tool -> search or code
+    REPORT = "report"  # search or code -> manager
+    REFLECTION = "reflection"  # reflection -> manager
+    SUGGESTION = "suggestion"  # manager -> verification
+    VERDICT = "verdict"  # verification -> manager
+    ANSWER = "answer"  # manager -> user
+
+
+class Ending(enum.StrEnum):
+    """Why a run of the teacher stopped."""
+
+    ANSWER = "answer"
+    LIMIT = "limit"  # too many messages
+    ILLEGAL = "illegal"  # an agent sent what its role may not send
+    MIND_ERROR = "mind_error"  # a mind raised
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One message between two correspondents.
+
+    Attributes:
+        index: position in the log, from 0.
+        sender: ``user``, an agent's name, or a tool's name.
+        recipient: likewise.
+        kind: what the message is for.
+        content: the query or program of a call, the text of an observation, the steps of a
+            plan, the grades of a reflection, the score of a verdict, the answer.
+        thought: what the sender reasoned before it acted.
+        outcome: how the call ended, for observations (``coa_jax.tools.base.Outcome``).
+        slip: name of the mistake that a scripted mind made on purpose here, if any.
+    """
+
+    index: int
+    sender: str
+    recipient: str
+    kind: Kind
+    content: str
+    thought: str = ""
+    outcome: str | None = None
+    slip: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MessageLog:
+    """A finished run of the teacher on one question.
+
+    Attributes:
+        episode: identity of the run; the id of the task.
+        question: what was asked.
+        protocol: name of the protocol that the manager works under.
+        messages: everything that was said, in order.
+        ending: why the run stopped.
+        error: one line on an ending that is not ``answer``.
+    """
+
+    episode: str
+    question: str
+    protocol: str
+    messages: tuple[Message, ...]
+    ending: Ending
+    error: str = ""
+
+    @property
+    def answer(self) -> str | None:
+        """The final answer, or None if the run ended without one."""
+        last = self.messages[-1]
+        return last.content if last.kind is Kind.ANSWER else None
+
+    @property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        """(tool, arguments) of every tool call, oldest first."""
+        return tuple((m.recipient, m.content) for m in self.messages if m.kind is Kind.CALL)
+
+    @property
+    def slips(self) -> tuple[str, ...]:
+        """Names of the deliberate mistakes, oldest first."""
+        return tuple(m.slip for m in self.messages if m.slip)
+
+    def count(self, kind: Kind) -> int:
+        """Number of messages of a kind."""
+        return sum(m.kind is kind for m in self.messages)
+
+
+def to_json(log: MessageLog) -> dict[str, Any]:
+    """A log as JSON values; empty fields of messages are left out."""
+    messages = []
+    for message in log.messages:
+        row = {k: v for k, v in dataclasses.asdict(message).items() if v not in (None, "")}
+        messages.append(row)
+    return {
+        "episode": log.episode,
+        "question": log.question,
+        "protocol": log.protocol,
+        "messages": messages,
+        "ending": str(log.ending),
+        "error": log.error,
+    }
+
+
+def from_json(row: Any) -> MessageLog:
+    """The inverse of `to_json`.
+
+    Raises:
+        KeyError, TypeError or ValueError: the value is not a message log.
+    """
+    messages = tuple(
+        Message(
+            index=m["index"],
+            sender=m["sender"],
+            recipient=m["recipient"],
+            kind=Kind(m["kind"]),
+            content=m.get("content", ""),
+            thought=m.get("thought", ""),
+            outcome=m.get("outcome"),
+            slip=m.get("slip"),
+        )
+        for m in row["messages"]
+    )
+    if not messages or any(m.index != i for i, m in enumerate(messages)):
+        raise ValueError("messages are missing or not numbered from 0")
+    return MessageLog(
+        episode=row["episode"],
+        question=row["question"],
+        protocol=row["protocol"],
+        messages=messages,
+        ending=Ending(row["ending"]),
+        error=row["error"],
+    )

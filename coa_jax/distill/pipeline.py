@@ -1,0 +1,255 @@
+"""Tasks in, distilled records out: the teacher over many tasks at once.
+
+A run depends on its task, the tools and the seed, never on order or concurrency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from coa_jax.distill.convert import convert
+from coa_jax.distill.filters import (
+    Filter,
+    FilterReport,
+    Run,
+    copies,
+    first_failure,
+    is_correct,
+    plain_share,
+    quality_filters,
+    report_of,
+    violations,
+)
+from coa_jax.distill.messages import AGENTS, MessageLog
+from coa_jax.distill.minds import Minds
+from coa_jax.distill.scripted import scripted_minds
+from coa_jax.distill.team import solve
+from coa_jax.errors import UserError
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Tool
+from coa_jax.trajectory import DistilledRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """How the teacher works and what is kept.
+
+    Attributes:
+        mistake_rate: probability that a scripted mind slips at a decision.
+        unrecovered_rate: probability that a slip is never noticed; the correctness filter
+            drops such runs.
+        seed: seed of slips and sampling.
+        concurrency: tasks in flight at once.
+        max_messages: messages after which a run is given up.
+        max_chars: longest kept trajectory in characters.
+        min_interactions: least number of messages of a kept run.
+        plain_fraction: share of the runs without reflection or correction that is kept.
+        corrected_copies: how often a run that corrected its answer is written.
+    """
+
+    mistake_rate: float = 0.1
+    unrecovered_rate: float = 0.02
+    seed: int = 0
+    concurrency: int = 16
+    max_messages: int = 80
+    max_chars: int = 8000
+    min_interactions: int = 5
+    plain_fraction: float = 1.0
+    corrected_copies: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("mistake_rate", "unrecovered_rate", "plain_fraction"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise UserError(f"distill config: {name} is {value}; give a value from 0 to 1")
+        for name in ("concurrency", "max_messages", "max_chars", "corrected_copies"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UserError(f"distill config: {name} is {value}; give at least 1")
+
+    def minds(self) -> Minds:
+        """The scripted minds that this configuration describes."""
+        return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
+
+    def filters(self) -> tuple[Filter, ...]:
+        """The filters that this configuration describes."""
+        quality = quality_filters(self.max_chars, self.min_interactions)
+        return (*quality, plain_share(self.plain_fraction, self.seed))
+
+
+async def run_teacher(
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    config: DistillConfig,
+    minds: Minds | None = None,
+    done: Mapping[str, MessageLog] | None = None,
+    on_log: Callable[[Task, MessageLog], None] | None = None,
+) -> list[MessageLog]:
+    """Lets the teacher solve tasks, many at once.
+
+    Args:
+        tasks: the tasks; their gold answers stay here.
+        tools: tools by name.
+        config: how.
+        minds: a mind per agent; the scripted ones by default.
+        done: runs that exist already, by task id; their tasks are not solved again.
+        on_log: called with every newly finished run, in the order of finishing.
+
+    Returns:
+        The runs in the order of ``tasks``.
+    """
+    minds = config.minds() if minds is None else minds
+    missing = [name for name in AGENTS if name not in minds]
+    if missing:
+        raise UserError(f"teacher: no mind for {', '.join(missing)}; give one for each agent")
+    repeated = len(tasks) - len({task.id for task in tasks})
+    if repeated:
+        raise UserError(f"teacher: {repeated} task ids occur twice; make ids unique")
+    logs = dict(done or {})
+    waiting: Iterator[Task] = iter([task for task in tasks if task.id not in logs])
+
+    async def work() -> None:
+        for task in waiting:
+            log = await solve(
+                task.question, task.protocol, task.id, minds, tools, config.max_messages
+            )
+            logs[task.id] = log
+            if on_log is not None:
+                on_log(task, log)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(config.concurrency, len(tasks))):
+            group.create_task(work())
+    return [logs[task.id] for task in tasks]
+
+
+def as_run(task: Task, log: MessageLog) -> Run:
+    """Converts a teacher run under the protocol of its task."""
+    metadata = {key: task.metadata[key] for key in ("hops", "kind") if key in task.metadata}
+    record = convert(log, task.protocol, task.gold, {**metadata, "source": task.source})
+    return Run(task, log, record)
+
+
+def select(
+    tasks: Sequence[Task], logs: Sequence[MessageLog], config: DistillConfig
+) -> tuple[list[DistilledRecord], FilterReport]:
+    """Converts and filters finished runs; a pure function of them.
+
+    Returns:
+        The kept records in the order of ``tasks``, and what the filters dropped.
+    """
+    filters = config.filters()
+    runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
+    failures = [first_failure(run, filters) for run in runs]
+    kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
+    records = [record for run in kept for record in copies(run, config.corrected_copies)]
+    return records, report_of(failures, filters)
+
+
+async def distill_tasks_async(
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    config: DistillConfig,
+    on_record: Callable[[DistilledRecord], None] | None = None,
+    minds: Minds | None = None,
+) -> tuple[list[DistilledRecord], FilterReport]:
+    """Solves, converts and filters tasks.
+
+    Args:
+        tasks: the tasks.
+        tools: tools by name.
+        config: how.
+        on_record: called with each kept record as soon as its run has finished.
+        minds: a mind per agent; the scripted ones by default.
+
+    Returns:
+        The kept records in the order of ``tasks``, and what the filters dropped.
+    """
+    filters = config.filters()
+
+    def report(task: Task, log: MessageLog) -> None:
+        run = as_run(task, log)
+        if on_record is not None and first_failure(run, filters) is None:
+            on_record(run.record)
+
+    logs = await run_teacher(tasks, tools, config, minds, on_log=report if on_record else None)
+    return select(tasks, logs, config)
+
+
+def distill_tasks(
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    config: DistillConfig,
+    on_record: Callable[[DistilledRecord], None] | None = None,
+    minds: Minds | None = None,
+) -> tuple[list[DistilledRecord], FilterReport]:
+    """`distill_tasks_async` for callers without an event loop."""
+    return asyncio.run(distill_tasks_async(tasks, tools, config, on_record, minds))
+
+
+def wilson_interval(successes: int, total: int) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927); (0, 1) for no trials."""
+    if total == 0:
+        return 0.0, 1.0
+    z = 1.959963984540054
+    p = successes / total
+    centre = p + z * z / (2 * total)
+    half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def teacher_block(
+    tasks: Sequence[Task],
+    logs: Sequence[MessageLog],
+    count_tokens: Callable[[str], int] | None = None,
+) -> dict[str, Any]:
+    """The "teacher" block of ``summary.json``, over unfiltered runs.
+
+    Runs with a faulted tool call are neither right nor wrong: they are left out and counted.
+
+    Args:
+        tasks: the tasks.
+        logs: their runs.
+        count_tokens: length of a text in tokens, for ``tokens_per_task`` (all that agents
+            write to each other and to tools); None leaves that figure None.
+    """
+    runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
+    graded = [r for r in runs if all(m.outcome != "fault" for m in r.log.messages)]
+    n = len(graded)
+    right = sum(is_correct(run) for run in graded)
+    valid = sum(run.log.answer is not None and not violations(run.record) for run in graded)
+    tokens: float | None = None
+    if count_tokens is not None and n:
+        spoken = (
+            f"{message.thought} {message.content}".strip()
+            for run in graded
+            for message in run.log.messages
+            if message.sender in AGENTS
+        )
+        tokens = sum(map(count_tokens, spoken)) / n
+    return {
+        "pass_at_1": right / n if n else None,
+        "ci95": list(wilson_interval(right, n)),
+        "n": n,
+        "tokens_per_task": tokens,
+        "tool_calls_per_task": sum(len(run.log.calls) for run in graded) / n if n else None,
+        "format_valid": valid / n if n else None,
+        "faults": len(runs) - n,
+    }
+
+
+def evaluate_teacher(
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    config: DistillConfig,
+    count_tokens: Callable[[str], int] | None = None,
+    minds: Minds | None = None,
+) -> dict[str, Any]:
+    """Runs the teacher on tasks and measures it without any filter; see `teacher_block`."""
+    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
+    return teacher_block(tasks, logs, count_tokens)

@@ -1,0 +1,198 @@
+"""How far a scripted run has come, read off its messages.
+
+A question is a tuple of steps (`coa_jax.tasks.factbook_grammar`, or one `Expression`).  Replaying
+the tool results in the log gives the answers of the steps done so far, so scripted minds hold no
+state.  Only the question and what tools returned enter; no fact and no gold answer does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+
+from coa_jax.distill.messages import Kind, Message
+from coa_jax.tasks.factbook_grammar import (
+    Arithmetic,
+    Inverse,
+    Lookup,
+    Neighbour,
+    Step,
+    bind,
+    describe,
+    query_for,
+    read_value,
+    source_for,
+    understand,
+)
+from coa_jax.tools.factbook_relations import RELATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """A numeric expression that the question spells out, in Python's notation."""
+
+    source: str
+
+
+AnyStep = Step | Expression
+
+_DOCUMENT = re.compile(r"Doc \d+ \(Title: (.*?)\)\n(.*?)(?=\n\nDoc \d+ \(Title: |\Z)", re.DOTALL)
+_EXPRESSION = re.compile(r"[(\-\d][\d\s.+\-*/()]*[\d)]")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+@functools.lru_cache(maxsize=4096)
+def steps_of(question: str) -> tuple[AnyStep, ...] | None:
+    """The steps that a question asks for, or None for a question of another kind."""
+    program = understand(question)
+    if program is not None:
+        return program.steps
+    found = [m[0] for m in _EXPRESSION.finditer(question.replace("×", "*").replace("÷", "/"))]
+    longest = max(found, key=len, default="")
+    return (Expression(longest),) if re.search(r"\d[\s)]*[+\-*/]", longest) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        steps: all steps of the question.
+        answers: texts of the answers of the steps that are done.
+        failures: calls at the current step that did not give its answer.
+        problem: what was wrong with the last of them, "" if nothing was.
+        evidence: where the last answer comes from, e.g. ``The document Botswana: Capital``.
+    """
+
+    steps: tuple[AnyStep, ...]
+    answers: tuple[str, ...] = ()
+    failures: int = 0
+    problem: str = ""
+    evidence: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step has its answer."""
+        return len(self.answers) == len(self.steps)
+
+    @property
+    def number(self) -> int:
+        """Number of the current step, from 1, as plans write it."""
+        return len(self.answers) + 1
+
+    @property
+    def step(self) -> AnyStep:
+        """The current step with earlier answers filled in."""
+        return bound(self.steps[len(self.answers)], self.answers)
+
+
+def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
+    """A step with the answers of earlier steps in place of references."""
+    return step if isinstance(step, Expression) else bind(step, answers)
+
+
+def wording(step: AnyStep) -> str:
+    """A step in words, for plans."""
+    return f"compute {step.source}" if isinstance(step, Expression) else describe(step)
+
+
+def operands(step: Arithmetic, answers: Sequence[str]) -> str:
+    """An arithmetic step with its numbers as the documents word them."""
+    sign = {"sum": "+", "difference": "-", "ratio": "/"}[step.operation]
+    return f"{answers[step.a.step]} {sign} {answers[step.b.step]}"
+
+
+def tool_for(step: AnyStep) -> str:
+    """The agent that carries out a step."""
+    return "code" if isinstance(step, Arithmetic | Expression) else "search"
+
+
+def queries(step: AnyStep) -> tuple[str, ...]:
+    """Search queries for a bound step, the best one first."""
+    assert isinstance(step, Lookup | Inverse | Neighbour)
+    if isinstance(step, Inverse):
+        noun = RELATIONS[step.relation].noun
+        return query_for(step), f"country whose {noun} is {step.value}", f"{step.value} {noun}"
+    relation = RELATIONS[step.relation if isinstance(step, Lookup) else "neighbour"]
+    title = f"{step.subject}: {relation.title}"
+    return query_for(step), title, f"{step.subject} {relation.noun}"
+
+
+def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
+    """Programs for a step, the best one first."""
+    if isinstance(step, Expression):
+        return f"print({step.source})", f"value = {step.source}\nprint(value)"
+    assert isinstance(step, Arithmetic)
+    source = source_for(step, answers)
+    return source, f"value = {source[len('print(') : -1]}\nprint(value)"
+
+
+def number_of(text: str) -> float | None:
+    """The number that a text writes, with or without thousands separators."""
+    text = text.replace(",", "").strip()
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def printed(observation: str) -> str | None:
+    """The one line that a program printed, or None if it printed none or several."""
+    lines = [line.strip() for line in observation.split("\n") if line.strip()]
+    lines = [line for line in lines if not re.fullmatch(r"\[\w+\].*|-{2,}.*|\w+:", line)]
+    return lines[0] if len(lines) == 1 else None
+
+
+def _read_documents(step: AnyStep, observation: Message) -> tuple[str, str] | str:
+    assert isinstance(step, Lookup | Inverse | Neighbour)
+    for title, text in _DOCUMENT.findall(observation.content):
+        value = read_value(step, title, text)
+        if value is not None:
+            return value, f"The document {title}"
+    return f"No document states {wording(step)}."
+
+
+def _read_program(
+    step: AnyStep, answers: Sequence[str], observation: Message
+) -> tuple[str, str] | str:
+    if observation.outcome != "ok":
+        return "The program failed."
+    line = printed(observation.content)
+    value = None if line is None else number_of(line)
+    if line is None or value is None:
+        return "It did not print one number."
+    if isinstance(step, Arithmetic):
+        a, b = (number_of(answers[ref.step]) for ref in (step.a, step.b))
+        if step.operation == "ratio" and len(line.partition(".")[2]) > 2:
+            return "It is not rounded."
+        wrong_sign = step.operation == "difference" and a is not None and b is not None
+        if wrong_sign and value * (a - b) < 0:
+            return "The sign is wrong."
+    return line, "The program"
+
+
+def progress(question: str, messages: Sequence[Message]) -> Progress | None:
+    """Replays a log.
+
+    Args:
+        question: the question.
+        messages: the log so far.
+
+    Returns:
+        The state of the run, or None if the question is not understood.
+    """
+    steps = steps_of(question)
+    if steps is None:
+        return None
+    state = Progress(steps)
+    for message in messages:
+        if message.kind is not Kind.OBSERVATION or state.complete:
+            continue
+        if tool_for(state.step) == "search":
+            result = _read_documents(state.step, message)
+        else:
+            result = _read_program(state.step, state.answers, message)
+        if isinstance(result, str):
+            state = dataclasses.replace(state, failures=state.failures + 1, problem=result)
+        else:
+            state = Progress(steps, (*state.answers, result[0]), evidence=result[1])
+    return state

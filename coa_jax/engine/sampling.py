@@ -1,0 +1,93 @@
+"""Exact sampling from logits with one uniform number per row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_BLOCK = 128
+
+
+def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Sets logits outside the nucleus and outside the k largest to -inf.
+
+    Args:
+        logits: float32 ``[B, V]``, already divided by the temperature.
+        top_p: float32 ``[B]`` in (0, 1]; the smallest set whose probability reaches it is kept.
+        top_k: int32 ``[B]``; 0 keeps all.
+    """
+    vocab = logits.shape[-1]
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    probs = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    keep = (before < top_p[:, None]) & (jnp.arange(vocab) < k[:, None])
+    threshold = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The index at which the cumulative sum of ``weights [B, V]`` passes ``uniform [B]`` of it.
+
+    Two levels: sums of blocks find the block, a cumulative sum within it finds the index.  That
+    is one pass over the vocabulary, where Gumbel noise needs V random numbers a row.
+    """
+    rows, vocab = weights.shape
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+    sums = jnp.cumsum(padded.sum(-1), axis=-1)
+    target = uniform * sums[:, -1]
+    block = jnp.minimum((sums <= target[:, None]).sum(-1), sums.shape[1] - 1)
+    lane = jnp.arange(rows)
+    rest = target - jnp.where(block > 0, sums[lane, block - 1], 0.0)
+    inner = jnp.cumsum(padded[lane, block], axis=-1)
+    offset = (inner <= rest[:, None]).sum(-1)
+    # Rounding may leave `rest` at the block's very end: take the last index with any weight.
+    last = _BLOCK - 1 - jnp.argmax(padded[lane, block, ::-1] > 0, axis=-1)
+    return block * _BLOCK + jnp.minimum(offset, last)
+
+
+def sample(
+    logits: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    top_k: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one token a row.
+
+    Args:
+        logits: float32 ``[B, V]``.
+        keys: uint32 ``[B, 2]``, the key of each row's sample.
+        positions: int32 ``[B]``, folded into the key, so that a draw depends on nothing but the
+            sample and the position.
+        temperature: float32 ``[B]``; 0 takes the largest logit.
+        top_p, top_k: see `filter_logits`.
+
+    Returns:
+        Tokens int32 ``[B]`` and their log-probabilities float32 ``[B]`` under the distribution
+        at the temperature before top-p and top-k (at temperature 1 for greedy rows).
+    """
+    greedy = temperature <= 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    log_z = jax.nn.logsumexp(scaled, axis=-1)
+    truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
+    allowed = jax.lax.cond(
+        truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled
+    )
+    weights = jnp.exp(allowed - jnp.max(allowed, axis=-1, keepdims=True))
+
+    def draw(key, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+
+    drawn = inverse_cdf(weights, jax.vmap(draw)(keys, positions))
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - log_z
+
+
+@jax.jit
+def sample_key(seed: jax.Array, prompt_id: jax.Array, sample_id: jax.Array) -> jax.Array:
+    """Key data uint32 ``[2]`` of one sample of one prompt, from three int32 scalars."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt_id), sample_id)
+    return jax.random.key_data(key)

@@ -1,0 +1,12 @@
+"""The one exception that means "the user can fix this"."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake outside the program: a wrong path, a typo in a config, a full disk.
+
+    The message is one line that says what is wrong, where, and what to do.  Entry points
+    print it without a traceback and exit with code 2; every other exception is a fault of
+    ours and keeps its traceback.
+    """

@@ -1,0 +1,232 @@
+"""Files of one JSON value a line: exact values, atomic whole files, appends of whole lines.
+
+Numbers that JSON lacks (NaN, infinities) are written as ``{"$float": "nan"}``, so that a file is
+valid JSON for every reader and comes back bit by bit.  Lines end with ``\\n`` and nothing else;
+text may hold any other line separator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from coa_jax.errors import UserError
+
+T = TypeVar("T")
+
+_FLOAT = "$float"
+
+
+def dumps(value: Any) -> str:
+    """One line of strict JSON.  NumPy scalars and arrays become numbers and lists.
+
+    Raises:
+        TypeError: ``value`` holds something that is not JSON.
+    """
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, from a token cut in the middle
+        return json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
+    return text
+
+
+def loads(text: str) -> Any:
+    """Reads what ``dumps`` wrote, and any strict JSON.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    return json.loads(text, object_hook=_restore, parse_constant=_reject)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT}:
+            raise ValueError(f"a dict with the single key {_FLOAT!r} cannot be stored")
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    return value
+
+
+def _restore(value: dict[str, Any]) -> Any:
+    if value.keys() == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
+        return float(value[_FLOAT])
+    return value
+
+
+def _reject(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+@functools.cache
+def _json_types(cls: type) -> dict[str, tuple[type, ...]]:
+    """Field of a dataclass -> the types that its JSON value may have."""
+    known: dict[Any, tuple[type, ...]] = {float: (int, float), tuple: (list,), np.ndarray: (list,)}
+    allowed = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        origins = [typing.get_origin(arm) or arm for arm in arms]
+        allowed[name] = tuple(
+            itertools.chain.from_iterable(
+                (dict,) if dataclasses.is_dataclass(origin) else known.get(origin, (origin,))
+                for origin in origins
+            )
+        )
+    return allowed
+
+
+def fields(cls: type, value: Any) -> dict[str, Any]:
+    """The fields of a dataclass in a JSON object; tuples and arrays are still lists.
+
+    Raises:
+        KeyError, TypeError: a field is missing or of the wrong type.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, found {type(value).__name__}")
+    chosen = {}
+    for field in dataclasses.fields(cls):
+        name, allowed = field.name, _json_types(cls)[field.name]
+        if name not in value and field.default_factory is not dataclasses.MISSING:
+            continue
+        found = value[name]
+        is_enum = any(issubclass(kind, enum.Enum) for kind in allowed)  # its constructor checks
+        if not is_enum and not isinstance(found, allowed):
+            raise TypeError(f"the field {name!r} cannot be {type(found).__name__}")
+        chosen[name] = found
+    return chosen
+
+
+def encode_float32(values: np.ndarray) -> list[float | str]:
+    """float32[T] -> numbers whose nearest float32 is the value, or bits such as '0x7fc00000'."""
+    bits = values.view(np.uint32)
+    encoded: list[float | str] = [float(text) for text in values.astype(str)]
+    for index in np.flatnonzero(np.array(encoded, np.float32).view(np.uint32) != bits):
+        encoded[index] = float(values[index])  # rounding twice missed: all digits, then
+    for index in np.flatnonzero(~np.isfinite(values)):
+        encoded[index] = f"0x{bits[index]:08x}"
+    return encoded
+
+
+def decode_float32(values: list[float | str]) -> np.ndarray:
+    """Reads what ``encode_float32`` wrote."""
+    decoded = np.array([0.0 if isinstance(value, str) else value for value in values], np.float32)
+    for index, value in enumerate(values):
+        if isinstance(value, str):
+            decoded.view(np.uint32)[index] = int(value, 16)
+    return decoded
+
+
+def read_lines(path: str | os.PathLike[str], decode: Callable[[Any], T]) -> Iterator[T]:
+    """Yields ``decode(value)`` for each line of a file; blank lines are passed over.
+
+    Args:
+        path: the file.
+        decode: turns a JSON value into an object; its KeyError, TypeError, ValueError and
+            OverflowError mean that the line is not what it should be.
+
+    Raises:
+        UserError: the file cannot be read, or a line is malformed; the message is ``path:line:
+            why``.  A last line without its line end is fine if it is whole.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below; opening errors are the user's
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield decode(loads(line.decode()))
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+                torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
+                raise UserError(f"{path}:{number}: {_why(error)}{torn}") from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"the field {error} is missing"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    return " ".join(str(error).split())
+
+
+def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
+    """Writes a whole file; until it is complete on disk, what stood at ``path`` stays as it was.
+
+    Raises:
+        OSError: e.g. the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            for value in values:
+                file.write(dumps(value).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
+    """Appends whole lines, which survive the death of this process; one process writes to a file.
+
+    A line that an earlier process left unfinished is cut off first, with a warning.
+
+    Raises:
+        OSError: e.g. the disk is full; the file then has the length that it had before.
+    """
+    data = b"".join(dumps(value).encode() + b"\n" for value in values)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
+        size = _whole_size(path)
+        if size != file.tell():
+            logging.getLogger(__name__).warning("%s: cut off an unfinished last line", path)
+            file.truncate(size)
+        try:
+            written = 0
+            while written < len(data):
+                written += file.write(data[written:])
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def _whole_size(path: Path, block: int = 1 << 16) -> int:
+    """Bytes of a file up to and including its last line end."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - block)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0

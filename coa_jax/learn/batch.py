@@ -1,0 +1,174 @@
+"""From trajectories and distilled records to packed arrays, by token ids and authors alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coa_jax.errors import UserError
+from coa_jax.model.tokenizer import chat_ids, encode_plain, end_of_turn_id
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.trajectory import Author, DistilledRecord, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence to learn from.
+
+    Attributes:
+        tokens: int32 ``[T]``.
+        mask: float32 ``[T]``, 1 where the policy wrote the token.
+        logp: float32 ``[T]``, log-probability under which it was sampled; 0 elsewhere.
+        advantage: float32 ``[T]``.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    logp: np.ndarray
+    advantage: np.ndarray
+
+
+class Batch(NamedTuple):
+    """Packed rows, R rows of T tokens.  Arrays of index t describe token t.
+
+    Attributes:
+        tokens: int32 ``[R, T]``.
+        positions: int32 ``[R, T]``, from 0 in each sequence.
+        segment_ids: int32 ``[R, T]``, from 1; 0 is padding.
+        mask: float32 ``[R, T]``, 1 where the token has a loss.
+        logp: float32 ``[R, T]``, sampling log-probabilities.
+        advantage: float32 ``[R, T]``.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segment_ids: np.ndarray
+    mask: np.ndarray
+    logp: np.ndarray
+    advantage: np.ndarray
+
+
+def prompt_ids(tokenizer: Any, protocol: str, question: str, style: str) -> tuple[int, ...]:
+    """Ids of a task's prompt: one user message and the opening of the assistant's turn."""
+    text = render_prompt(get_protocol(protocol), question, style=style)
+    return tuple(chat_ids(tokenizer, text))
+
+
+def record_example(tokenizer: Any, record: DistilledRecord, style: str) -> Example:
+    """Tokenises a distilled record part by part; the policy's parts carry the loss.
+
+    Parts of the environment are split as the agent loop encodes them, so that training sees the
+    ids that a rollout produces.  The end of the turn is learned after the last part.
+    """
+    prompt = prompt_ids(tokenizer, record.protocol, record.question, style)
+    tokens, mask = list(prompt), [0.0] * len(prompt)
+    observation = get_protocol(record.protocol).observation
+    for author, text in record.parts:
+        if author == "policy":
+            ids = encode_plain(tokenizer, text)
+        else:
+            ids = environment_ids(tokenizer, observation, text)
+        tokens += ids
+        mask += [float(author == "policy")] * len(ids)
+    tokens.append(end_of_turn_id(tokenizer))
+    mask.append(1.0)
+    zeros = np.zeros(len(tokens), np.float32)
+    return Example(np.asarray(tokens, np.int32), np.asarray(mask, np.float32), zeros, zeros)
+
+
+def environment_ids(tokenizer: Any, observation: str, text: str) -> list[int]:
+    """Ids of an observation in its surface form: head, body and tail, each encoded alone."""
+    head, tail = f"\n<{observation}>\n", f"\n</{observation}>\n\n"
+    if not text.startswith(head) or not text.endswith(tail):
+        return encode_plain(tokenizer, text)
+    body = text[len(head) : len(text) - len(tail)]
+    parts = (head, body, tail)
+    return [token for part in parts for token in encode_plain(tokenizer, part)]
+
+
+def trajectory_example(trajectory: Trajectory, advantage: float) -> Example:
+    """A sampled trajectory with one advantage for all of its policy tokens.
+
+    What follows the last policy token has no loss and is left out.
+    """
+    written = np.flatnonzero(trajectory.author == Author.POLICY)
+    end = int(written[-1]) + 1 if written.size else 0
+    mask = (trajectory.author[:end] == Author.POLICY).astype(np.float32)
+    return Example(
+        trajectory.tokens[:end],
+        mask,
+        trajectory.logp[:end].astype(np.float32),
+        mask * np.float32(advantage),
+    )
+
+
+def pack(examples: Sequence[Example], length: int) -> Batch:
+    """Puts examples into as few rows of ``length`` as first-fit-decreasing finds.
+
+    The result depends on the examples and their order only.
+
+    Raises:
+        UserError: an example is longer than a row.
+    """
+    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].tokens))
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        size = len(examples[index].tokens)
+        if size > length:
+            raise UserError(
+                f"a sequence has {size} tokens and the batch rows {length}: raise the row length "
+                "or drop long sequences"
+            )
+        row = next((r for r, left in enumerate(room) if left >= size), None)
+        if row is None:
+            rows.append([])
+            room.append(length)
+            row = len(rows) - 1
+        rows[row].append(index)
+        room[row] -= size
+    batch = empty_batch(len(rows), length)
+    for row, members in enumerate(rows):
+        at = 0
+        for segment, index in enumerate(members, start=1):
+            example = examples[index]
+            span = slice(at, at + len(example.tokens))
+            batch.tokens[row, span] = example.tokens
+            batch.positions[row, span] = np.arange(len(example.tokens))
+            batch.segment_ids[row, span] = segment
+            batch.mask[row, span] = example.mask
+            # The first token of a sequence has no predecessor to be predicted from.
+            batch.mask[row, at] = 0.0
+            batch.logp[row, span] = example.logp
+            batch.advantage[row, span] = example.advantage
+            at += len(example.tokens)
+    return batch
+
+
+def empty_batch(rows: int, length: int) -> Batch:
+    """A batch of padding."""
+    shape = (rows, length)
+    return Batch(
+        *(np.zeros(shape, np.int32) for _ in range(3)),
+        *(np.zeros(shape, np.float32) for _ in range(3)),
+    )
+
+
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+    """Appends rows of padding until the number of rows is a multiple."""
+    rows, length = batch.tokens.shape
+    missing = -rows % multiple
+    if not missing:
+        return batch
+    padding = empty_batch(missing, length)
+    return Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
+
+
+def micro_batches(batch: Batch, rows: int) -> list[Batch]:
+    """Splits a batch into pieces of ``rows`` rows, the last one padded."""
+    batch = pad_rows(batch, rows)
+    count = batch.tokens.shape[0] // rows
+    return [Batch(*(x[i * rows : (i + 1) * rows] for x in batch)) for i in range(count)]

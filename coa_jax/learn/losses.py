@@ -1,0 +1,135 @@
+"""Losses as (sum, count) pairs: how sequences are split over programs cannot change a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.learn.batch import Batch
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.forward import forward, unembed
+from coa_jax.model.weights import Params
+
+Stats = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLossConfig:
+    """Clipped policy gradient (paper eq 9, with the clip bounds of DAPO).
+
+    Attributes:
+        clip_low: ratios below ``1 - clip_low`` stop pushing a token further down.
+        clip_high: ratios above ``1 + clip_high`` stop pushing it further up.
+        dual_clip: for negative advantages the loss is at most this multiple of it; 0 for none.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+
+
+def token_logps(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    *,
+    dtype: Any,
+    remat: bool,
+    temperature: float = 1.0,
+    vocab_chunk: int = 2048,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy of every token given those before it.
+
+    Logits exist for ``vocab_chunk`` tokens at a time only, in both passes.
+
+    Returns:
+        float32 ``[R, T]`` each; index 0 of a row is 0.
+    """
+    hidden, _ = forward(
+        params, config, batch.tokens, batch.positions, batch.segment_ids, dtype=dtype, remat=remat
+    )
+    rows, length = batch.tokens.shape
+    flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+    targets = batch.tokens[:, 1:].reshape(-1)
+    padding = -flat.shape[0] % min(vocab_chunk, flat.shape[0])
+    chunk = min(vocab_chunk, flat.shape[0])
+    flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
+    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def score(pair):
+        h, target = pair
+        logps = jax.nn.log_softmax(unembed(params, config, h, dtype) / temperature, axis=-1)
+        entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
+        return jnp.take_along_axis(logps, target[:, None], axis=-1)[:, 0], entropy
+
+    scored = jax.lax.map(score, (flat, targets))
+    return tuple(
+        jnp.pad(x.reshape(-1)[: rows * (length - 1)].reshape(rows, -1), ((0, 0), (1, 0)))
+        for x in scored
+    )
+
+
+def sft_loss(
+    params: Params, config: ModelConfig, batch: Batch, *, dtype: Any, remat: bool
+) -> tuple[jax.Array, Stats]:
+    """Negative log-likelihood of the policy's tokens (paper eq 7), summed.
+
+    Observations and prompts have mask 0: what the policy did not write it does not learn to write.
+    """
+    logp, _ = token_logps(params, config, batch, dtype=dtype, remat=remat)
+    loss = -jnp.sum(logp * batch.mask)
+    return loss, {"loss": loss}
+
+
+def policy_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    *,
+    clip: PolicyLossConfig,
+    temperature: float,
+    dtype: Any,
+    remat: bool,
+) -> tuple[jax.Array, Stats]:
+    """Clipped policy-gradient loss, summed over the policy's tokens.
+
+    The log-probabilities of the sampler stand for the old policy.
+    """
+    logp, entropy = token_logps(
+        params, config, batch, dtype=dtype, remat=remat, temperature=temperature
+    )
+    difference = (logp - batch.logp) * batch.mask
+    ratio = jnp.exp(jnp.clip(difference, -20.0, 20.0))
+    clipped = jnp.clip(ratio, 1 - clip.clip_low, 1 + clip.clip_high)
+    advantage = batch.advantage
+    per_token = jnp.maximum(-advantage * ratio, -advantage * clipped)
+    if clip.dual_clip:
+        bounded = jnp.minimum(per_token, -advantage * clip.dual_clip)
+        per_token = jnp.where(advantage < 0, bounded, per_token)
+    loss = jnp.sum(per_token * batch.mask)
+    below = (advantage < 0) & (ratio < 1 - clip.clip_low)
+    above = (advantage > 0) & (ratio > 1 + clip.clip_high)
+    gap = jax.lax.stop_gradient(jnp.abs(difference))
+    return loss, {
+        "loss": loss,
+        "policy/entropy": jnp.sum(entropy * batch.mask),
+        "policy/clip_low": jnp.sum(below * batch.mask),
+        "policy/clip_high": jnp.sum(above * batch.mask),
+        "mismatch/abs_logp_mean": jnp.sum(gap),
+        "mismatch/abs_logp_max": jnp.max(gap),
+    }
+
+
+@functools.lru_cache
+def _bind(function: Any, **options: Any) -> Any:
+    return functools.partial(function, **options)
+
+
+def bind(function: Any, **options: Any) -> Any:
+    """A loss with its options fixed; equal options give the same object, so one compilation."""
+    return _bind(function, **options)

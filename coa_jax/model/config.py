@@ -1,0 +1,70 @@
+"""Architecture of a decoder-only policy: every number that the forward pass needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Architecture = Literal["llama", "qwen2", "qwen3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Frequency-dependent rotary scaling of Llama 3.1 and later (``rope_type: llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        architecture: family, which fixes the Hugging Face class that a saved model names.
+        vocab_size: V, rows of the embedding table (may exceed the tokenizer's vocabulary).
+        hidden_size: D, width of the residual stream.
+        intermediate_size: F, width of the gated MLP.
+        num_layers: L.
+        num_heads: H, query heads; a multiple of ``num_kv_heads``.
+        num_kv_heads: N, key and value heads.
+        head_dim: K, width of a head; not always ``hidden_size / num_heads``.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: Llama-3 scaling, or None for plain rotary positions.
+        rms_eps: added to the mean square in every RMSNorm.
+        tie_embeddings: whether the output head is the transposed embedding table.
+        qkv_bias: whether q, k and v projections have a bias (Qwen2).
+        qk_norm: whether queries and keys are normalised per head (Qwen3).
+        max_position: positions that the weights were trained for.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Rope | None = None
+    rms_eps: float = 1e-6
+    tie_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_position: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need pairs")
+
+    @property
+    def num_groups(self) -> int:
+        """G, query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads

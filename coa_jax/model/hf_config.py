@@ -1,0 +1,221 @@
+"""Hugging Face ``config.json`` to and from :class:`ModelConfig`.
+
+Only what the forward pass computes exactly is accepted: a key that would change the arithmetic
+(another rotary type, a bias, a window that is in use) is refused by name rather than ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import Architecture, Llama3Rope, ModelConfig
+
+HF_CLASSES: dict[Architecture, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# What transformers assumes where a config.json is silent.
+_MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """Reads ``config.json`` of a model directory.
+
+    Raises:
+        UserError: the file is missing, is not a JSON object, or describes a model that the
+            forward pass does not compute; the message names the key.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: not a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch the model again") from None
+    if not isinstance(hf, dict):
+        raise UserError(f"{path} is not a JSON object: fetch the model again")
+    return config_from_hf(hf, str(path))
+
+
+def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """The architecture that a ``config.json`` describes.
+
+    Args:
+        hf: the parsed file, in the form of transformers 4 (``rope_theta``, ``rope_scaling``) or
+            of transformers 5 (``rope_parameters``).
+        where: what to call the file in messages.
+
+    Raises:
+        UserError: a key is missing or malformed, or asks for something unsupported.
+    """
+    architecture = _architecture(hf, where)
+    _refuse_unsupported(hf, architecture, where)
+    heads = _integer(hf, "num_attention_heads", where)
+    hidden = _integer(hf, "hidden_size", where)
+    head_dim = 128 if architecture == "qwen3" else hidden // heads
+    theta, scaling = _rope(hf, where)
+    try:
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=_integer(hf, "vocab_size", where),
+            hidden_size=hidden,
+            intermediate_size=_integer(hf, "intermediate_size", where),
+            num_layers=_integer(hf, "num_hidden_layers", where),
+            num_heads=heads,
+            num_kv_heads=_integer(hf, "num_key_value_heads", where, default=heads),
+            head_dim=_integer(hf, "head_dim", where, default=head_dim),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_eps=_number(hf, "rms_norm_eps", where, default=1e-6),
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "qwen2",
+            qk_norm=architecture == "qwen3",
+            max_position=_integer(
+                hf, "max_position_embeddings", where, default=_MAX_POSITION[architecture]
+            ),
+        )
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def config_to_hf(
+    config: ModelConfig, dtype: str, eos_ids: Sequence[int] = (), pad_id: int | None = None
+) -> dict[str, Any]:
+    """The ``config.json`` of a model, readable by transformers 4 and 5 and by serving engines.
+
+    Args:
+        config: the architecture.
+        dtype: of the saved tensors, e.g. ``"bfloat16"``.
+        eos_ids: ids that end a generation.
+        pad_id: id for padding, or None.
+    """
+    c = config
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if c.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": c.rope_scaling.factor,
+            "low_freq_factor": c.rope_scaling.low_freq_factor,
+            "high_freq_factor": c.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": c.rope_scaling.original_max_position,
+        }
+    hf = {
+        "architectures": [HF_CLASSES[c.architecture]],
+        "model_type": c.architecture,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_position,
+        "rms_norm_eps": c.rms_eps,
+        "tie_word_embeddings": c.tie_embeddings,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": rope if c.rope_scaling is not None else None,
+        "rope_parameters": {**rope, "rope_theta": c.rope_theta},
+        "bos_token_id": None,
+        "eos_token_id": list(eos_ids) if len(eos_ids) != 1 else eos_ids[0],
+        "pad_token_id": pad_id,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+    if not eos_ids:
+        hf["eos_token_id"] = None
+    if c.architecture == "llama":
+        hf |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        hf |= {"use_sliding_window": False}
+    if c.architecture == "qwen3":
+        hf |= {"attention_bias": False}
+    return hf
+
+
+def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
+    names = hf.get("architectures") or []
+    for architecture, cls in HF_CLASSES.items():
+        if cls in names or (not names and hf.get("model_type") == architecture):
+            return architecture
+    found = ", ".join(map(str, names)) or hf.get("model_type") or "none"
+    raise UserError(
+        f"{where}: architecture {found} is not supported: use one of "
+        + ", ".join(HF_CLASSES.values())
+    )
+
+
+def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where: str) -> None:
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UserError(f"{where}: hidden_act {activation!r} is not supported: only silu is")
+    # Llama and Qwen3 with attention_bias also bias the output projection; Qwen2 has its own
+    # fixed choice (q, k and v) and ignores the key.
+    for key in ("attention_bias", "mlp_bias"):
+        if hf.get(key) and (key == "mlp_bias" or architecture != "qwen2"):
+            raise UserError(f"{where}: {key} true is not supported for {architecture} models")
+    if hf.get("quantization_config"):
+        raise UserError(
+            f"{where}: quantization_config is present: use the unquantised model (bfloat16)"
+        )
+    if _uses_sliding_window(hf, architecture):
+        raise UserError(
+            f"{where}: sliding window attention is not supported: set use_sliding_window to false "
+            "if the weights were trained without it"
+        )
+
+
+def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture) -> bool:
+    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+        return True
+    if architecture == "llama" or not hf.get("use_sliding_window"):
+        return False
+    # Layers from max_window_layers on have the window; released Qwen2 configs name a window and
+    # put that number at the layer count, so that none has.
+    window = hf.get("sliding_window", 4096)
+    return window is not None and hf.get("max_window_layers", 28) < hf.get("num_hidden_layers", 0)
+
+
+def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{where}: rope_parameters {rope!r} is not an object")
+    theta = _number({**hf, **rope}, "rope_theta", where, default=10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{where}: rope type {kind!r} is not supported: only default and llama3")
+    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if partial not in (1, None):
+        raise UserError(f"{where}: partial_rotary_factor {partial} is not supported: only 1 is")
+    if kind == "default":
+        return theta, None
+    return theta, Llama3Rope(
+        factor=_number(rope, "factor", where),
+        low_freq_factor=_number(rope, "low_freq_factor", where),
+        high_freq_factor=_number(rope, "high_freq_factor", where),
+        original_max_position=_integer(rope, "original_max_position_embeddings", where),
+    )
+
+
+def _number(hf: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = hf.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise UserError(f"{where}: {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UserError(f"{where}: {key} is {value!r}, which is not a positive number")
+    return float(value)
+
+
+def _integer(hf: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = _number(hf, key, where, default)
+    if value != int(value):
+        raise UserError(f"{where}: {key} is {value!r}, which is not a whole number")
+    return int(value)

@@ -1,0 +1,121 @@
+"""The device mesh and the rules that map logical axes to it.
+
+The mesh has three axes: ``data`` (replicas of the parameters), ``fsdp`` (batch and parameters
+are both split), ``tensor`` (heads, MLP width and vocabulary are split).  The weight table names
+the logical axes of each array; a rules tuple says which mesh axes a logical axis is split over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import Params, from_paths, weight_table
+
+AXES = ("data", "fsdp", "tensor")
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+RULES: Rules = (
+    ("batch", ("data", "fsdp")),
+    ("vocab", ("tensor",)),
+    ("embed", ("fsdp",)),
+    ("kv_heads", ("tensor",)),
+    ("mlp", ("tensor",)),
+)
+"""Training: parameters, gradients and optimiser state are split over ``fsdp`` and ``tensor``.
+A logical axis that is not listed stays whole."""
+
+DECODE_RULES: Rules = (
+    ("batch", ("data", "fsdp")),
+    ("vocab", ("tensor",)),
+    ("kv_heads", ("tensor",)),
+    ("mlp", ("tensor",)),
+)
+"""Decoding: a step reads every weight once for a few tokens, so gathering them over ``fsdp``
+each time would cost more than the products; they are split over ``tensor`` only."""
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh of axes ``("data", "fsdp", "tensor")`` over the first devices.
+
+    Args:
+        data: replicas; -1 (allowed for one of the three) means whatever is left.
+        fsdp: parts of the batch that also split the parameters.
+        tensor: parts of each layer.
+
+    Raises:
+        UserError: a size is not positive, more devices are asked for than there are, or a
+            process would be left without a device.
+    """
+    sizes, count = [data, fsdp, tensor], jax.device_count()
+    if sizes.count(-1) == 1:
+        rest = -math.prod(sizes)
+        if rest > 0 and count % rest == 0:
+            sizes[sizes.index(-1)] = count // rest
+    text = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, (data, fsdp, tensor), strict=True))
+    if min(sizes) < 1:
+        raise UserError(f"mesh {text} does not fit {count} devices: give positive divisors of it")
+    need = math.prod(sizes)
+    if need > count or (jax.process_count() > 1 and need != count):
+        raise UserError(
+            f"mesh {text} needs {need} devices, there are {count}: change the sizes, or on CPU "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+        )
+    # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
+    return jax.make_mesh(
+        tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:need]
+    )
+
+
+def sharding_for(
+    mesh: Mesh,
+    axes: Sequence[str | None],
+    rules: Rules = RULES,
+    shape: Sequence[int] | None = None,
+) -> NamedSharding:
+    """The sharding of an array with the given logical axes.
+
+    Where ``shape`` is given, a dimension that its mesh axes do not divide is split over the
+    longest prefix of them that does, which may be none: with 2 key/value heads on 4-way
+    ``tensor``, that dimension is replicated and the others are split as usual.  A mesh axis
+    that an earlier dimension uses is not used again.
+
+    Args:
+        mesh: see :func:`make_mesh`.
+        axes: one logical axis a dimension; None or one without a rule stays whole.
+        rules: :data:`RULES` or :data:`DECODE_RULES`.
+        shape: the array's shape.
+    """
+    table, used, spec = dict(rules), set(), []
+    for i, axis in enumerate(axes):
+        names: list[str] = []
+        for name in table.get(axis, ()) if axis else ():
+            parts = math.prod(mesh.shape[n] for n in (*names, name))
+            if name in used or (shape is not None and shape[i] % parts):
+                break
+            names.append(name)
+        used.update(names)
+        spec.append(tuple(names) if len(names) > 1 else names[0] if names else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Params:
+    """A pytree of shardings in the form of the params."""
+    return from_paths(
+        {
+            spec.path: sharding_for(mesh, spec.axes, rules, spec.shape)
+            for spec in weight_table(config)
+        }
+    )
+
+
+def shard_params(
+    params: Params, config: ModelConfig, mesh: Mesh, rules: Rules = RULES
+) -> Params:
+    """Places stacked params on the mesh; values and dtypes are kept."""
+    return jax.device_put(params, param_shardings(config, mesh, rules))

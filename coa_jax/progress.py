@@ -1,0 +1,162 @@
+"""Progress of a long stage: a bar on a terminal, a line every ten seconds in a log.
+
+    with progress("SFT", total=400) as bar:
+        for step in range(400):
+            bar.update(loss=train(step))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+# Figures on a terminal are refreshed no more often than this (seconds): reading one may wait
+# for the accelerator.
+_REDRAW = 0.25
+
+
+class Bar:
+    """Counts units of work and shows them; made by `progress`.
+
+    Attributes:
+        done: units so far, those of an earlier part of the run included.
+        stats: the latest figures given with them.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int | None,
+        initial: int,
+        show: Callable[[str], None],
+        interval: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Starts the clock; `show` is given a status text every `interval` seconds at most."""
+        self.label = label
+        self.total = total
+        self.done = initial
+        self.stats: dict[str, Any] = {}
+        self._initial = initial
+        self._show = show
+        self._interval = interval
+        self._clock = clock
+        self._start = self._shown = clock()
+
+    def update(self, n: int = 1, **stats: Any) -> None:
+        """Counts `n` more units and keeps figures (numbers, scalar arrays, text) to show."""
+        self.done += n
+        self.stats.update(stats)
+        now = self._clock()
+        if now - self._shown >= self._interval:
+            self._shown = now
+            self._show(self.status())
+
+    def status(self) -> str:
+        """Returns e.g. `120/400 30% 2.1/s 2m13s left, loss 1.234`."""
+        seconds = self._clock() - self._start
+        rate = (self.done - self._initial) / seconds if seconds > 0 else 0.0
+        words = [f"{self.done}" if self.total is None else f"{self.done}/{self.total}"]
+        if self.total:
+            words.append(f"{100 * self.done // self.total}%")
+        if rate > 0:
+            words.append(f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g}s each")
+            if self.total is not None and self.done < self.total:
+                words.append(f"{duration((self.total - self.done) / rate)} left")
+        figures = [f"{name} {_figure(value)}" for name, value in self.stats.items()]
+        return ", ".join([" ".join(words), *figures])
+
+    def elapsed(self) -> str:
+        """Returns the time since the bar was made."""
+        return duration(self._clock() - self._start)
+
+
+@contextlib.contextmanager
+def progress(
+    label: str,
+    total: int | None,
+    *,
+    initial: int = 0,
+    stream: IO[str] | None = None,
+    interval: float = 10.0,
+    enabled: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Bar]:
+    """Shows the progress of the block.
+
+    Args:
+        label: name of the stage.
+        total: number of units, or None if it is not known.
+        initial: units that an earlier part of the run did; they do not count for the rate.
+        stream: where to show it; stderr by default.
+        interval: seconds between two lines of a log.
+        enabled: False shows nothing, for all processes of a run but the first.
+        clock: source of the time in seconds.
+
+    Yields:
+        The bar to update.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not enabled:
+        yield Bar(label, total, initial, lambda text: None, interval, clock)
+        return
+    console = Console(file=stream)
+    if console.is_terminal and not console.is_dumb_terminal:
+        with _terminal_bar(console, label, total, initial, clock) as bar:
+            yield bar
+        return
+
+    def line(text: str) -> None:
+        print(f"{label} {text}", file=stream, flush=True)
+
+    bar = Bar(label, total, initial, line, interval, clock)
+    line(bar.status())
+    try:
+        yield bar
+    except BaseException:
+        line(f"{bar.status()}; stopped after {bar.elapsed()}")
+        raise
+    line(f"{bar.status()}; took {bar.elapsed()}")
+
+
+@contextlib.contextmanager
+def _terminal_bar(
+    console: Console, label: str, total: int | None, initial: int, clock: Callable[[], float]
+) -> Iterator[Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
+    # markup=False: a figure may hold square brackets.
+    for column in (columns[0], columns[2]):
+        column.markup = False
+    with Progress(*columns, console=console) as rich_bar:
+        task = rich_bar.add_task(label, total=total, completed=initial, status="")
+
+        def draw(text: str) -> None:
+            rich_bar.update(task, completed=bar.done, status=text)
+
+        bar = Bar(label, total, initial, draw, _REDRAW, clock)
+        draw(bar.status())
+        try:
+            yield bar
+        finally:
+            draw(f"{bar.status()}; {bar.elapsed()}")
+
+
+def duration(seconds: float) -> str:
+    """Writes a time span: `4.2s`, `2m13s`, `3h05m`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _figure(value: Any) -> str:
+    """Writes a figure in four digits; a scalar array is read from its device here."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

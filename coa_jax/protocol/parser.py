@@ -1,0 +1,190 @@
+"""Incremental, total and exact parser of tagged text.
+
+Total: any string yields segments and a list of violations, never an exception.  Exact: the
+segments are contiguous and join back to the input.  Incremental: text may arrive in any chunks,
+the result is the same, and the work is linear in the text.
+
+The grammar is flat.  A tag is exactly ``<role>`` or ``</role>`` with a role of the protocol.
+Outside a segment an opening tag starts one.  Inside a segment only its own closing tag means
+something; every other tag is text of the body and, where it is a tag of the protocol, a
+``nested`` violation (bodies that show foreign text, see ``Protocol.verbatim``, are exempt).  So a
+tag that is never closed takes all text that follows it: nothing is guessed, and a streaming parser
+can say when a segment is over.
+
+The parser knows no authors.  Text of a tool that contains ``</observation>`` would end an
+observation early, so whoever puts tool text between tags passes it through ``quote_tool_text``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from coa_jax.protocol.spec import Protocol
+
+_MAX_NAME = 64
+_TAG = re.compile(rf"<(/?)([A-Za-z_][A-Za-z0-9_]{{0,{_MAX_NAME - 1}}})>")
+_PARTIAL_TAG = re.compile(rf"</?(?:[A-Za-z_][A-Za-z0-9_]{{0,{_MAX_NAME - 1}}})?")
+_MAX_PARTIAL = _MAX_NAME + 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A piece of the text: one tagged segment, or the plain text between two.
+
+    Attributes:
+        role: the tag, or None for plain text.
+        body: text between the tags; for plain text, the text itself.
+        start: character offset of the first character, tags included.
+        end: character offset after the last character, tags included.
+        closed: False where the text ended before the closing tag; plain text is always closed.
+    """
+
+    role: str | None
+    body: str
+    start: int
+    end: int
+    closed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """A broken rule.
+
+    Attributes:
+        position: character offset where it was broken.
+        kind: one word.  From the parser: ``nested``, ``unexpected_close``, ``unknown_tag``,
+            ``unclosed``.  From the automaton: see ``coa_jax.protocol.automaton``.
+        message: a sentence for people.
+    """
+
+    kind: str
+    position: int
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Parse:
+    """What ``parse`` returns: contiguous segments that cover the text, and lexical violations."""
+
+    segments: tuple[Segment, ...]
+    violations: tuple[Violation, ...]
+
+
+class Parser:
+    """Parses text that arrives in chunks.
+
+    ``feed`` returns the segments, plain text included, that the chunk completed; ``finish`` returns
+    the rest.  Together they are the segments of ``parse``.
+    """
+
+    def __init__(self, protocol: Protocol):
+        self.protocol = protocol
+        self.violations: list[Violation] = []
+        self._roles = frozenset(protocol.roles)
+        self._role: str | None = None
+        self._start = 0  # offset of the segment that is being read
+        self._end = 0  # offset after the text in _pieces
+        self._pieces: list[str] = []  # text of that segment, opening tag included
+        self._carry = ""  # text after _pieces that may be the beginning of a tag
+        self._finished = False
+
+    @property
+    def open_role(self) -> str | None:
+        """Role of the segment that is open now, None between segments."""
+        return self._role
+
+    def feed(self, chunk: str) -> list[Segment]:
+        """Reads more text; returns the segments that it completed, in order."""
+        if self._finished:
+            raise ValueError("Parser.feed after Parser.finish; make a new Parser")
+        data = self._carry + chunk
+        done: list[Segment] = []
+        taken = 0  # characters of data that are in _pieces or in finished segments
+        for match in _TAG.finditer(data):
+            closing, name = bool(match[1]), match[2]
+            position = self._end + match.start() - taken
+            if self._role is None:
+                if name not in self._roles:
+                    self._violation(
+                        "unknown_tag",
+                        position,
+                        f"{match[0]} is not a tag of the {self.protocol.name} protocol",
+                    )
+                elif closing:
+                    self._violation("unexpected_close", position, f"{match[0]} closes nothing")
+                else:
+                    self._take(data[taken : match.start()])
+                    if self._pieces:
+                        done.append(self._close())
+                    self._role = name
+                    self._take(match[0])
+                    taken = match.end()
+            elif closing and name == self._role:
+                self._take(data[taken : match.end()])
+                done.append(self._close())
+                taken = match.end()
+            elif name in self._roles and self._role not in self.protocol.verbatim:
+                self._violation("nested", position, f"{match[0]} inside <{self._role}> is text")
+        keep = _undecided(data, taken)
+        self._take(data[taken : len(data) - keep])
+        self._carry = data[len(data) - keep :] if keep else ""
+        return done
+
+    def finish(self) -> list[Segment]:
+        """Ends the text; returns the last segment, if any text is left.  May be called again."""
+        self._finished = True
+        self._take(self._carry)
+        self._carry = ""
+        if not self._pieces:
+            return []
+        if self._role is not None:
+            self._violation("unclosed", self._start, f"<{self._role}> is never closed")
+        return [self._close(complete=self._role is None)]
+
+    def _take(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._end += len(text)
+
+    def _close(self, complete: bool = True) -> Segment:
+        role, text = self._role, "".join(self._pieces)
+        body = text
+        if role is not None:
+            body = text[len(role) + 2 : len(text) - (len(role) + 3 if complete else 0)]
+        segment = Segment(role, body, self._start, self._end, complete)
+        self._role, self._start, self._pieces = None, self._end, []
+        return segment
+
+    def _violation(self, kind: str, position: int, message: str) -> None:
+        self.violations.append(Violation(kind, position, message))
+
+
+def _undecided(data: str, taken: int) -> int:
+    """Length of the suffix of ``data[taken:]`` that more text could turn into a tag."""
+    start = data.rfind("<", max(taken, len(data) - _MAX_PARTIAL))
+    if start < 0 or not _PARTIAL_TAG.fullmatch(data, start):
+        return 0
+    return len(data) - start
+
+
+def parse(protocol: Protocol, text: str) -> Parse:
+    """Parses a whole text.
+
+    Returns:
+        Segments with ``"".join(text[s.start:s.end] for s in segments) == text``, and the lexical
+        violations in the order in which they were found.  The rules about the order and the bodies
+        of segments are checked by ``check``.
+    """
+    parser = Parser(protocol)
+    segments = (*parser.feed(text), *parser.finish())
+    return Parse(segments, tuple(parser.violations))
+
+
+def quote_tool_text(protocol: Protocol, text: str) -> str:
+    """Makes a tool's text safe between observation tags: its closing tag becomes ``&lt;/...&gt;``.
+
+    Everything else is left as it is; the parser takes the body of an observation verbatim.
+    """
+    name = protocol.observation
+    return text.replace(f"</{name}>", f"&lt;/{name}&gt;")

@@ -1,0 +1,232 @@
+"""The chain-of-agents protocols as data (paper §3.1, Tab 1, App D).
+
+A protocol says which tags exist, which of them call tools, which action may follow which, where
+a ``think`` must stand, and what the body of each tag looks like.  Parser, automaton, prompts and
+the harness read these values and hold no rules of their own.  A new agent is a new tag.
+
+Nothing here knows about tokens, models, tools or tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Literal
+
+from coa_jax.errors import UserError
+
+START = "start"
+"""The state before the first tag."""
+
+THINK = "think"
+
+ThinkRule = Literal["required", "optional", "forbidden"]
+BodyForm = Literal["text", "grades", "score", "code", "urls", "inspection", "solution"]
+"""What the body of a tag must be.
+
+``text`` anything that is not blank; ``grades`` three ``criterion: grade`` pairs; ``score`` a
+sentence with one whole number from 1 to 4; ``code`` a fenced program with optional standard input;
+``urls`` addresses joined by ``|``; ``inspection`` a JSON object with ``file_path``; ``solution``
+``\\boxed{...}`` or one fenced program.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """A set of tags and the rules they obey.
+
+    Attributes:
+        name: how the protocol is asked for.
+        roles: every tag, ``think`` first, then in the order in which prompts explain them.
+        tools: the tags that call a tool; each is followed by an observation.
+        next_actions: action (or ``START``) -> the actions that may follow it.  ``think`` and
+            the observation are not actions: their places follow from ``think_rule`` and ``tools``.
+        think_rule: action -> whether a ``think`` must, may or must not stand right before it.
+        body_form: tag -> form of its body; a tag that is missing here has form ``text``.
+        verbatim: tags whose bodies may show other tags without breaking a rule: text that the
+            environment wrote, and programs.
+        pass_score: lowest ``double_check`` score after which ``answer`` may come.
+        observation: the tag of the environment's text.
+        answer: the tag that ends the episode.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    tools: tuple[str, ...]
+    next_actions: Mapping[str, frozenset[str]]
+    think_rule: Mapping[str, ThinkRule]
+    body_form: Mapping[str, BodyForm]
+    verbatim: frozenset[str]
+    pass_score: int = 3
+    observation: str = "observation"
+    answer: str = "answer"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Closing tags at which decoding hands over to the harness."""
+        return tuple(f"</{role}>" for role in (*self.tools, self.answer))
+
+    def form(self, role: str) -> BodyForm:
+        """Form of the body of ``role``."""
+        return self.body_form.get(role, "text")
+
+
+TOOL_FORMS: Mapping[str, BodyForm] = types.MappingProxyType(
+    {
+        "web_search": "text",
+        "wiki_search": "text",
+        "crawl_page": "urls",
+        "code": "code",
+        "visual_inspector": "inspection",
+    }
+)
+"""Every tool tag that a protocol can have, with the form of its arguments (paper Tab 1, App D)."""
+
+
+def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]]:
+    return types.MappingProxyType({key: frozenset(value) for key, value in table.items()})
+
+
+def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
+    """The web-agent automaton over any tools (paper §3.1, App D.1).
+
+    An answer is reached only through ``suggested_answer`` and a ``double_check`` that passes it.
+    ``answer`` may follow the double check directly, as it does in the paper's own trajectories.
+    """
+    next_actions = {
+        START: ("plan",),
+        "plan": (*tools, "suggested_answer"),
+        **{tool: (*tools, "reflection", "suggested_answer") for tool in tools},
+        "reflection": ("plan", *tools, "suggested_answer"),
+        "suggested_answer": ("double_check",),
+        "double_check": ("plan", *tools, "answer"),
+        "answer": (),
+    }
+    actions = ("plan", *tools, "reflection", "suggested_answer", "double_check")
+    think_rule: dict[str, ThinkRule] = {action: "required" for action in actions}
+    return Protocol(
+        name=name,
+        roles=(THINK, "plan", *tools, "observation", *actions[1 + len(tools) :], "answer"),
+        tools=tools,
+        next_actions=_frozen(next_actions),
+        think_rule=types.MappingProxyType({**think_rule, "answer": "optional"}),
+        body_form=types.MappingProxyType(
+            {**{t: TOOL_FORMS[t] for t in tools}, "reflection": "grades", "double_check": "score"}
+        ),
+        verbatim=frozenset({"observation", "code"}),
+    )
+
+
+def _mhqa() -> Protocol:
+    """Six functions, no verification agent, reflection in free words (paper App D)."""
+    tools = ("wiki_search",)
+    next_actions = {
+        START: ("plan", *tools),
+        "plan": (*tools, "reflection", "answer"),
+        "wiki_search": ("plan", *tools, "reflection", "answer"),
+        "reflection": ("plan", *tools, "answer"),
+        "answer": (),
+    }
+    return Protocol(
+        name="mhqa",
+        roles=(THINK, "plan", *tools, "observation", "reflection", "answer"),
+        tools=tools,
+        next_actions=_frozen(next_actions),
+        think_rule=types.MappingProxyType(
+            {
+                "plan": "required",
+                "wiki_search": "required",
+                "reflection": "required",
+                "answer": "required",
+            }
+        ),
+        body_form=types.MappingProxyType({}),
+        verbatim=frozenset({"observation"}),
+    )
+
+
+def _code() -> Protocol:
+    """plan, (think, code, observation, reflection) repeated, think, answer (paper App D.2-D.3).
+
+    No round at all is legal: a correct answer that needed no program is not a format error.
+    """
+    next_actions = {
+        START: ("plan",),
+        "plan": ("code", "answer"),
+        "code": ("reflection",),
+        "reflection": ("code", "answer"),
+        "answer": (),
+    }
+    return Protocol(
+        name="code",
+        roles=(THINK, "plan", "code", "observation", "reflection", "answer"),
+        tools=("code",),
+        next_actions=_frozen(next_actions),
+        think_rule=types.MappingProxyType(
+            {
+                "plan": "forbidden",
+                "code": "required",
+                "reflection": "forbidden",
+                "answer": "required",
+            }
+        ),
+        body_form=types.MappingProxyType({"code": "code", "answer": "solution"}),
+        verbatim=frozenset({"observation", "code", "answer"}),
+    )
+
+
+_PROTOCOLS: Mapping[str, Protocol] = types.MappingProxyType(
+    {
+        protocol.name: protocol
+        for protocol in (
+            _verifying("web", ("web_search", "crawl_page")),
+            _verifying("web_wiki", ("wiki_search",)),
+            _mhqa(),
+            _code(),
+            _verifying("generalist", ("wiki_search", "code")),
+            _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
+        )
+    }
+)
+
+
+def protocol_names() -> tuple[str, ...]:
+    """Names that ``get_protocol`` knows."""
+    return tuple(_PROTOCOLS)
+
+
+def get_protocol(name: str) -> Protocol:
+    """Looks a protocol up.
+
+    ``web``, ``mhqa`` and ``code`` are the paper's three agents, ``web_wiki`` the web agent over an
+    encyclopaedia, ``generalist`` the web agent's automaton over ``wiki_search`` and ``code``, and
+    ``universal`` the same over all tools of the web and code agents and the visual inspector.
+
+    Raises:
+        UserError: no protocol has this name.
+    """
+    if name not in _PROTOCOLS:
+        known = ", ".join(_PROTOCOLS)
+        raise UserError(f"protocol {name!r} is unknown; use one of: {known}")
+    return _PROTOCOLS[name]
+
+
+def protocol_with_tools(name: str, tools: tuple[str, ...]) -> Protocol:
+    """The web agent's automaton over another set of tools, e.g. for a tool not seen in training.
+
+    Args:
+        name: name of the new protocol; it is not entered in the table of names.
+        tools: tags from ``TOOL_FORMS``, at least one, no tag twice.
+
+    Raises:
+        UserError: ``tools`` is empty, repeats a tag, or has an unknown one.
+    """
+    unknown = [tool for tool in tools if tool not in TOOL_FORMS]
+    if unknown or not tools or len(set(tools)) != len(tools):
+        known = ", ".join(TOOL_FORMS)
+        raise UserError(
+            f"protocol {name!r} cannot have the tools {tools!r}; use one or more, once each, of: "
+            f"{known}"
+        )
+    return _verifying(name, tools)

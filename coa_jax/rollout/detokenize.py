@@ -1,0 +1,63 @@
+"""Text of a token stream, token by token, for byte-level tokenizers."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+from typing import Any
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE writes for bytes, inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+class TokenTable:
+    """Bytes of every token id of a tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        """Reads the vocabulary of a ``transformers`` tokenizer once."""
+        added = {
+            token_id: str(token.content).encode()
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+        }
+        stand_ins = _byte_of_character()
+        self._bytes: list[bytes] = []
+        for token_id, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
+            if token_id in added:
+                self._bytes.append(added[token_id])
+            elif token is None:
+                self._bytes.append(b"")
+            else:
+                self._bytes.append(
+                    b"".join(
+                        bytes([stand_ins[c]]) if c in stand_ins else c.encode() for c in token
+                    )
+                )
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Bytes of a token; ids beyond the vocabulary (padded heads) have none."""
+        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+
+class TextStream:
+    """Turns tokens into text as they come; bytes of an unfinished character wait."""
+
+    def __init__(self, table: TokenTable):
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        """Text that the token completes, possibly empty."""
+        return self._decoder.decode(self._table[token_id])
+
+    def flush(self) -> str:
+        """Ends the text: bytes of a character that never came become replacement signs."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text

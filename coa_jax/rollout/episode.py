@@ -1,0 +1,155 @@
+"""One trajectory while it grows: what the policy samples, what the environment answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol import Parser, Protocol, Segment
+from coa_jax.rollout.detokenize import TextStream, TokenTable
+from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolRequest:
+    """The policy has closed a tool's tag; it waits for the observation."""
+
+    tool: str
+    arguments: str
+
+
+class Episode:
+    """Host-side record of one sample: append-only ids with their authors.
+
+    The parser reads the policy's text alone.  Whatever a tool returns is added as environment
+    tokens and never parsed, so no tool text can open, close or answer anything.
+    """
+
+    def __init__(
+        self,
+        *,
+        task_id: str,
+        sample_id: int,
+        question: str,
+        protocol: Protocol,
+        prompt: Sequence[int],
+        table: TokenTable,
+        end_tokens: frozenset[int],
+    ):
+        self.task_id, self.sample_id, self.question = task_id, sample_id, question
+        self.protocol = protocol
+        self.tokens: list[int] = list(prompt)
+        self.tool_calls: list[ToolCall] = []
+        self._author: list[int] = [Author.PROMPT] * len(prompt)
+        self._logp: list[float] = [0.0] * len(prompt)
+        self._parser = Parser(protocol)
+        self._stream = TextStream(table)
+        self._end_tokens = end_tokens
+        self._policy_text = ""
+        self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
+        self._spans: list[SegmentSpan] = []
+        self._emitted = 0  # policy characters that are in spans
+
+    def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
+        """Takes one sampled token.
+
+        Returns:
+            A request once a tool's tag is closed, a reason once the episode is over, else None.
+        """
+        self.tokens.append(token)
+        self._author.append(Author.POLICY)
+        self._logp.append(logp)
+        if token in self._end_tokens:
+            return StopReason.EOS
+        text = self._stream.feed(token)
+        self._policy_text += text
+        self._ends.append((len(self._policy_text), len(self.tokens)))
+        for segment in self._parser.feed(text):
+            self._add_span(segment)
+            if segment.role in self.protocol.tools:
+                return ToolRequest(segment.role, segment.body)
+            if segment.role == self.protocol.answer:
+                return StopReason.ANSWER
+        return None
+
+    def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
+        """Adds what a tool returned, in its surface form, as environment tokens."""
+        self._add_rest()
+        start = len(self.tokens)
+        self.tokens.extend(tokens)
+        self._author.extend([Author.ENVIRONMENT] * len(tokens))
+        self._logp.extend([0.0] * len(tokens))
+        self._spans.append(
+            SegmentSpan(
+                self.protocol.observation, Author.ENVIRONMENT, text, start, len(self.tokens)
+            )
+        )
+        self.tool_calls.append(call)
+
+    def finish(
+        self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
+    ) -> Trajectory:
+        """The finished record."""
+        tail = self._stream.flush()
+        if tail:
+            self._policy_text += tail
+            self._ends.append((len(self._policy_text), len(self.tokens)))
+            for segment in self._parser.feed(tail):
+                self._add_span(segment)
+        for segment in self._parser.finish():
+            self._add_span(segment)
+        self._add_rest()
+        return Trajectory(
+            task_id=self.task_id,
+            sample_id=self.sample_id,
+            question=self.question,
+            protocol=self.protocol.name,
+            tokens=np.asarray(self.tokens, np.int32),
+            author=np.asarray(self._author, np.uint8),
+            logp=np.asarray(self._logp, np.float32),
+            text="".join(span.text for span in self._spans),
+            segments=tuple(self._spans),
+            tool_calls=tuple(self.tool_calls),
+            stop_reason=stop_reason,
+            reward=None,
+            gold=gold,
+            metadata=metadata,
+        )
+
+    def _add_span(self, segment: Segment) -> None:
+        """Adds what of a segment is not yet in a span: text before a tool result may be split."""
+        start = max(segment.start, self._emitted)
+        if start < segment.end:
+            whole = start == segment.start
+            self._append_policy(segment.role if whole else None, start, segment.end)
+
+    def _add_rest(self) -> None:
+        """Adds policy text that no closed segment holds yet, such as a line end after a tag."""
+        if self._emitted < len(self._policy_text):
+            self._append_policy(None, self._emitted, len(self._policy_text))
+
+    def _append_policy(self, role: str | None, start: int, end: int) -> None:
+        self._spans.append(
+            SegmentSpan(
+                role,
+                Author.POLICY,
+                self._policy_text[start:end],
+                self._token_of(start),
+                self._token_of(end - 1) + 1,
+            )
+        )
+        self._emitted = end
+
+    def _token_of(self, character: int) -> int:
+        """Index of the token that completes a character of the policy's text."""
+        low, high = 0, len(self._ends) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._ends[middle][0] > character:
+                high = middle
+            else:
+                low = middle + 1
+        return self._ends[low][1] - 1

@@ -1,0 +1,320 @@
+"""The agent loop: jitted decoding interleaved with tools that run at the same time.
+
+One coroutine owns the engine.  It admits samples into free slots, extends the cache with finished
+observations, decodes a chunk in a worker thread, and hands closed tool tags to asyncio tasks.  A
+slot whose tool is running keeps its cache and simply does not decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.engine.engine import Engine, SamplingParams
+from coa_jax.model.tokenizer import encode_plain
+from coa_jax.protocol import Protocol, get_protocol
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.trajectory import StopReason, ToolCall, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Budgets of a trajectory.
+
+    Attributes:
+        max_tokens: tokens of a whole trajectory, prompt and observations included.
+        max_tool_calls: calls after which the next one ends the trajectory.
+        max_observation_tokens: an observation is cut to this many tokens.
+        max_seconds: wall time of a trajectory, 0 for none.
+        prompt_style: ``full`` or ``brief``, see `protocol.render_prompt`.
+    """
+
+    max_tokens: int = 1024
+    max_tool_calls: int = 12
+    max_observation_tokens: int = 512
+    max_seconds: float = 0.0
+    prompt_style: str = "brief"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Samples wanted of one task.
+
+    Attributes:
+        task: the task.
+        prompt: its prompt's tokens.
+        seed, prompt_id: with the sample's number, the key of its randomness.
+        samples: sample numbers; they share one prefill.
+        sampling: how tokens are drawn.
+        metadata: goes into every trajectory.
+    """
+
+    task: Task
+    prompt: tuple[int, ...]
+    seed: int
+    prompt_id: int
+    samples: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Running:
+    """A sample in a slot."""
+
+    request: Request
+    episode: Episode
+    slot: int
+    began: float
+    tool: asyncio.Task[tuple[Observation, float]] | None = None
+    tool_request: ToolRequest | None = None
+
+
+def observation_text(protocol: Protocol, text: str) -> str:
+    """The surface form in which the environment's text follows a call."""
+    return f"\n<{protocol.observation}>\n{text}\n</{protocol.observation}>\n\n"
+
+
+def encode_observation(
+    tokenizer: Any, protocol: Protocol, text: str, max_tokens: int
+) -> tuple[list[int], str]:
+    """Ids and text of an observation whose body takes at most ``max_tokens``.
+
+    The three parts are encoded one by one and as plain text, so that no tool can produce a control
+    token and SFT, which encodes the same parts, sees the same ids.
+    """
+    head, tail = observation_text(protocol, "\0").split("\0")
+    body = encode_plain(tokenizer, text)
+    if len(body) > max_tokens:
+        body = body[:max_tokens]
+        text = tokenizer.decode(body)
+    ids = [*encode_plain(tokenizer, head), *body, *encode_plain(tokenizer, tail)]
+    return ids, head + text + tail
+
+
+async def rollout(
+    engine: Engine,
+    tokenizer: Any,
+    requests: Iterable[Request],
+    tools: Sequence[Tool],
+    config: RolloutConfig,
+    table: TokenTable | None = None,
+    on_segment: Any = None,
+) -> AsyncIterator[Trajectory]:
+    """Runs requests to their ends and yields trajectories as they finish.
+
+    Args:
+        engine: its slots are all free.
+        tokenizer: of the policy.
+        requests: consumed lazily, so a generator may keep the slots busy for as long as it likes.
+        tools: found by name; a protocol's tool that is not given answers that it is unavailable.
+        config: budgets.
+        table: the tokenizer's bytes, when the caller has them already.
+        on_segment: called with (task id, sample id, text) as policy and environment text arrives.
+
+    Yields:
+        Ungraded trajectories, in the order in which they finish.
+    """
+    loop = _Loop(engine, tokenizer, requests, tools, config, table, on_segment)
+    try:
+        while loop.admit():
+            for trajectory in await loop.turn():
+                yield trajectory
+    finally:
+        await loop.close()
+
+
+class _Loop:
+    def __init__(self, engine, tokenizer, requests, tools, config, table, on_text):
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.table = table or TokenTable(tokenizer)
+        self.tools = {tool.name: tool for tool in tools}
+        self.requests = iter(requests)
+        self.on_text = on_text
+        self.end_tokens = frozenset(int(t) for t in engine.stop_tokens)
+        self.free = deque(range(engine.config.slots))
+        self.running: dict[int, _Running] = {}
+        self.waiting: deque[tuple[Request, int]] = deque()
+
+    def admit(self) -> bool:
+        """Fills free slots; returns whether anything is left to do."""
+        placed: dict[int, list[tuple[Request, int, int]]] = {}
+        while self.free:
+            if not self.waiting:
+                request = next(self.requests, None)
+                if request is None:
+                    break
+                self.waiting.extend((request, sample) for sample in request.samples)
+                continue
+            request, sample = self.waiting.popleft()
+            placed.setdefault(id(request), []).append((request, sample, self.free.popleft()))
+        prefills, forks = [], []
+        for group in placed.values():
+            request = group[0][0]
+            source = next((r.slot for r in self.running.values() if r.request is request), None)
+            slots = [slot for _, _, slot in group]
+            if source is None:
+                source = slots.pop(0)
+                prefills.append((source, 0, request.prompt))
+            if slots:
+                forks.append((source, slots))
+        self.engine.extend(prefills)
+        for source, slots in forks:
+            self.engine.fork(source, slots)
+        for group in placed.values():
+            for request, sample, slot in group:
+                self._start(request, sample, slot)
+        return bool(self.running)
+
+    def _start(self, request: Request, sample: int, slot: int) -> None:
+        prompt = request.prompt
+        episode = Episode(
+            task_id=request.task.id,
+            sample_id=sample,
+            question=request.task.question,
+            protocol=get_protocol(request.task.protocol),
+            prompt=prompt,
+            table=self.table,
+            end_tokens=self.end_tokens,
+        )
+        self.engine.start(
+            slot,
+            len(prompt),
+            last_token=prompt[-1],
+            limit=self.config.max_tokens,
+            key=(request.seed, request.prompt_id, sample),
+            sampling=request.sampling,
+        )
+        self.engine.set_active(slot, len(prompt) < self.config.max_tokens)
+        self.running[slot] = _Running(request, episode, slot, time.monotonic())
+
+    async def turn(self) -> list[Trajectory]:
+        """Collects finished tools, decodes one chunk, starts new tools."""
+        finished = self._collect()
+        if self.engine.any_active:
+            # In a thread: tools go on while the device decodes.
+            chunk = await asyncio.to_thread(self.engine.decode)
+            for run in list(self.running.values()):
+                if run.tool is None and chunk.count[run.slot]:
+                    count = int(chunk.count[run.slot])
+                    tokens = chunk.tokens[run.slot, :count].tolist()
+                    logps = chunk.logps[run.slot, :count].tolist()
+                    finished += self._advance(run, tokens, logps)
+            await asyncio.sleep(0)
+        elif not finished and self.running:
+            calls = [run.tool for run in self.running.values() if run.tool is not None]
+            if calls:
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                # Prompts that leave no room for a token.
+                for run in list(self.running.values()):
+                    finished.append(self._finish(run, StopReason.LENGTH))
+        return finished
+
+    def _advance(self, run: _Running, tokens, logps) -> list[Trajectory]:
+        episode = run.episode
+        for token, logp in zip(tokens, logps, strict=True):
+            event = episode.feed(token, logp)
+            if self.on_text:
+                self.on_text(run.request.task.id, episode.sample_id, "policy", self.table[token])
+            if event is None:
+                continue
+            if isinstance(event, StopReason):
+                return [self._finish(run, event)]
+            if len(episode.tool_calls) >= self.config.max_tool_calls:
+                return [self._finish(run, StopReason.TURNS)]
+            # Tokens sampled beyond the closing tag are forgotten.
+            self.engine.truncate(run.slot, len(episode.tokens), token)
+            self.engine.set_active(run.slot, False)
+            run.tool_request = event
+            run.tool = asyncio.create_task(self._call(run, event))
+            return []
+        if len(episode.tokens) >= min(self.config.max_tokens, self.engine.config.max_length):
+            return [self._finish(run, StopReason.LENGTH)]
+        if self._late(run):
+            return [self._finish(run, StopReason.DEADLINE)]
+        return []
+
+    async def _call(self, run: _Running, request: ToolRequest) -> tuple[Observation, float]:
+        start = time.monotonic()
+        tool = self.tools.get(request.tool)
+        if tool is None:
+            text = f"The {request.tool} tool is not available."
+            return Observation(text, False, "bad_call", 0.0), start
+        calls = run.episode.tool_calls
+        context = ToolContext(
+            trajectory_id=f"{run.request.task.id}/{run.episode.sample_id}",
+            call_index=len(calls),
+            history=tuple((c.tool, c.arguments) for c in calls),
+        )
+        return await call(tool, request.arguments, context), start
+
+    def _collect(self) -> list[Trajectory]:
+        """Turns finished tool calls into environment tokens and cache entries."""
+        feeds, finished = [], []
+        for run in list(self.running.values()):
+            if run.tool is None or not run.tool.done():
+                continue
+            observation, start = run.tool.result()
+            request, run.tool, run.tool_request = run.tool_request, None, None
+            episode = run.episode
+            ids, text = encode_observation(
+                self.tokenizer,
+                episode.protocol,
+                observation.text,
+                self.config.max_observation_tokens,
+            )
+            before = len(episode.tokens)
+            record = ToolCall(
+                tool=request.tool,
+                arguments=request.arguments,
+                observation=observation.text,
+                outcome=observation.outcome,
+                ok=observation.ok,
+                start=start - run.began,
+                end=start - run.began + observation.seconds,
+                detail=observation.detail,
+            )
+            episode.observe(ids, text, record)
+            if self.on_text:
+                self.on_text(run.request.task.id, episode.sample_id, "environment", text.encode())
+            if len(episode.tokens) >= min(self.config.max_tokens, self.engine.config.max_length):
+                finished.append(self._finish(run, StopReason.LENGTH))
+            elif self._late(run):
+                finished.append(self._finish(run, StopReason.DEADLINE))
+            else:
+                feeds.append((run.slot, before - 1, episode.tokens[before - 1 :]))
+        self.engine.extend(feeds)
+        for slot, _, _ in feeds:
+            self.engine.set_active(slot, True)
+        return finished
+
+    def _late(self, run: _Running) -> bool:
+        limit = self.config.max_seconds
+        return bool(limit) and time.monotonic() - run.began > limit
+
+    def _finish(self, run: _Running, reason: StopReason) -> Trajectory:
+        self.engine.set_active(run.slot, False)
+        del self.running[run.slot]
+        self.free.append(run.slot)
+        task = run.request.task
+        metadata = {**task.metadata, **run.request.metadata, "source": task.source}
+        metadata["seconds"] = round(time.monotonic() - run.began, 3)
+        return run.episode.finish(reason, task.gold, metadata)
+
+    async def close(self) -> None:
+        """Cancels tools that still run, and leaves every slot free."""
+        calls = [run.tool for run in self.running.values() if run.tool is not None]
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for slot in list(self.running):
+            self.engine.set_active(slot, False)
+        self.running.clear()

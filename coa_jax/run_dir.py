@@ -1,0 +1,261 @@
+"""The directory of a run: `config.json`, `metrics.jsonl`, `traces.jsonl`, `summary.json`, ...
+
+All that a run writes besides its checkpoints goes through `RunDir`, which keeps the files sound
+over `kill -9`, a full disk and a resume: rows are appended whole or not at all, whole files are
+replaced atomically, and a lock keeps a second run out.  It knows nothing of what the rows mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from absl import logging
+
+from coa_jax import files
+from coa_jax.errors import UserError
+from coa_jax.event_file import EventFile
+
+# Descriptors of locks this process holds.  A forked worker closes its copies: a lock must end
+# with the process that took it, or a killed run could not be started again while workers live.
+_held_locks: set[int] = set()
+
+
+def _drop_inherited_locks() -> None:
+    for descriptor in _held_locks:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_drop_inherited_locks)
+
+
+class RunDir:
+    """A run directory that this process writes; a context manager.
+
+    Attributes:
+        path: the directory.
+        active: whether anything is written.  In a run of several processes only the first
+            one is active; calls on the others do nothing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, active: bool = True) -> None:
+        """Makes the directory and locks it.
+
+        Raises:
+            UserError: the directory cannot be written, or another run is writing it.
+        """
+        if "://" in os.fspath(path):
+            raise UserError(f"workdir {path}: not a mounted path; mount the bucket and name that")
+        self.path = Path(path)
+        self.active = active
+        self._events: dict[str, EventFile] = {}
+        self._purge_from: dict[str, int] = {}
+        self._lock: int | None = None
+        if active:
+            self._lock = _open_locked(self.path)
+            for name in ("metrics.jsonl", "traces.jsonl"):
+                files.cut_torn_line(self.path / name)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets other runs have the directory."""
+        if self._lock is not None:
+            _held_locks.discard(self._lock)
+            os.close(self._lock)
+            self._lock = None
+
+    def write_config(self, config: Any) -> list[str]:
+        """Writes the resolved config to `config.json`.
+
+        Args:
+            config: a ConfigDict, a dataclass or a mapping.
+
+        Returns:
+            What differs from the config that was there, as `key: old -> new`; each is logged,
+            because the run goes on from a state that another config produced.
+        """
+        if not self.active:
+            return []
+        path = self.path / "config.json"
+        new = _plain(config)
+        changes = _differences(files.read_json_object(path), new) if path.exists() else []
+        for change in changes:
+            logging.warning("%s: config differs from the earlier run: %s", path, change)
+        files.write_json(path, new)
+        return changes
+
+    def metrics(self, step: int, phase: str, **scalars: Any) -> None:
+        """Appends a row to `metrics.jsonl` and to the TensorBoard events of the phase.
+
+        Args:
+            step: step of the phase that the row describes.
+            phase: `sft`, `rl`, ...
+            **scalars: name to number or array of one element.  JSON has no NaN or infinity;
+                they are written as null there and as they are for TensorBoard.
+        """
+        if not self.active:
+            return
+        values = {name: _number(name, value) for name, value in scalars.items()}
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        row = {"step": int(step), "phase": phase, **finite}
+        files.append(self.path / "metrics.jsonl", (json.dumps(row) + "\n").encode())
+        if phase not in self._events:
+            directory = self.path / "tensorboard" / phase
+            self._events[phase] = EventFile(directory, self._purge_from.pop(phase, None))
+        self._events[phase].scalars(int(step), values)
+
+    def traces(self, step: int, phase: str, rows: Iterable[Mapping[str, Any] | str]) -> None:
+        """Appends trajectories to `traces.jsonl`.
+
+        Args:
+            step: step during which they were sampled.
+            phase: phase of that step.
+            rows: JSON objects, as mappings or text; step and phase are noted in `metadata`.
+        """
+        if not self.active:
+            return
+        lines = []
+        for row in rows:
+            row = dict(json.loads(row) if isinstance(row, str) else row)
+            row["metadata"] = {**row.get("metadata", {}), "step": int(step), "phase": phase}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        files.append(self.path / "traces.jsonl", "".join(lines).encode())
+
+    def rewind(self, phase: str, step: int) -> None:
+        """Drops metrics and traces of `phase` after `step`, from which the run resumes.
+
+        A run that was killed wrote rows later than its last checkpoint; the resumed run will
+        write those steps again.
+        """
+        if not self.active:
+            return
+        _keep_rows(
+            self.path / "metrics.jsonl",
+            lambda row: row.get("phase") != phase or row["step"] <= step,
+        )
+
+        def keep_trace(row: dict[str, Any]) -> bool:
+            seen = row.get("metadata", {})
+            return seen.get("phase") != phase or seen["step"] <= step
+
+        _keep_rows(self.path / "traces.jsonl", keep_trace)
+        self._events.pop(phase, None)
+        self._purge_from[phase] = step + 1
+
+    def summary(self, blocks: Mapping[str, Any]) -> None:
+        """Merges blocks into `summary.json`, atomically.
+
+        A block that is a mapping is merged name by name with the block that is there, anything
+        else replaces it, so that stages can each add their part.
+        """
+        if not self.active:
+            return
+        path = self.path / "summary.json"
+        merged = files.read_json_object(path) if path.exists() else {}
+        for name, block in _plain(blocks).items():
+            earlier = merged.get(name)
+            if isinstance(block, dict) and isinstance(earlier, dict):
+                block = {**earlier, **block}
+            merged[name] = block
+        files.write_json(path, merged)
+
+
+def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    if not path.exists():
+        return
+    rows = files.read_jsonl(path)
+    kept = [row for row in rows if keep(row)]
+    if len(kept) < len(rows):
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+        files.replace(path, "".join(lines).encode())
+
+
+def _open_locked(path: Path) -> int:
+    """Makes a directory and returns the descriptor of its lock."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "checkpoints").mkdir(exist_ok=True)
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or path
+        raise UserError(f"workdir {path}: cannot write {where}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        advice = "wait for it, stop it or choose another --workdir"
+        raise UserError(f"workdir {path}: in use by {holder}; {advice}") from error
+    except OSError as error:
+        # Some network file systems have no locks; the run is then the user's to keep alone.
+        logging.warning("workdir %s: cannot lock it (%s)", path, error.strerror)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _held_locks.add(descriptor)
+    return descriptor
+
+
+def _number(name: str, value: Any) -> float | int:
+    """Turns a Python, NumPy or JAX scalar into a number."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}, not a number")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Turns configs, dataclasses, tuples, paths and scalars of arrays into JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    elif hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """Lists the leaves in which two JSON values differ, as `key: old -> new`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for name in sorted({*old, *new})
+            for line in _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    return [] if old == new else [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]

@@ -1,0 +1,420 @@
+"""Questions about the Factbook as programs: rendering, reading and carrying them out step by step.
+
+A `Program` is a tuple of steps in the order of execution; a step names the answer of an earlier
+step by `Ref(index)`.  The program is the meaning of a question:
+
+* `render(program, template)` writes it in English (`TEMPLATES` paraphrases of each kind),
+* `understand(question)` is the exact inverse: ``understand(render(p, t)) == p`` for all of them,
+* `bind(step, answers)` puts answers of earlier steps in place of references,
+* `query_for(step)` is what to search for, `read_value(step, title, text)` reads the step's answer
+  from one passage (and from nothing else), `source_for(step, answers)` is the Python program of
+  an arithmetic step, and `describe(step)` says in words what a step is to find.
+
+Nothing here knows a fact: a planner or search agent built on this module works from the question
+and from the text it retrieves.  Example::
+
+    program = understand("What is the area of the country whose capital is Gaborone?")
+    # Program((Inverse("capital", "Gaborone"), Lookup("area", Ref(0))))
+    query_for(program.steps[0])                      # "capital Gaborone"
+    read_value(program.steps[0], "Botswana: Capital", "The capital of Botswana is Gaborone.")
+    # "Botswana"
+    query_for(bind(program.steps[1], ("Botswana",)))  # "area of Botswana"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+
+from coa_jax.tools import factbook_relations
+from coa_jax.tools.factbook_relations import RELATIONS
+
+TEMPLATES = 3
+"""Number of paraphrases of every kind of question."""
+
+OPERATIONS = ("sum", "difference", "ratio")
+"""Arithmetic of two numbers; a ratio is rounded to two decimals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The answer of the step with this index, counted from 0."""
+
+    step: int
+
+
+Subject = str | Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """The value of a relation of an entity (``borders`` gives a list joined by "|")."""
+
+    relation: str
+    subject: Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Inverse:
+    """The one entity for which an invertible relation has this value."""
+
+    relation: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbour:
+    """The country with which an entity shares its longest land border."""
+
+    subject: Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """``a + b``, ``a - b`` or ``a / b`` (two decimals) of the answers of two earlier steps."""
+
+    operation: str
+    a: Ref
+    b: Ref
+
+
+Step = Lookup | Inverse | Neighbour | Arithmetic
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Steps in the order of execution; the last one gives the answer."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def hops(self) -> int:
+        """Number of steps that need a search, 1 to 4 (arithmetic is not one)."""
+        return sum(not isinstance(step, Arithmetic) for step in self.steps)
+
+
+_INVERSE = (
+    "the country whose {noun} is {value}",
+    "the country with {noun} {value}",
+    "the country that has {value} as its {noun}",
+)
+_NEIGHBOUR = (
+    "the longest-border neighbour of {entity}",
+    "the country sharing the longest border with {entity}",
+    "the neighbour with the longest border with {entity}",
+)
+_ASK_INVERSE = (
+    "Which country's {noun} is {value}?",
+    "Name the country whose {noun} is {value}.",
+    "{value} is the {noun} of which country?",
+)
+_ASK_NEIGHBOUR = (
+    "Which country has the longest border with {entity}?",
+    "Name the longest-border neighbour of {entity}.",
+    "With which country does {entity} share its longest border?",
+)
+_ASK_BORDERS = (
+    "Which countries border {entity}?",
+    "Name all countries that border {entity}.",
+    "List the border countries of {entity}.",
+)
+_ASK_LOOKUP = (
+    "What is the {noun} {preposition} {entity}?",
+    "Give the {noun} {preposition} {entity}.",
+    "For {entity}, what is the {noun}?",
+)
+_ASK_DENSITY = (
+    "How many people per sq km live in {entity}, rounded to two decimals?",
+    "Give the population per sq km of {entity}, rounded to two decimals.",
+    "For {entity}, what is population divided by area, rounded to two decimals?",
+)
+_ASK_ARITHMETIC = {
+    "sum": (
+        "What is the sum of {a} and {b}?",
+        "Add {a} to {b}.",
+        "What is {a} plus {b}?",
+    ),
+    "difference": (
+        "What is {a} minus {b}?",
+        "How much larger is {a} than {b}?",
+        "By how much does {a} exceed {b}?",
+    ),
+    "ratio": (
+        "What is {a} divided by {b}, rounded to two decimals?",
+        "Give the ratio of {a} to {b}, rounded to two decimals.",
+        "How many times {b} is {a}, rounded to two decimals?",
+    ),
+}
+_QUANTITY = "the {noun} {preposition} {entity}"
+
+
+def bind(step: Step, answers: Sequence[str]) -> Step:
+    """Replaces a reference by the answer of that step; arithmetic and literals stay as they are."""
+    if isinstance(step, Lookup | Neighbour) and isinstance(step.subject, Ref):
+        return dataclasses.replace(step, subject=answers[step.subject.step])
+    return step
+
+
+def query_for(step: Step) -> str:
+    """The search query of a bound step, e.g. "capital of Botswana" or "capital Gaborone".
+
+    Raises:
+        ValueError: the step is arithmetic or has a reference that was not bound.
+    """
+    if isinstance(step, Inverse):
+        return f"{RELATIONS[step.relation].noun} {step.value}"
+    if isinstance(step, Arithmetic) or isinstance(step.subject, Ref):
+        raise ValueError(f"no search query for {step}")
+    relation = RELATIONS[step.relation if isinstance(step, Lookup) else "neighbour"]
+    return f"{relation.noun} {relation.preposition} {step.subject}"
+
+
+def read_value(step: Step, title: str, text: str) -> str | None:
+    """Reads the answer of a bound search step from one passage.
+
+    Args:
+        step: a bound `Lookup`, `Inverse` or `Neighbour`.
+        title: title of the passage; must name the relation that the step asks for.
+        text: the passage.
+
+    Returns:
+        The answer as the passage words it, a list joined by "|", or None when the passage does
+        not state what the step asks for.
+    """
+    if isinstance(step, Arithmetic):
+        return None
+    relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
+    found = factbook_relations.read(relation, text)
+    if found is None or not title.endswith(f": {relation.title}"):
+        return None
+    entity, value = found
+    if isinstance(step, Inverse):
+        return entity if value.casefold() == step.value.casefold() else None
+    if isinstance(step.subject, Ref) or entity.casefold() != step.subject.casefold():
+        return None
+    return value.replace("; ", "|") if relation.key == "borders" else value
+
+
+def source_for(step: Arithmetic, answers: Sequence[str]) -> str:
+    """The Python program that prints the answer of an arithmetic step.
+
+    Args:
+        step: the step.
+        answers: texts of the answers of all earlier steps; thousands separators are allowed.
+    """
+    a, b = (answers[ref.step].replace(",", "").strip() for ref in (step.a, step.b))
+    if step.operation == "ratio":
+        return f"print(round({a} / {b}, 2))"
+    return f"print({a} {'+' if step.operation == 'sum' else '-'} {b})"
+
+
+def describe(step: Step) -> str:
+    """A short phrase for plans: what the step is to find; references read as "#1", "#2"."""
+    if isinstance(step, Inverse):
+        return _inverse(step, 0)
+    if isinstance(step, Arithmetic):
+        sign = {"sum": "+", "difference": "-", "ratio": "/"}[step.operation]
+        return f"#{step.a.step + 1} {sign} #{step.b.step + 1}"
+    subject = f"#{step.subject.step + 1}" if isinstance(step.subject, Ref) else step.subject
+    if isinstance(step, Neighbour):
+        return _NEIGHBOUR[0].format(entity=subject)
+    relation = RELATIONS[step.relation]
+    return _QUANTITY.format(
+        noun=relation.noun, preposition=relation.preposition, entity=subject
+    )
+
+
+def kind_of(program: Program) -> str:
+    """The shape of a program, e.g. ``inverse>neighbour>lookup`` or ``lookup+lookup>ratio``."""
+    names = [
+        step.operation if isinstance(step, Arithmetic) else type(step).__name__.lower()
+        for step in program.steps
+    ]
+    if _is_density(program):
+        return ">".join([*names[:-3], "density"])
+    return ">".join(names)
+
+
+def render(program: Program, template: int = 0) -> str:
+    """Writes a program as a question.
+
+    Args:
+        program: a program as `understand` returns them: steps in the canonical order, each used.
+        template: which paraphrase, 0 to `TEMPLATES` - 1; used for the question and its parts.
+    """
+    steps, last = program.steps, program.steps[-1]
+    entity = functools.partial(_entity_phrase, steps, template)
+    if isinstance(last, Inverse):
+        noun = RELATIONS[last.relation].noun
+        return _ASK_INVERSE[template].format(noun=noun, value=_quoted(last))
+    if isinstance(last, Neighbour):
+        return _ASK_NEIGHBOUR[template].format(entity=entity(last.subject))
+    if isinstance(last, Lookup):
+        if last.relation == "borders":
+            return _ASK_BORDERS[template].format(entity=entity(last.subject))
+        return _phrase(_ASK_LOOKUP[template], last, entity(last.subject))
+    a, b = steps[last.a.step], steps[last.b.step]
+    if not isinstance(a, Lookup) or not isinstance(b, Lookup):
+        raise ValueError("arithmetic takes the answers of lookups")
+    if _is_density(program):
+        return _ASK_DENSITY[template].format(entity=entity(a.subject))
+    return _ASK_ARITHMETIC[last.operation][template].format(
+        a=_phrase(_QUANTITY, a, entity(a.subject)), b=_phrase(_QUANTITY, b, entity(b.subject))
+    )
+
+
+def understand(question: str) -> Program | None:
+    """Reads a question back into its program; None for a text that `render` does not write."""
+    text = question.strip()
+    for reader in (_read_arithmetic, _read_density, _read_simple):
+        for program in reader(text):
+            return program
+    return None
+
+
+def _is_density(program: Program) -> bool:
+    *rest, last = program.steps
+    if not isinstance(last, Arithmetic) or last.operation != "ratio" or len(rest) < 2:
+        return False
+    a, b = rest[-2:]
+    return (
+        isinstance(a, Lookup)
+        and isinstance(b, Lookup)
+        and (a.relation, b.relation) == ("population", "area")
+        and a.subject == b.subject
+    )
+
+
+def _quoted(step: Inverse) -> str:
+    return f'"{step.value}"' if step.relation == "anthem" else step.value
+
+
+def _inverse(step: Inverse, template: int) -> str:
+    return _INVERSE[template].format(noun=RELATIONS[step.relation].noun, value=_quoted(step))
+
+
+def _phrase(template: str, step: Lookup, entity: str) -> str:
+    relation = RELATIONS[step.relation]
+    return template.format(noun=relation.noun, preposition=relation.preposition, entity=entity)
+
+
+def _entity_phrase(steps: Sequence[Step], template: int, subject: Subject) -> str:
+    if isinstance(subject, str):
+        return subject
+    step = steps[subject.step]
+    if isinstance(step, Inverse):
+        return _inverse(step, template)
+    if isinstance(step, Neighbour):
+        inner = _entity_phrase(steps, template, step.subject)
+        return _NEIGHBOUR[template].format(entity=inner)
+    raise ValueError(f"a lookup cannot be the subject of another step: {step}")
+
+
+@functools.cache
+def _regex(template: str) -> re.Pattern[str]:
+    """A template with its slots as groups.
+
+    A ``{noun}`` only matches names of relations and a quantity begins with one, so that an "and"
+    inside the name of a country does not split a sum.
+    """
+    nouns = "|".join(sorted((re.escape(r.noun) for r in RELATIONS.values()), key=len)[::-1])
+    text = re.escape(template)
+    text = text.replace(r"\{noun\}", f"(?P<noun>{nouns})")
+    text = text.replace(r"\{preposition\}", "(?P<preposition>of|in)")
+    text = re.sub(r"\\{(a|b)\\}", rf"(?P<\1>the (?:{nouns}) (?:of|in) .+)", text)
+    return re.compile(re.sub(r"\\{(entity|value)\\}", r"(?P<\1>.+)", text))
+
+
+def _relation(match: re.Match[str], invertible: bool = False) -> str | None:
+    """Key of the relation that a match names, if it may stand in this place."""
+    groups = match.groupdict()
+    for relation in RELATIONS.values():
+        if relation.noun == groups["noun"] and relation.key != "neighbour":
+            right = groups.get("preposition") in (None, relation.preposition)
+            return relation.key if right and (relation.invertible or not invertible) else None
+    return None
+
+
+def _read_inverse(templates: Sequence[str], text: str) -> Inverse | None:
+    for template in templates:
+        match = _regex(template).fullmatch(text)
+        key = _relation(match, invertible=True) if match else None
+        if match is None or key is None:
+            continue
+        value = match["value"]
+        if key != "anthem":
+            return Inverse(key, value)
+        if len(value) > 2 and value[0] == value[-1] == '"':
+            return Inverse(key, value[1:-1])
+    return None
+
+
+def _read_entity(text: str, offset: int) -> tuple[tuple[Step, ...], Subject] | None:
+    """Reads a noun phrase for an entity; its first step gets the index ``offset``."""
+    for template in _NEIGHBOUR:
+        match = _regex(template).fullmatch(text)
+        inner = _read_entity(match["entity"], offset) if match else None
+        if inner:
+            steps = (*inner[0], Neighbour(inner[1]))
+            return steps, Ref(offset + len(steps) - 1)
+    step = _read_inverse(_INVERSE, text)
+    if step:
+        return (step,), Ref(offset)
+    is_name = text[:1].isupper() and not re.search(r"[?\"]|\bthe (country|neighbour) ", text)
+    return ((), text) if is_name else None
+
+
+def _read_simple(text: str) -> Iterator[Program]:
+    for template in _ASK_NEIGHBOUR:
+        match = _regex(template).fullmatch(text)
+        inner = _read_entity(match["entity"], 0) if match else None
+        if inner:
+            yield Program((*inner[0], Neighbour(inner[1])))
+    for template in _ASK_BORDERS:
+        match = _regex(template).fullmatch(text)
+        inner = _read_entity(match["entity"], 0) if match else None
+        if inner:
+            yield Program((*inner[0], Lookup("borders", inner[1])))
+    for template in _ASK_LOOKUP:
+        match = _regex(template).fullmatch(text)
+        key = _relation(match) if match else None
+        inner = _read_entity(match["entity"], 0) if match and key else None
+        if inner and key and key != "borders":
+            yield Program((*inner[0], Lookup(key, inner[1])))
+    step = _read_inverse(_ASK_INVERSE, text)
+    if step:
+        yield Program((step,))
+
+
+def _read_density(text: str) -> Iterator[Program]:
+    for template in _ASK_DENSITY:
+        match = _regex(template).fullmatch(text)
+        inner = _read_entity(match["entity"], 0) if match else None
+        if inner:
+            steps, subject = inner
+            lookups = (Lookup("population", subject), Lookup("area", subject))
+            index = len(steps)
+            ratio = Arithmetic("ratio", Ref(index), Ref(index + 1))
+            yield Program((*steps, *lookups, ratio))
+
+
+def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
+    match = _regex(_QUANTITY).fullmatch(text)
+    key = _relation(match) if match else None
+    if match is None or key is None or not RELATIONS[key].number:
+        return None
+    inner = _read_entity(match["entity"], offset)
+    return (*inner[0], Lookup(key, inner[1])) if inner else None
+
+
+def _read_arithmetic(text: str) -> Iterator[Program]:
+    for operation, templates in _ASK_ARITHMETIC.items():
+        for template in templates:
+            match = _regex(template).fullmatch(text)
+            a = _read_quantity(match["a"], 0) if match else None
+            b = _read_quantity(match["b"], len(a)) if match and a else None
+            if a and b:
+                last = Arithmetic(operation, Ref(len(a) - 1), Ref(len(a) + len(b) - 1))
+                yield Program((*a, *b, last))

@@ -1,0 +1,91 @@
+"""The contract between the agent loop and a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
+"""How a call ended.
+
+``ok`` the tool did its work; ``error`` the tool ran and reports a failure that the model can
+act on (an exception in its program, no results); ``timeout`` the deadline passed; ``bad_call``
+the arguments could not be understood; ``limit`` a budget was used up; ``fault`` the tool itself
+is broken or unreachable, which is nobody's mistake and masks the reward.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolContext:
+    """What a call may know about the trajectory that makes it.
+
+    Attributes:
+        trajectory_id: unique for a trajectory in a run.
+        call_index: number of earlier tool calls in the trajectory.
+        deadline: seconds that this call may take, or None for the tool's own limit.
+        history: (tool, arguments) of the earlier calls, oldest first.
+    """
+
+    trajectory_id: str = ""
+    call_index: int = 0
+    deadline: float | None = None
+    history: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What a tool call gave back.
+
+    Attributes:
+        text: what the model reads; untrusted, and encoded as plain text only.
+        ok: whether the call did what was asked.
+        outcome: how the call ended.
+        seconds: wall time of the call.
+        detail: figures for logs and traces (exit code, scores); JSON values only.
+    """
+
+    text: str
+    ok: bool
+    outcome: Outcome
+    seconds: float
+    detail: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """A tool agent: pure text in and out, with a deadline; never raises to the loop.
+
+    Attributes:
+        name: the tag that calls it, e.g. ``wiki_search``.
+        deadline: seconds after which a call is abandoned.
+    """
+
+    name: str
+    deadline: float
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Runs one call; ``arguments`` is the text between the tool's tags."""
+        ...
+
+
+async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
+    """Calls a tool so that nothing it does can hurt the loop.
+
+    A deadline that passes becomes ``timeout``, an exception becomes ``fault``.  Only
+    cancellation of the caller itself is let through.
+    """
+    deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
+    start = time.monotonic()
+    try:
+        return await asyncio.wait_for(tool(arguments, context), deadline)
+    except TimeoutError:
+        seconds = time.monotonic() - start
+        text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
+        return Observation(text, False, "timeout", seconds)
+    except Exception as error:  # noqa: BLE001 - a broken tool is a value, not a crash
+        seconds = time.monotonic() - start
+        text = f"The {tool.name} tool is not available at the moment."
+        detail = {"exception": f"{type(error).__name__}: {error}"}
+        return Observation(text, False, "fault", seconds, detail)

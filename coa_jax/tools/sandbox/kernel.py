@@ -1,0 +1,43 @@
+"""The few calls of the C library that python does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def prctl(option: int, argument: int, second: int = 0) -> None:
+    """``prctl(2)``. Raises OSError."""
+    rest = (ctypes.c_ulong(0), ctypes.c_ulong(0))
+    result = _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(second), *rest)
+    _check(result, f"prctl {option}")
+
+
+def unshare(flags: int) -> None:
+    """``unshare(2)``. Raises OSError."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def syscall(number: int, *arguments: int | ctypes._Pointer | None) -> int:
+    """A raw system call. Raises OSError."""
+    return _check(_libc.syscall(ctypes.c_long(number), *arguments), f"system call {number}")

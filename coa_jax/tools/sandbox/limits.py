@@ -1,0 +1,68 @@
+"""What one program may use up, and the job description that goes to the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Budgets of one program.
+
+    The defaults of time and memory are those of the paper's code sandbox (paper App. A).
+
+    Attributes:
+        wall_s: seconds of wall time until everything is killed.
+        cpu_s: seconds of processor time for each process.
+        memory_mb: MiB of address space for each process, and of resident memory for all.
+        disk_mb: MiB of private scratch space.
+        processes: processes and threads at a time.
+        open_files: file descriptors of each process.
+        output_bytes: bytes that are read from stdout and stderr together before the kill.
+    """
+
+    wall_s: float = 7.0
+    cpu_s: float = 5.0
+    memory_mb: int = 5120
+    disk_mb: int = 64
+    processes: int = 48
+    open_files: int = 128
+    output_bytes: int = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything the server has to know to run one program.
+
+    Attributes:
+        backend: "bubblewrap", "landlock" or "none".
+        interpreter: absolute path of the python that runs the program.
+        readable: existing absolute paths that the program may read and execute.
+        links: (target, path) of symbolic links at the top of the file system.
+        import_path: directories that are added to the program's ``sys.path``.
+        scratch: directory below which a private one is made where there is no private /tmp.
+        bwrap: path of bubblewrap, or "".
+        namespaces: whether Landlock is helped by a process namespace where there is one.
+        limits: the budgets.
+    """
+
+    backend: str
+    interpreter: str
+    readable: tuple[str, ...]
+    links: tuple[tuple[str, str], ...]
+    import_path: tuple[str, ...]
+    scratch: str
+    bwrap: str
+    namespaces: bool
+    limits: Limits
+
+    def encode(self) -> bytes:
+        """The job as JSON."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Job:
+        """The job that ``encode`` wrote."""
+        fields = json.loads(data)
+        return Job(**{**fields, "limits": Limits(**fields["limits"])})

@@ -1,0 +1,226 @@
+"""The system calls a program must not make, as a BPF filter for x86_64 and aarch64.
+
+A list of refusals, with two doors closed around it: foreign calling conventions kill the
+process, and calls newer than this table answer ENOSYS as they would on an older kernel.
+Refused calls answer EPERM, so that an innocent library falls back instead of dying.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+from . import kernel
+
+# name: (number on x86_64, number on aarch64), -1 where the machine has no such call.
+FORBIDDEN = {
+    "socket": (41, 198),
+    # Other processes: reading, tracing and steering them.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    # Namespaces and file systems.
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "mknod": (133, -1),
+    "mknodat": (259, 33),
+    # The machine.
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "acct": (163, 89),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "personality": (135, 92),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+    "modify_ldt": (154, -1),
+    # Large or much-abused kernel interfaces.
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    # Memory that no limit of the process counts, or that outlives it.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+}
+
+# Landlock does not control these, so a program could spoil files that its user owns.
+METADATA = {
+    "truncate": (76, 45),
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+}
+
+# Only where neither a foreign uid nor Landlock's signal scope protects other processes.
+SIGNALS = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}
+
+CLONE = (56, 220)
+CLONE3 = (435, 435)
+SOCKETPAIR = (53, 199)
+PRLIMIT64 = (302, 261)
+SCHED_SETAFFINITY = (203, 122)
+IOCTL = (16, 29)
+NEWEST = 462  # mseal, Linux 6.10
+
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_X32_BIT = 0x40000000
+_CLONE_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone takes
+_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
+
+
+def compile_filter(metadata: bool, signals: bool, machine: str | None = None) -> bytes:
+    """Assembles the filter.
+
+    Args:
+        metadata: also refuse to change modes, owners, times and attributes of files.
+        signals: also refuse to send signals.
+        machine: "x86_64" or "aarch64"; None is this machine.
+
+    Returns:
+        An array of ``struct sock_filter``.
+
+    Raises:
+        OSError: the machine is neither of the two.
+    """
+    machine = machine or os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
+    column, audit_arch = _ARCHITECTURES[machine]
+    refuse, missing = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+
+    code: list[bytes] = []
+
+    def emit(operation: int, operand: int, if_true: int = 0, if_false: int = 0) -> None:
+        code.append(struct.pack("=HBBI", operation, if_true, if_false, operand))
+
+    def argument(index: int) -> int:
+        return 16 + 8 * index  # low half, both machines are little endian
+
+    def refuse_unless(call: tuple[int, int], index: int, value: int) -> None:
+        emit(_EQUAL, call[column], 0, 4)
+        emit(_LOAD, argument(index))
+        emit(_EQUAL, value, 0, 1)
+        emit(_RETURN, _ALLOW)
+        emit(_RETURN, refuse)
+
+    emit(_LOAD, 4)
+    emit(_EQUAL, audit_arch, 1, 0)
+    emit(_RETURN, _KILL)
+    emit(_LOAD, 0)
+    emit(_GREATER, _X32_BIT - 1, 0, 1)
+    emit(_RETURN, _KILL)
+    emit(_GREATER, NEWEST, 0, 1)
+    emit(_RETURN, missing)
+
+    forbidden = FORBIDDEN | (METADATA if metadata else {}) | (SIGNALS if signals else {})
+    for numbers in forbidden.values():
+        if numbers[column] >= 0:
+            emit(_EQUAL, numbers[column], 0, 1)
+            emit(_RETURN, refuse)
+    # The flags of clone3 lie in memory that a filter cannot read; libc falls back to clone.
+    emit(_EQUAL, CLONE3[column], 0, 1)
+    emit(_RETURN, missing)
+    emit(_EQUAL, CLONE[column], 0, 4)
+    emit(_LOAD, argument(0))
+    emit(_ANY_BIT, _CLONE_NAMESPACES, 0, 1)
+    emit(_RETURN, refuse)
+    emit(_RETURN, _ALLOW)
+    refuse_unless(SOCKETPAIR, 0, _AF_UNIX)
+    refuse_unless(PRLIMIT64, 0, 0)  # own limits only
+    refuse_unless(SCHED_SETAFFINITY, 0, 0)
+    # Neither typing into a terminal nor pasting into a console.
+    emit(_EQUAL, IOCTL[column], 0, 4)
+    emit(_LOAD, argument(1))
+    emit(_EQUAL, _TIOCSTI, 1, 0)
+    emit(_EQUAL, _TIOCLINUX, 0, 1)
+    emit(_RETURN, refuse)
+    emit(_RETURN, _ALLOW)
+    return b"".join(code)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012
+
+
+def install(code: bytes) -> None:
+    """Puts a filter on this process for good; needs no_new_privs. Raises OSError."""
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.addressof(buffer))
+    kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.addressof(program))

@@ -1,0 +1,279 @@
+"""The ``wiki_search`` tool: BM25 over the World Factbook, embedded, nothing to start or download.
+
+Observations have the form of the authors' wiki server: ``Doc k (Title: t)``, the passage on the
+next line, a blank line between documents.  The index is built once (seconds) and kept on disk;
+where several passages score the same, the earlier one in the corpus comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import bm25s
+import numpy as np
+
+from coa_jax.errors import UserError
+from coa_jax.tools import factbook_pages, factbook_relations
+from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.tools.factbook_pages import Passage, clean
+
+_log = logging.getLogger(__name__)
+
+TITLE_WEIGHT = 2
+"""How often a title counts among the words of its passage."""
+
+_K1, _B = 1.2, 0.75
+_STOP_WORDS = frozenset("a an and are by does for has how in is it of on or that the to was what "
+                        "when where which who whose with".split())  # fmt: skip
+_WORD = re.compile(r"(?<![\w.])\.[a-z]{2}\b|[a-z0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """A passage that answers a query and its BM25 score."""
+
+    passage: Passage
+    score: float
+
+
+def tokenize(text: str) -> list[str]:
+    """Words of a passage or query: lower case, ASCII, no stop words, "1,234" as one number.
+
+    An internet code keeps its dot (".is"), which tells it from the word.
+    """
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", clean(text).lower())
+    return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
+
+
+class WikiIndex:
+    """BM25 scores of a fixed list of passages; safe to use from many threads."""
+
+    def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25):
+        self._passages = passages
+        self._scorer = scorer
+
+    def __len__(self) -> int:
+        return len(self._passages)
+
+    @classmethod
+    def build(cls, passages: Sequence[Passage]) -> WikiIndex:
+        """Indexes the passages, titles with `TITLE_WEIGHT`.
+
+        Raises:
+            UserError: there is no passage with a word in it.
+        """
+        words = [tokenize(p.title) * TITLE_WEIGHT + tokenize(p.text) for p in passages]
+        if not any(words):
+            raise UserError("wiki_search has no text to index; give it passages with words")
+        scorer = bm25s.BM25(k1=_K1, b=_B, backend="numpy")
+        scorer.index(words, show_progress=False)
+        return cls(tuple(passages), scorer)
+
+    def search(self, query: str, top_k: int) -> list[Hit]:
+        """The best passages, best first, at most ``top_k``; only those that share a word."""
+        words = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
+        if not words:
+            return []
+        scores = self._scorer.get_scores(words)
+        top_k = min(top_k, len(scores))
+        least = np.partition(scores, -top_k)[-top_k]
+        candidates = np.flatnonzero((scores >= least) & (scores > 0))
+        best = candidates[np.argsort(-scores[candidates], kind="stable")][:top_k]
+        return [Hit(self._passages[i], float(scores[i])) for i in best]
+
+    def save(self, folder: Path) -> None:
+        """Writes the index with a manifest of checksums."""
+        self._scorer.save(str(folder), show_progress=False)
+        lines = [json.dumps([p.title, p.text]) for p in self._passages]
+        (folder / "passages.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        sums = {file.name: _checksum(file) for file in sorted(folder.iterdir())}
+        (folder / "manifest.json").write_text(json.dumps(sums), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> WikiIndex:
+        """Reads what `save` wrote.
+
+        Raises:
+            OSError, ValueError: a file is missing or not what was written.
+        """
+        sums = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if not isinstance(sums, dict) or "passages.jsonl" not in sums:
+            raise ValueError(f"{folder}/manifest.json is not a manifest")
+        for name, checksum in sums.items():
+            if _checksum(folder / name) != checksum:
+                raise ValueError(f"{folder / name} is damaged")
+        scorer = bm25s.BM25.load(str(folder), load_vocab=True, show_progress=False)
+        lines = (folder / "passages.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = json.loads("[" + ",".join(lines) + "]")
+        return cls([Passage(title, text) for title, text in rows], scorer)
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/coa_jax/wiki`` or ``~/.cache/coa_jax/wiki``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "coa_jax" / "wiki"
+
+
+def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
+    """Names an index by all that shapes it: the text, the settings, the code that cuts and scores."""
+    parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
+    if passages is None:
+        parts += [factbook_pages.PACKAGE, factbook_pages.package_version(), passage_chars]
+        sources = (factbook_pages.__file__, factbook_relations.__file__, __file__)
+    else:
+        parts += [(p.title, p.text) for p in passages]
+        sources = (factbook_pages.__file__, __file__)
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for source in sources:
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def load_index(
+    cache_dir: Path | str | None = None,
+    passage_chars: int = 300,
+    passages: Sequence[Passage] | None = None,
+) -> WikiIndex:
+    """The index from the cache; built and stored there when absent or damaged.
+
+    A cache that cannot be written costs the time of building and nothing else.
+
+    Args:
+        cache_dir: folder of indexes; `default_cache_dir` when None.
+        passage_chars: longest passage of free text.
+        passages: another corpus than the Factbook.
+
+    Raises:
+        UserError: the Factbook is not installed, or the corpus is empty.
+    """
+    root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
+    folder = root / _key(passage_chars, passages)
+    if folder.is_dir():
+        try:
+            return WikiIndex.load(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("rebuilding the search index in %s: %s", folder, error)
+    corpus = tuple(factbook_pages.passages(passage_chars) if passages is None else passages)
+    index = WikiIndex.build(corpus)
+    try:
+        _store(index, folder)
+    except OSError as error:
+        _log.warning("the search index cannot be kept in %s: %s", root, error)
+    return index
+
+
+def _store(index: WikiIndex, folder: Path) -> None:
+    """Puts a complete index in place by rename, so that no reader ever sees half of one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        index.save(fresh)
+        if folder.exists():  # damaged: move it aside first, a folder cannot be renamed over
+            os.rename(folder, fresh.with_name(fresh.name + ".old"))
+        os.rename(fresh, folder)
+    except OSError:
+        if not (folder / "manifest.json").exists():  # else another process was faster: use its
+            raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(fresh.with_name(fresh.name + ".old"), ignore_errors=True)
+
+
+class WikiSearch:
+    """Tool agent that answers a query with the best passages of the Factbook.
+
+    Calls run in threads, so a search never holds up the event loop, and any number may run at
+    a time.  A query that the trajectory has made before is not searched again.
+    """
+
+    name = "wiki_search"
+
+    def __init__(
+        self,
+        top_k: int = 3,
+        passage_chars: int = 300,
+        cache_dir: Path | str | None = None,
+        passages: Sequence[Passage] | None = None,
+        deadline: float = 30.0,
+    ):
+        """Sets up the tool; the index is loaded at the first call or by `warm_up`.
+
+        Args:
+            top_k: number of passages in an observation.
+            passage_chars: longest passage of free text, in characters.
+            cache_dir: where to keep the index; the user's cache folder when None.
+            passages: another corpus than the Factbook.
+            deadline: seconds a call may take.
+
+        Raises:
+            UserError: a number is out of range.
+        """
+        if top_k < 1:
+            raise UserError(f"wiki_search: top_k is {top_k}; give 1 or more")
+        if passage_chars < 40:
+            raise UserError(f"wiki_search: passage_chars is {passage_chars}; give 40 or more")
+        self.top_k = top_k
+        self.deadline = deadline
+        self._settings = (cache_dir, passage_chars, passages)
+        self._index: WikiIndex | None = None
+        self._lock = threading.Lock()
+
+    def warm_up(self) -> WikiIndex:
+        """Loads (or builds) the index now and returns it."""
+        with self._lock:
+            if self._index is None:
+                self._index = load_index(*self._settings)
+            return self._index
+
+    def search(self, query: str) -> list[Hit]:
+        """The passages that a call with this query shows."""
+        return self.warm_up().search(query, self.top_k)
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Searches for the text between the tags."""
+        start = time.monotonic()
+        query = " ".join(arguments.split())
+        earlier = {" ".join(text.split()) for tool, text in context.history if tool == self.name}
+        if not query:
+            text = "The query is empty. Write what to search for between the tags."
+            return Observation(text, False, "bad_call", time.monotonic() - start)
+        if query in earlier:
+            text = "This query was already searched. Use its result or search for something else."
+            detail = {"duplicate": True}
+            return Observation(text, False, "error", time.monotonic() - start, detail)
+        hits = await asyncio.to_thread(self.search, query)
+        seconds = time.monotonic() - start
+        if not hits:
+            text = "Nothing was found. Try other or fewer words."
+            return Observation(text, False, "error", seconds, {"hits": 0})
+        detail = {
+            "hits": len(hits),
+            "titles": [hit.passage.title for hit in hits],
+            "scores": [round(hit.score, 4) for hit in hits],
+        }
+        return Observation(format_hits(hits), True, "ok", seconds, detail)
+
+
+def format_hits(hits: Sequence[Hit]) -> str:
+    """Observation text: "Doc k (Title: t)", the passage below it, a blank line between."""
+    documents = (
+        f"Doc {k} (Title: {hit.passage.title})\n{hit.passage.text}" for k, hit in enumerate(hits, 1)
+    )
+    return "\n\n".join(documents)

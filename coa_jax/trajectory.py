@@ -1,0 +1,374 @@
+"""The one record of an episode: token ids, who wrote each, and everything else as a view.
+
+A trajectory is append-only.  ``tokens`` is what was sampled, trained on and cached; ``text`` and
+``segments`` only describe it.  A ``DistilledRecord`` is the same episode before it has tokens: text
+parts with their authors.  Both are stored as JSON, one a line, and come back exactly.
+
+Nothing here knows about models or tools.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from coa_jax import jsonl
+from coa_jax.protocol import AuthorName, Segment, Violation, check, get_protocol, parse
+from coa_jax.protocol import violations as text_violations
+
+
+class Author(enum.IntEnum):
+    """Who wrote a token."""
+
+    PROMPT = 0
+    POLICY = 1
+    ENVIRONMENT = 2
+
+
+class StopReason(enum.StrEnum):
+    """Why an episode ended.
+
+    ``answer`` the policy answered; ``length`` its token budget ran out; ``turns`` it made as many
+    tool calls as it may; ``eos`` it ended the turn without an answer; ``deadline`` its time ran
+    out; ``fault`` a part of ours broke, which is not the policy's doing.
+    """
+
+    ANSWER = "answer"
+    LENGTH = "length"
+    TURNS = "turns"
+    EOS = "eos"
+    DEADLINE = "deadline"
+    FAULT = "fault"
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool.
+
+    Attributes:
+        tool: tag of the tool.
+        arguments: text between its tags.
+        observation: what the tool returned, as the policy read it, without the tags.
+        outcome: how the call ended, see ``coa_jax.tools.base.Outcome``.
+        ok: whether the call did what was asked.
+        start: seconds from the beginning of the episode to the call.
+        end: seconds from the beginning of the episode to its result.
+        detail: figures of the tool; JSON values.
+    """
+
+    tool: str
+    arguments: str
+    observation: str
+    outcome: str
+    ok: bool
+    start: float
+    end: float
+    detail: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """What a grader said; ``value`` None means that it could not judge, and masks the episode."""
+
+    value: float | None
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentSpan:
+    """A run of text by one author.
+
+    Attributes:
+        role: the tag, or None for text between segments.
+        author: who wrote it.
+        text: all of its characters, tags included: the spans of a trajectory join to its ``text``.
+        start: index of its first token in ``tokens``.
+        end: index after its last token.
+    """
+
+    role: str | None
+    author: Author
+    text: str
+    start: int
+    end: int
+
+    @property
+    def body(self) -> str | None:
+        """Text between the tags; None where the span is not a closed segment of its role.
+
+        Blanks around the tags are not counted: what the harness inserts has line ends there.
+        """
+        text, opening, closing = self.text.strip(), f"<{self.role}>", f"</{self.role}>"
+        if self.role is None or not text.startswith(opening) or not text.endswith(closing):
+            return None
+        return text[len(opening) : -len(closing)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One episode of the policy (paper eq 5).
+
+    Attributes:
+        task_id: the task.
+        sample_id: which of the task's samples, from 0.
+        question: the question as the policy read it.
+        protocol: name of the protocol.
+        tokens: int32[T], prompt included.
+        author: uint8[T], values of ``Author``.
+        logp: float32[T], log-probability with which a policy token was sampled, 0 elsewhere.
+        text: everything after the prompt.
+        segments: contiguous spans of ``text``.
+        tool_calls: in the order in which they were made.
+        stop_reason: why it ended.
+        reward: None until graded.
+        gold: accepted answers.
+        metadata: JSON values.
+    """
+
+    task_id: str
+    sample_id: int
+    question: str
+    protocol: str
+    tokens: np.ndarray
+    author: np.ndarray
+    logp: np.ndarray
+    text: str
+    segments: tuple[SegmentSpan, ...]
+    tool_calls: tuple[ToolCall, ...]
+    stop_reason: StopReason
+    reward: Reward | None
+    gold: tuple[str, ...]
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("tokens", np.int32), ("author", np.uint8), ("logp", np.float32)):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        if not self.tokens.shape == self.author.shape == self.logp.shape == (len(self.tokens),):
+            raise ValueError(
+                "tokens, author and logp must have one shape [T], not "
+                f"{self.tokens.shape}, {self.author.shape} and {self.logp.shape}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The trajectory as a JSON value; ``from_json`` gives every bit of it back.
+
+        Authors are runs ``[author, length]``.  A log-probability is the shortest decimal that
+        names its float32, or its bits in hexadecimal where it is not finite.
+        """
+        value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        value["tokens"] = self.tokens.tolist()
+        value["author"] = [[int(a), len(list(g))] for a, g in itertools.groupby(self.author)]
+        value["logp"] = jsonl.encode_float32(self.logp)
+        value["segments"] = [dataclasses.asdict(span) for span in self.segments]
+        value["tool_calls"] = [dataclasses.asdict(call) for call in self.tool_calls]
+        value["reward"] = None if self.reward is None else dataclasses.asdict(self.reward)
+        return value
+
+    @classmethod
+    def from_json(cls, value: Any) -> Trajectory:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: the value is not a trajectory.
+        """
+        fields = jsonl.fields(cls, value)
+        tokens, reward = np.array(fields["tokens"] or [], ndmin=1), fields["reward"]
+        if tokens.size and tokens.dtype.kind != "i":
+            raise TypeError("the field 'tokens' must hold whole numbers")
+        authors, lengths = [a for a, _ in fields["author"]], [n for _, n in fields["author"]]
+        if sum(lengths) != tokens.size:
+            raise ValueError(f"{sum(lengths)} authors for {tokens.size} tokens")
+        fields |= {
+            "tokens": tokens,
+            "author": np.repeat(
+                np.array([Author(a) for a in authors], np.uint8), np.array(lengths, np.int64)
+            ),
+            "logp": jsonl.decode_float32(fields["logp"]),
+            "segments": tuple(
+                SegmentSpan(**{**jsonl.fields(SegmentSpan, s), "author": Author(s["author"])})
+                for s in fields["segments"]
+            ),
+            "tool_calls": tuple(
+                ToolCall(**jsonl.fields(ToolCall, c)) for c in fields["tool_calls"]
+            ),
+            "stop_reason": StopReason(fields["stop_reason"]),
+            "reward": None if reward is None else Reward(**jsonl.fields(Reward, reward)),
+            "gold": tuple(fields["gold"]),
+        }
+        return cls(**fields)
+
+    @property
+    def answer(self) -> str | None:
+        """Body of the answer that the policy wrote and closed, else None."""
+        for span in self.segments:
+            if span.role == "answer" and span.author == Author.POLICY and span.body is not None:
+                return span.body
+        return None
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return int(np.count_nonzero(self.author == Author.POLICY))
+
+
+@dataclasses.dataclass(frozen=True)
+class DistilledRecord:
+    """A teacher's episode as training data.
+
+    Attributes:
+        id: unique in its file.
+        question: the question.
+        protocol: name of the protocol.
+        gold: accepted answers.
+        parts: (``"policy"`` or ``"environment"``, text) in order; the texts join to the assistant's
+            turn.  Each part is tokenised alone, so that nothing has to be searched for.
+        answer: the answer given.
+        metadata: JSON values (hops, source, mistakes, ...).
+    """
+
+    id: str
+    question: str
+    protocol: str
+    gold: tuple[str, ...]
+    parts: tuple[tuple[str, str], ...]
+    answer: str
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for author, _text in self.parts:
+            if author not in ("policy", "environment"):
+                raise ValueError(f"a part has the author {author!r}, not 'policy' or 'environment'")
+
+    @property
+    def text(self) -> str:
+        """The assistant's turn."""
+        return "".join(text for _, text in self.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a JSON value."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> DistilledRecord:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: the value is not a record.
+        """
+        fields = jsonl.fields(cls, value)
+        parts = tuple((author, text) for author, text in fields["parts"])
+        return cls(**{**fields, "gold": tuple(fields["gold"]), "parts": parts})
+
+
+def part_violations(protocol: str, parts: Iterable[tuple[str, str]]) -> list[Violation]:
+    """Broken rules of a text whose authors are known, in the order of their positions.
+
+    Runs of the policy's text are parsed; what the environment wrote is one segment each, whatever
+    it contains.  So tool text cannot break a rule, and an observation written by the policy does.
+
+    Args:
+        protocol: name of the protocol.
+        parts: (``"policy"`` or ``"environment"``, text) in order.
+    """
+    rules = get_protocol(protocol)
+    segments: list[Segment] = []
+    authors: list[AuthorName] = []
+    found: list[Violation] = []
+    offset = 0
+    for policy, run in itertools.groupby(parts, key=lambda part: part[0] == "policy"):
+        texts = [text for _, text in run]
+        if policy:
+            parsed = parse(rules, "".join(texts))
+            segments += [
+                dataclasses.replace(s, start=s.start + offset, end=s.end + offset)
+                for s in parsed.segments
+            ]
+            found += [
+                dataclasses.replace(v, position=v.position + offset) for v in parsed.violations
+            ]
+            authors += ["policy"] * len(parsed.segments)
+            offset += sum(map(len, texts))
+            continue
+        for text in texts:
+            if text.strip():  # blank text of the environment only separates
+                end = offset + len(text)
+                segments.append(Segment(rules.observation, text, offset, end, True))
+                authors.append("environment")
+            offset += len(text)
+    found += check(rules, segments, authors)
+    return sorted(found, key=lambda violation: violation.position)
+
+
+def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
+    """Rules of the protocol that the policy broke, with offsets in ``trajectory.text``.
+
+    Only the authors and texts of the spans are used, not their roles.  A trajectory without spans
+    is judged by its text alone.
+
+    Raises:
+        UserError: the trajectory's protocol is unknown.
+    """
+    if not trajectory.segments:
+        return text_violations(get_protocol(trajectory.protocol), trajectory.text)
+    parts = [
+        ("policy" if span.author == Author.POLICY else "environment", span.text)
+        for span in trajectory.segments
+    ]
+    return part_violations(trajectory.protocol, parts)
+
+
+def format_valid(trajectory: Trajectory) -> bool:
+    """Whether the policy's text obeys the protocol."""
+    return not trajectory_violations(trajectory)
+
+
+def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
+    """Reads a file of trajectories, one a line.
+
+    Raises:
+        UserError: no such file, or ``path:line: why`` for a malformed line, a last line that was
+            cut off included.
+    """
+    return list(jsonl.read_lines(path, Trajectory.from_json))
+
+
+def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Writes a whole file of trajectories, atomically.
+
+    Raises:
+        OSError: e.g. the disk is full; what stood at ``path`` is still there.
+    """
+    jsonl.write_lines(path, (trajectory.to_json() for trajectory in trajectories))
+
+
+def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Appends whole lines to a file of trajectories; a torn last line is cut off first.
+
+    Raises:
+        OSError: e.g. the disk is full; the file is as it was.
+    """
+    jsonl.append_lines(path, (trajectory.to_json() for trajectory in trajectories))
+
+
+def read_records(path: str | os.PathLike[str]) -> list[DistilledRecord]:
+    """Reads a file of distilled records, one a line.
+
+    Raises:
+        UserError: as ``read_trajectories``.
+    """
+    return list(jsonl.read_lines(path, DistilledRecord.from_json))
+
+
+def write_records(path: str | os.PathLike[str], records: Iterable[DistilledRecord]) -> None:
+    """Writes a whole file of distilled records, atomically.
+
+    Raises:
+        OSError: as ``write_trajectories``.
+    """
+    jsonl.write_lines(path, (record.to_json() for record in records))

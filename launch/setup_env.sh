@@ -1,0 +1,156 @@
+# Makes or completes the environment in .venv; sourced by the other scripts.
+#
+#   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks notebook test dev cuda tpu
+#   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
+#
+# Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
+# PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later).
+# The second run is instant: .venv/.coa_jax names what was installed for which setup.py, and it
+# is written last, so an interrupted installation is completed by the next run.
+# shellcheck shell=bash
+
+COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+COA_VENV="$COA_ROOT/.venv"
+
+coa_say() { printf '[setup] %s\n' "$*" >&2; }
+
+# coa_quietly WHAT COMMAND...: runs a command, its output in .venv/setup.log, with a line every
+# 15 s to show that it goes on; on failure shows the end of the log.
+coa_quietly() {
+  local what="$1" log="$COA_VENV/setup.log" beat status=0
+  shift
+  coa_say "$what"
+  mkdir -p "$COA_VENV" || return 1
+  (
+    waited=0
+    while sleep 15 >/dev/null 2>&1 && kill -0 "$$" 2>/dev/null; do
+      waited=$((waited + 15))
+      coa_say "$what: still at it after ${waited} s"
+    done
+  ) &
+  beat=$!
+  "$@" >"$log" 2>&1 </dev/null || status=$?
+  kill "$beat" 2>/dev/null
+  wait "$beat" 2>/dev/null
+  if [ "$status" -ne 0 ]; then
+    tail -n 15 "$log" >&2
+    coa_say "error: $what failed (exit $status); the whole output is in $log"
+  fi
+  return "$status"
+}
+
+coa_is_root() { [ "$(id -u)" -eq 0 ]; }
+
+coa_find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3 python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+      printf '%s\n' "$candidate"
+      return 0
+    fi
+  done
+  coa_say "error: no Python 3.11 or later in PATH; install python3.11 or set PYTHON=/path/of/python"
+  return 1
+}
+
+# coa_apt PACKAGE: installs a Debian package if that is possible here.
+coa_apt() {
+  coa_is_root && command -v apt-get >/dev/null 2>&1 || return 1
+  coa_quietly "installing the Debian package $1" bash -c '
+    export DEBIAN_FRONTEND=noninteractive
+    install() { apt-get install -y -q --no-install-recommends "$1"; }
+    install "$1" || { apt-get update -q && install "$1"; }' apt "$1"
+}
+
+# coa_make_venv: leaves a working .venv, which may have been there before.
+coa_make_venv() {
+  local python package
+  if "$COA_VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
+    "$COA_VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    return 0
+  fi
+  python="$(coa_find_python)" || return 1
+  if ! "$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then
+    package="$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+    if ! coa_apt "$package"; then
+      coa_say "error: $python cannot make environments; as root: apt-get install $package"
+      return 1
+    fi
+  fi
+  coa_quietly "making .venv with $python" "$python" -m venv --clear "$COA_VENV.new" || return 1
+  rm -rf "$COA_VENV" && mv "$COA_VENV.new" "$COA_VENV"
+}
+
+# coa_installed EXTRA...: whether the marker covers these extras for this setup.py and place.
+coa_installed() {
+  local hash extras extra
+  [ -f "$COA_VENV/.coa_jax" ] || return 1
+  { read -r hash && read -r extras; } <"$COA_VENV/.coa_jax" || return 1
+  [ "$hash" = "$(coa_hash)" ] || return 1
+  for extra in "$@"; do
+    case " $extras " in *" $extra "*) ;; *) return 1 ;; esac
+  done
+  "$COA_VENV/bin/python" -c '' 2>/dev/null
+}
+
+coa_hash() {
+  "$COA_VENV/bin/python" -c '
+import hashlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+parts = [str(root), sys.version] + [(root / n).read_text() for n in ("setup.py", "pyproject.toml")]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
+}
+
+# coa_install EXTRA...: installs the package with these extras and those installed before.
+coa_install() {
+  local python="$COA_VENV/bin/python" extras hash
+  hash="$(coa_hash)" || return 1
+  extras="core $* $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null)"
+  extras="$(printf '%s\n' $extras | sort -u | tr '\n' ' ')"
+  rm -f "$COA_VENV/.coa_jax"
+  case " $extras " in
+    *" test "* | *" dev "*)
+      # torch first and by version, so that a local CPU build is taken where one is offered.
+      coa_quietly "installing torch for the tests" \
+        "$python" -m pip install -q "torch==2.13.0" || return 1
+      ;;
+  esac
+  coa_quietly "installing coa_jax ($(echo $extras)) into .venv" "$python" -m pip install -q \
+    -e "$COA_ROOT[$(printf '%s\n' $extras | grep -vx core | paste -sd, -)]" || return 1
+  printf '%s\n%s\n' "$hash" "$extras" >"$COA_VENV/.coa_jax.new" &&
+    mv "$COA_VENV/.coa_jax.new" "$COA_VENV/.coa_jax"
+}
+
+# coa_program NAMES PACKAGE MEANING: a Debian program that is useful but not needed.
+coa_program() {
+  local name
+  for name in $1; do
+    command -v "$name" >/dev/null 2>&1 && return 0
+  done
+  if [ "$coa_fresh" = yes ] && coa_apt "$2"; then return 0; fi
+  coa_say "$2 is not installed (as root: apt-get install $2): $3"
+}
+
+coa_setup_env() {
+  local lock="" coa_fresh=no extra
+  cd "$COA_ROOT" || return 1
+  # Two scripts that start together must not install into .venv at the same time.
+  if command -v flock >/dev/null 2>&1; then
+    exec {lock}<"$COA_ROOT/launch" && flock "$lock"
+  fi
+  if ! coa_installed "$@"; then
+    coa_fresh=yes
+    coa_make_venv && coa_install "$@" || return 1
+  fi
+  coa_program bwrap bubblewrap "the code tool isolates programs with Landlock instead"
+  for extra in "$@"; do
+    if [ "$extra" = test ]; then
+      coa_program "chromium chromium-browser google-chrome" chromium \
+        "tests that open the report in a browser are skipped"
+    fi
+  done
+  if [ -n "$lock" ]; then exec {lock}<&-; fi
+  export PATH="$COA_VENV/bin:$PATH"
+}
+
+coa_setup_env "$@" || { return 1 2>/dev/null || exit 1; }

