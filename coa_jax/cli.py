@@ -69,7 +69,9 @@ def run_main(
     """
 
     def parse(argv: list[str]) -> list[str]:
-        return _parse_flags(argv, positional)
+        rest = _parse_flags(argv, positional)
+        _join_processes()
+        return rest
 
     try:
         if define_flags is not None:
@@ -144,6 +146,18 @@ def _workdir() -> str | None:
         return None
     value = flags.FLAGS["workdir"].value
     return None if value is None else str(value)
+
+
+def _join_processes() -> None:
+    """Joins the processes of a pod if COA_JAX_DISTRIBUTED=1 (set by launch/tpu_pod.sh).
+
+    This has to come before anything else uses JAX.  On TPU and SLURM JAX finds the other
+    processes by itself.
+    """
+    if os.environ.get("COA_JAX_DISTRIBUTED") == "1":
+        import jax
+
+        jax.distributed.initialize()
 
 
 def _one_line(text: str) -> str:

@@ -12,10 +12,8 @@ import enum
 import functools
 import itertools
 import json
-import logging
 import math
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from coa_jax import files
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -136,13 +135,16 @@ def decode_float32(values: list[float | str]) -> np.ndarray:
     return decoded
 
 
-def read_lines(path: str | os.PathLike[str], decode: Callable[[Any], T]) -> Iterator[T]:
+def read_lines(
+    path: str | os.PathLike[str], decode: Callable[[Any], T], *, growing: bool = False
+) -> Iterator[T]:
     """Yields ``decode(value)`` for each line of a file; blank lines are passed over.
 
     Args:
         path: the file.
         decode: turns a JSON value into an object; its KeyError, TypeError, ValueError and
             OverflowError mean that the line is not what it should be.
+        growing: another process may be writing; a last line without its end is left out.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed; the message is ``path:line:
@@ -154,7 +156,7 @@ def read_lines(path: str | os.PathLike[str], decode: Callable[[Any], T]) -> Iter
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     with file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not line.strip() or (growing and not line.endswith(b"\n")):
                 continue
             try:
                 yield decode(loads(line.decode()))
@@ -177,56 +179,26 @@ def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
     Raises:
         OSError: e.g. the disk is full; nothing is left behind.
     """
+    data = _encoded(values)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(handle, "wb") as file:
-            for value in values:
-                file.write(dumps(value).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    files.replace(path, data)
 
 
 def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
     """Appends whole lines, which survive the death of this process; one process writes to a file.
 
-    A line that an earlier process left unfinished is cut off first, with a warning.
+    A line that an earlier process left unfinished is cut off first.
 
     Raises:
         OSError: e.g. the disk is full; the file then has the length that it had before.
     """
-    data = b"".join(dumps(value).encode() + b"\n" for value in values)
+    data = _encoded(values)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0) as file:
-        size = _whole_size(path)
-        if size != file.tell():
-            logging.getLogger(__name__).warning("%s: cut off an unfinished last line", path)
-            file.truncate(size)
-        try:
-            written = 0
-            while written < len(data):
-                written += file.write(data[written:])
-        except BaseException:
-            file.truncate(size)
-            raise
+    files.cut_torn_line(path)
+    files.append(path, data)
 
 
-def _whole_size(path: Path, block: int = 1 << 16) -> int:
-    """Bytes of a file up to and including its last line end."""
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - block)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            end = start
-    return 0
+def _encoded(values: Iterable[Any]) -> bytes:
+    return b"".join(dumps(value).encode() + b"\n" for value in values)

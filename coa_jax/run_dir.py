@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax import files
+from coa_jax import files, jsonl
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
 
@@ -145,7 +145,7 @@ class RunDir:
         for row in rows:
             row = dict(json.loads(row) if isinstance(row, str) else row)
             row["metadata"] = {**row.get("metadata", {}), "step": int(step), "phase": phase}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            lines.append(jsonl.dumps(row) + "\n")
         files.append(self.path / "traces.jsonl", "".join(lines).encode())
 
     def rewind(self, phase: str, step: int) -> None:

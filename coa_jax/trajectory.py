@@ -185,7 +185,7 @@ class Trajectory:
         if sum(lengths) != tokens.size:
             raise ValueError(f"{sum(lengths)} authors for {tokens.size} tokens")
         fields |= {
-            "tokens": tokens,
+            "tokens": np.array(fields["tokens"], np.int32),
             "author": np.repeat(
                 np.array([Author(a) for a in authors], np.uint8), np.array(lengths, np.int64)
             ),

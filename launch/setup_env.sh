@@ -14,25 +14,27 @@ COA_VENV="$COA_ROOT/.venv"
 
 coa_say() { printf '[setup] %s\n' "$*" >&2; }
 
-# coa_quietly WHAT COMMAND...: runs a command, its output in .venv/setup.log, with a line every
-# 15 s to show that it goes on; on failure shows the end of the log.
+# coa_quietly WHAT COMMAND...: runs a command, its output in a log, with a line every 15 s to
+# show that it goes on; on failure shows the end of the log.
 coa_quietly() {
-  local what="$1" log="$COA_VENV/setup.log" beat status=0
+  local what="$1" log status=0
   shift
+  log="$(mktemp "${TMPDIR:-/tmp}/coa_jax-setup.XXXXXX")" || return 1
   coa_say "$what"
-  mkdir -p "$COA_VENV" || return 1
-  (
+  # The lines come from a reader of a pipe that nobody writes to: it ends when this shell closes
+  # the pipe or dies, so nothing is left behind by a kill.
+  exec 8> >(
     waited=0
-    while sleep 15 >/dev/null 2>&1 && kill -0 "$$" 2>/dev/null; do
+    while read -r -t 15 _ || [ $? -gt 128 ]; do
       waited=$((waited + 15))
       coa_say "$what: still at it after ${waited} s"
     done
-  ) &
-  beat=$!
-  "$@" >"$log" 2>&1 </dev/null || status=$?
-  kill "$beat" 2>/dev/null
-  wait "$beat" 2>/dev/null
-  if [ "$status" -ne 0 ]; then
+  )
+  "$@" >"$log" 2>&1 </dev/null 8>&- || status=$?
+  exec 8>&-
+  if [ "$status" -eq 0 ]; then
+    rm -f "$log"
+  else
     tail -n 15 "$log" >&2
     coa_say "error: $what failed (exit $status); the whole output is in $log"
   fi
@@ -65,9 +67,11 @@ coa_apt() {
 # coa_make_venv: leaves a working .venv, which may have been there before.
 coa_make_venv() {
   local python package
-  if "$COA_VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
-    "$COA_VENV/bin/python" -c 'import pip' 2>/dev/null; then
-    return 0
+  if "$COA_VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if "$COA_VENV/bin/python" -m pip --version >/dev/null 2>&1 ||
+      "$COA_VENV/bin/python" -m ensurepip -q >/dev/null 2>&1; then
+      return 0
+    fi
   fi
   python="$(coa_find_python)" || return 1
   if ! "$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then
@@ -77,8 +81,7 @@ coa_make_venv() {
       return 1
     fi
   fi
-  coa_quietly "making .venv with $python" "$python" -m venv --clear "$COA_VENV.new" || return 1
-  rm -rf "$COA_VENV" && mv "$COA_VENV.new" "$COA_VENV"
+  coa_quietly "making .venv with $python" "$python" -m venv --clear "$COA_VENV"
 }
 
 # coa_installed EXTRA...: whether the marker covers these extras for this setup.py and place.
@@ -103,20 +106,21 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 
 # coa_install EXTRA...: installs the package with these extras and those installed before.
 coa_install() {
-  local python="$COA_VENV/bin/python" extras hash
+  local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
+  local extras hash what="coa_jax"
   hash="$(coa_hash)" || return 1
-  extras="core $* $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null)"
-  extras="$(printf '%s\n' $extras | sort -u | tr '\n' ' ')"
+  extras="$(printf '%s\n' "$@" $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
+    sort -u | grep . | paste -sd ' ' -)"
   rm -f "$COA_VENV/.coa_jax"
   case " $extras " in
     *" test "* | *" dev "*)
       # torch first and by version, so that a local CPU build is taken where one is offered.
-      coa_quietly "installing torch for the tests" \
-        "$python" -m pip install -q "torch==2.13.0" || return 1
+      coa_quietly "installing torch for the tests" "${pip[@]}" "torch==2.13.0" || return 1
       ;;
   esac
-  coa_quietly "installing coa_jax ($(echo $extras)) into .venv" "$python" -m pip install -q \
-    -e "$COA_ROOT[$(printf '%s\n' $extras | grep -vx core | paste -sd, -)]" || return 1
+  [ -z "$extras" ] || what="coa_jax[${extras// /,}]"
+  coa_quietly "installing $what into .venv" \
+    "${pip[@]}" -e "$COA_ROOT${what#coa_jax}" || return 1
   printf '%s\n%s\n' "$hash" "$extras" >"$COA_VENV/.coa_jax.new" &&
     mv "$COA_VENV/.coa_jax.new" "$COA_VENV/.coa_jax"
 }
@@ -132,11 +136,15 @@ coa_program() {
 }
 
 coa_setup_env() {
-  local lock="" coa_fresh=no extra
+  local coa_fresh=no extra
   cd "$COA_ROOT" || return 1
   # Two scripts that start together must not install into .venv at the same time.
   if command -v flock >/dev/null 2>&1; then
-    exec {lock}<"$COA_ROOT/launch" && flock "$lock"
+    exec 9<"$COA_ROOT/launch" || return 1
+    if ! flock -n 9; then
+      coa_say "waiting for another installation into .venv"
+      flock 9
+    fi
   fi
   if ! coa_installed "$@"; then
     coa_fresh=yes
@@ -149,7 +157,7 @@ coa_setup_env() {
         "tests that open the report in a browser are skipped"
     fi
   done
-  if [ -n "$lock" ]; then exec {lock}<&-; fi
+  exec 9<&-
   export PATH="$COA_VENV/bin:$PATH"
 }
 

@@ -12,17 +12,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from coa_jax.distill.messages import Kind, Message, MessageLog
 from coa_jax.protocol import (
     START,
     format_double_check,
     format_reflection,
     get_protocol,
+    parse,
     parse_double_check,
     parse_reflection,
     quote_tool_text,
 )
-from coa_jax.trajectory import DistilledRecord
+from coa_jax.trajectory import (
+    Author,
+    DistilledRecord,
+    SegmentSpan,
+    StopReason,
+    ToolCall,
+    Trajectory,
+)
 
 POLICY = "policy"
 ENVIRONMENT = "environment"
@@ -181,4 +191,45 @@ def convert(
         parts=tuple(writer.parts),
         answer=log.answer or "",
         metadata={**(metadata or {}), **counts},
+    )
+
+
+def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:
+    """A converted run as graders and reports know episodes: without tokens, with its calls.
+
+    Args:
+        record: what `convert` made of ``log``.
+        log: the run.
+    """
+    rules, nothing = get_protocol(record.protocol), np.zeros(0)
+    spans: list[SegmentSpan] = []
+    for author, text in record.parts:
+        if author == ENVIRONMENT:
+            spans.append(SegmentSpan(rules.observation, Author.ENVIRONMENT, text, 0, 0))
+        else:
+            spans += [
+                SegmentSpan(s.role, Author.POLICY, text[s.start : s.end], 0, 0)
+                for s in parse(rules, text).segments
+            ]
+    calls = []
+    for request, result in zip(log.messages, log.messages[1:], strict=False):
+        if request.kind is Kind.CALL and result.kind is Kind.OBSERVATION:
+            outcome = result.outcome or "ok"
+            arguments = (request.recipient, request.content, result.content, outcome)
+            calls.append(ToolCall(*arguments, outcome == "ok", 0.0, 0.0))
+    return Trajectory(
+        task_id=log.episode,
+        sample_id=0,
+        question=record.question,
+        protocol=record.protocol,
+        tokens=nothing,
+        author=nothing,
+        logp=nothing,
+        text=record.text,
+        segments=tuple(spans),
+        tool_calls=tuple(calls),
+        stop_reason=StopReason.EOS if log.answer is None else StopReason.ANSWER,
+        reward=None,
+        gold=record.gold,
+        metadata=record.metadata,
     )

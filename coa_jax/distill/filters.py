@@ -14,8 +14,8 @@ from typing import Any
 
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.messages import Kind, MessageLog
-from coa_jax.tasks import Task, grade_answer
-from coa_jax.trajectory import DistilledRecord, part_violations
+from coa_jax.tasks.base import Task
+from coa_jax.trajectory import DistilledRecord, Reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,14 @@ class Run:
         task: the task, gold answer included.
         log: the messages.
         record: the trajectory converted from them.
+        reward: the trajectory as the task's grader sees it, the same one that grades policies;
+            its part ``format`` says whether the protocol is obeyed.
     """
 
     task: Task
     log: MessageLog
     record: DistilledRecord
+    reward: Reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +63,14 @@ class FilterReport:
         return dataclasses.asdict(self)
 
 
-def violations(record: DistilledRecord) -> list[str]:
-    """Kinds of the protocol's rules that a record breaks, in the order of their places."""
-    return [v.kind for v in part_violations(record.protocol, record.parts)]
-
-
 def is_correct(run: Run) -> bool:
-    """Whether the answer equals a gold answer as the task's grader sees it."""
-    return grade_answer(run.log.answer, run.task.gold) == 1.0
+    """Whether the answer is right for the task's grader."""
+    return run.reward.parts["exact_match"] == 1.0
+
+
+def obeys_protocol(run: Run) -> bool:
+    """Whether the trajectory keeps every rule of its protocol."""
+    return run.reward.parts["format"] == 1.0
 
 
 def has_no_fault(run: Run) -> bool:
@@ -98,7 +101,7 @@ def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, 
         Filter("unanswered", lambda run: run.log.answer is not None),
         Filter("tool_fault", has_no_fault),
         Filter("wrong_answer", is_correct),
-        Filter("protocol", lambda run: not violations(run.record)),
+        Filter("protocol", obeys_protocol),
         Filter("repeated_call", repeats_no_call),
         Filter("too_long", lambda run: len(run.record.text) <= max_chars),
         Filter("too_simple", lambda run: len(run.log.messages) >= min_interactions),
@@ -134,5 +137,5 @@ def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
     Copies after the first have ids ``<id>#2``, ``<id>#3``, ...
     """
     number = corrected_copies if corrected_itself(run) else 1
-    again = (dataclasses.replace(run.record, id=f"{run.record.id}#{k}") for k in range(2, number + 1))
-    return [run.record, *again]
+    ids = [run.record.id, *(f"{run.record.id}#{k}" for k in range(2, number + 1))]
+    return [dataclasses.replace(run.record, id=name) for name in ids]

@@ -107,11 +107,15 @@ class MessageLog:
 
 
 def to_json(log: MessageLog) -> dict[str, Any]:
-    """A log as JSON values; empty fields of messages are left out."""
-    messages = []
-    for message in log.messages:
-        row = {k: v for k, v in dataclasses.asdict(message).items() if v not in (None, "")}
-        messages.append(row)
+    """A log as JSON values; fields of messages that have their default are left out."""
+    messages = [
+        {
+            field.name: getattr(message, field.name)
+            for field in dataclasses.fields(message)
+            if getattr(message, field.name) != field.default
+        }
+        for message in log.messages
+    ]
     return {
         "episode": log.episode,
         "question": log.question,
@@ -134,7 +138,7 @@ def from_json(row: Any) -> MessageLog:
             sender=m["sender"],
             recipient=m["recipient"],
             kind=Kind(m["kind"]),
-            content=m.get("content", ""),
+            content=m["content"],
             thought=m.get("thought", ""),
             outcome=m.get("outcome"),
             slip=m.get("slip"),

@@ -11,25 +11,27 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.distill.convert import convert
+from coa_jax.distill.convert import as_trajectory, convert
 from coa_jax.distill.filters import (
     Filter,
     FilterReport,
     Run,
     copies,
     first_failure,
+    has_no_fault,
     is_correct,
+    obeys_protocol,
     plain_share,
     quality_filters,
     report_of,
-    violations,
 )
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import Minds
 from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.team import solve
 from coa_jax.errors import UserError
-from coa_jax.tasks import Task
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.grading import grade
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import DistilledRecord
 
@@ -128,10 +130,11 @@ async def run_teacher(
 
 
 def as_run(task: Task, log: MessageLog) -> Run:
-    """Converts a teacher run under the protocol of its task."""
-    metadata = {key: task.metadata[key] for key in ("hops", "kind") if key in task.metadata}
-    record = convert(log, task.protocol, task.gold, {**metadata, "source": task.source})
-    return Run(task, log, record)
+    """Converts a teacher run under the protocol of its task and grades it."""
+    metadata = {key: value for key, value in task.metadata.items() if key in ("hops", "kind")}
+    metadata["source"] = task.source
+    record = convert(log, task.protocol, task.gold, metadata)
+    return Run(task, log, record, grade(task, as_trajectory(record, log)))
 
 
 def select(
@@ -219,10 +222,10 @@ def teacher_block(
             write to each other and to tools); None leaves that figure None.
     """
     runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
-    graded = [r for r in runs if all(m.outcome != "fault" for m in r.log.messages)]
+    graded = [run for run in runs if has_no_fault(run)]
     n = len(graded)
     right = sum(is_correct(run) for run in graded)
-    valid = sum(run.log.answer is not None and not violations(run.record) for run in graded)
+    valid = sum(obeys_protocol(run) for run in graded)
     tokens: float | None = None
     if count_tokens is not None and n:
         spoken = (

@@ -31,15 +31,25 @@ from coa_jax.tools.factbook_relations import RELATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A numeric expression that the question spells out, in Python's notation."""
+    """A number that the question spells out how to compute.
+
+    Attributes:
+        source: the expression in Python's notation.
+        setup: a line that has to stand before it, or "".
+    """
 
     source: str
+    setup: str = ""
 
 
 AnyStep = Step | Expression
 
 _DOCUMENT = re.compile(r"Doc \d+ \(Title: (.*?)\)\n(.*?)(?=\n\nDoc \d+ \(Title: |\Z)", re.DOTALL)
-_EXPRESSION = re.compile(r"[(\-\d][\d\s.+\-*/()]*[\d)]")
+_EXPRESSION = re.compile(
+    r"(?:arithmetic problem:|multiplication:|final value\.|^Calculate|^Compute|^What is)\s+"
+    r"([(\-\d][\d\s.+\-*/()]*[\d)])(?=\.?\s|\.?$|\?$)"
+)
+_DIVISOR_OR_MULTIPLE = re.compile(r"\((GCD|LCM)\) of these numbers: (\d+(?:, \d+)*)")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -49,9 +59,13 @@ def steps_of(question: str) -> tuple[AnyStep, ...] | None:
     program = understand(question)
     if program is not None:
         return program.steps
-    found = [m[0] for m in _EXPRESSION.finditer(question.replace("×", "*").replace("÷", "/"))]
-    longest = max(found, key=len, default="")
-    return (Expression(longest),) if re.search(r"\d[\s)]*[+\-*/]", longest) else None
+    found = _EXPRESSION.search(question)
+    if found:
+        return (Expression(" ".join(found[1].split())),)
+    found = _DIVISOR_OR_MULTIPLE.search(question)
+    if found:
+        return (Expression(f"math.{found[1].lower()}({found[2]})", "import math"),)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +137,9 @@ def queries(step: AnyStep) -> tuple[str, ...]:
 def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
     """Programs for a step, the best one first."""
     if isinstance(step, Expression):
-        return f"print({step.source})", f"value = {step.source}\nprint(value)"
+        setup = f"{step.setup}\n" if step.setup else ""
+        source = f"{setup}print({step.source})"
+        return source, f"{setup}value = {step.source}\nprint(value)"
     assert isinstance(step, Arithmetic)
     source = source_for(step, answers)
     return source, f"value = {source[len('print(') : -1]}\nprint(value)"
@@ -137,9 +153,8 @@ def number_of(text: str) -> float | None:
 
 def printed(observation: str) -> str | None:
     """The one line that a program printed, or None if it printed none or several."""
-    lines = [line.strip() for line in observation.split("\n") if line.strip()]
-    lines = [line for line in lines if not re.fullmatch(r"\[\w+\].*|-{2,}.*|\w+:", line)]
-    return lines[0] if len(lines) == 1 else None
+    lines = observation.removeprefix("[EXECUTED]").strip().split("\n")
+    return lines[0].strip() if len(lines) == 1 else None
 
 
 def _read_documents(step: AnyStep, observation: Message) -> tuple[str, str] | str:
@@ -164,9 +179,8 @@ def _read_program(
         a, b = (number_of(answers[ref.step]) for ref in (step.a, step.b))
         if step.operation == "ratio" and len(line.partition(".")[2]) > 2:
             return "It is not rounded."
-        wrong_sign = step.operation == "difference" and a is not None and b is not None
-        if wrong_sign and value * (a - b) < 0:
-            return "The sign is wrong."
+        if step.operation == "difference" and a is not None and b is not None:
+            return "The sign is wrong." if value * (a - b) < 0 else (line, "The program")
     return line, "The program"
 
 

@@ -61,7 +61,8 @@ async def solve(
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
         if not _is_legal(role, action, held):
-            return finish(Ending.ILLEGAL, f"{role} may not send {action.kind} to {action.recipient}")
+            move = f"{action.kind} to {action.recipient}"
+            return finish(Ending.ILLEGAL, f"{role} may not send {move}")
         messages.append(
             Message(
                 len(messages),

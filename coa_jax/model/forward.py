@@ -195,9 +195,9 @@ def unembed(
     params: Params, config: ModelConfig, hidden: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
     """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
     if "head" in params:
-        return project("xd,dv->xv", hidden.reshape(-1, hidden.shape[-1]), params["head"], dtype).reshape(
-            *hidden.shape[:-1], config.vocab_size
-        )
-    flat = project("xd,vd->xv", hidden.reshape(-1, hidden.shape[-1]), params["embed"], dtype)
+        flat = project("xd,dv->xv", flat, params["head"], dtype)
+    else:
+        flat = project("xd,vd->xv", flat, params["embed"], dtype)
     return flat.reshape(*hidden.shape[:-1], config.vocab_size)

@@ -166,18 +166,25 @@ def load_params(
     dtype = np.dtype(dtype)
     arrays = {}
     for spec in weight_table(config):
-        slices: dict[str, np.ndarray] = {}
-
-        def read(index: tuple[slice, ...], spec=spec, slices=slices) -> np.ndarray:
-            # Replicas ask for the same slice again.
-            key = str(index)
-            if key not in slices:
-                slices[key] = _read_slice(source, config, spec, index, dtype)
-            return slices[key]
-
+        read = _slice_reader(source, config, spec, dtype)
         array = jax.make_array_from_callback(spec.shape, sharding(spec), read)
         arrays[spec.path] = jax.block_until_ready(array)
     return from_paths(arrays)
+
+
+def _slice_reader(
+    source: TensorSource, config: ModelConfig, spec: WeightSpec, dtype: np.dtype
+) -> Callable[[Any], np.ndarray]:
+    slices: dict[str, np.ndarray] = {}
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        # Replicas ask for the same slice again.
+        key = str(index)
+        if key not in slices:
+            slices[key] = _read_slice(source, config, spec, index, dtype)
+        return slices[key]
+
+    return read
 
 
 def _read_slice(

@@ -57,7 +57,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
         rest = -math.prod(sizes)
         if rest > 0 and count % rest == 0:
             sizes[sizes.index(-1)] = count // rest
-    text = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, (data, fsdp, tensor), strict=True))
+    text = f"data={data}, fsdp={fsdp}, tensor={tensor}"
     if min(sizes) < 1:
         raise UserError(f"mesh {text} does not fit {count} devices: give positive divisors of it")
     need = math.prod(sizes)

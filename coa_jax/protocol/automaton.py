@@ -84,9 +84,16 @@ def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
-    """The state after a closed segment.  Total: after an illegal role it goes on from that role."""
+    """The state after a closed segment.
+
+    Total: a ``think`` where none may stand changes nothing, a missing observation is waited for no
+    longer, and after any other illegal role the automaton goes on from that role, so that one
+    mistake is reported once.
+    """
     if role == THINK:
-        return dataclasses.replace(state, thinking=True)
+        if state.waiting or THINK in allowed_after(protocol, state):
+            return dataclasses.replace(state, thinking=True, waiting=False)
+        return state
     if role == protocol.observation:
         return dataclasses.replace(state, waiting=False)
     must_plan, may_answer = False, True

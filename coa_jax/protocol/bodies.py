@@ -21,7 +21,8 @@ _BARE_SCORE = re.compile(r"\s*([0-9]+)\s*\.?\s*")
 _NAMED_SCORE = re.compile(
     r"\b(?:score|grade|rating)[sd]?\b[^0-9\n]{0,80}([0-9]+(?:[.,][0-9]+)?)", re.IGNORECASE
 )
-_MARKDOWN_LINK = re.compile(r"\[[^\]\[]*\]\((\S+?)\)")
+_MARKDOWN_LINK = re.compile(r"\[[^\]\[]*\]\((\S+)\)")
+_URL = re.compile(r"https?://\S+", re.IGNORECASE)
 _CODE_FENCES = ("```py", "```python")
 _STDIN_FENCES = ("```sh", "```bash")
 
@@ -153,11 +154,10 @@ def parse_solution(body: str) -> str | None:
 
 def parse_urls(body: str) -> tuple[str, ...]:
     """Addresses joined by ``|``, plain or as Markdown links; parts that are neither are dropped."""
-    links = [_MARKDOWN_LINK.search(part) for part in body.split("|")]
-    found = [link[1] if link else part for link, part in zip(links, body.split("|"), strict=True)]
-    return tuple(
-        url.strip() for url in found if re.fullmatch(r"https?://\S+", url.strip(), re.IGNORECASE)
-    )
+    parts = [part.strip() for part in body.split("|")]
+    links = [_MARKDOWN_LINK.fullmatch(part) for part in parts]
+    urls = [link[1] if link else part for link, part in zip(links, parts, strict=True)]
+    return tuple(url for url in urls if _URL.fullmatch(url))
 
 
 def parse_inspection(body: str) -> tuple[str, str | None] | None:

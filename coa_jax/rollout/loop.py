@@ -305,7 +305,12 @@ class _Loop:
         del self.running[run.slot]
         self.free.append(run.slot)
         task = run.request.task
-        metadata = {**task.metadata, **run.request.metadata, "source": task.source}
+        metadata = {
+            **task.metadata,
+            **run.request.metadata,
+            "source": task.source,
+            "prompt_id": run.request.prompt_id,
+        }
         metadata["seconds"] = round(time.monotonic() - run.began, 3)
         return run.episode.finish(reason, task.gold, metadata)
 

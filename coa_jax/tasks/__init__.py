@@ -1,0 +1,54 @@
+"""Tasks with answers that can be checked: where they come from and how answers are graded."""
+
+from __future__ import annotations
+
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import SPLITS, Split, Task, check_split
+from coa_jax.tasks.grading import grade, grade_answer, normalize_answer
+
+__all__ = [
+    "SOURCES",
+    "SPLITS",
+    "Split",
+    "Task",
+    "grade",
+    "grade_answer",
+    "load_tasks",
+    "normalize_answer",
+]
+
+SOURCES = ("factbook", "arithmetic")
+"""Named sources; besides them any path that ends in ``.jsonl``."""
+
+
+def load_tasks(source: str, split: Split, n: int | None = None, seed: int = 0) -> list[Task]:
+    """Loads tasks of a source; the same arguments give the same tasks.
+
+    Args:
+        source: ``factbook``, ``arithmetic``, or a path to a ``.jsonl`` file of questions.  Options
+            follow after a colon: ``factbook:hops=1-2,arithmetic=0``, ``arithmetic:gcd,lcm``,
+            ``questions.jsonl:protocol=mhqa``.
+        split: ``train``, ``validation`` or ``test``.
+        n: how many; None for all there are (generators without end: a thousand).
+        seed: which sample.
+
+    Raises:
+        UserError: an unknown source, split or option; a file that cannot be read.
+    """
+    check_split(split)
+    name, _, options = source.partition(":")
+    if name == "factbook":
+        from coa_jax.tasks.factbook import load_factbook, parse_options
+
+        return load_factbook(split, n, seed, parse_options(options), source)
+    if name == "arithmetic":
+        from coa_jax.tasks.arithmetic import load_arithmetic
+
+        return load_arithmetic(split, n, seed, options, source)
+    if ".jsonl" in source:
+        from coa_jax.tasks.question_file import load_question_file
+
+        return load_question_file(source, split, n, seed)
+    raise UserError(
+        f"unknown task source {source!r}; known are {', '.join(SOURCES)} and paths of .jsonl files"
+    )

@@ -51,7 +51,7 @@ def test_case_order_and_separators_of_a_reflection_do_not_matter(body):
         "information_conflict: Good\ntool_effectiveness: Good",
         "information_conflict: Good\ntool_effectiveness: Good\ntrajectory_monitoring: Great",
         "information_conflict: Good\ninformation_conflict: Good\ntrajectory_monitoring: Good",
-        "information_conflict: Good\ntool_effectiveness: Good\ntrajectory_monitoring: Good\nmood: Good",
+        format_reflection(dict.fromkeys(CRITERIA, "good")) + "\nmood: Good",
     ],
 )
 def test_incomplete_or_strange_reflections_are_refused(body):
@@ -183,8 +183,8 @@ def test_a_solution_is_a_boxed_result_or_one_program():
 
 
 def test_urls_plain_and_as_links():
-    body = "https://a.org/x | [A page](http://b.org/y?q=1) | not a page| https://c.org/a b"
-    assert parse_urls(body) == ("https://a.org/x", "http://b.org/y?q=1")
+    body = "https://a.org/x | [A page](http://b.org/y_(z)?q=1) | not a page| https://c.org/a b"
+    assert parse_urls(body) == ("https://a.org/x", "http://b.org/y_(z)?q=1")
     assert parse_urls("") == ()
 
 

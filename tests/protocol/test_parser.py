@@ -75,11 +75,10 @@ def test_violations_of_any_text_lie_inside_it_and_are_ordered(text):
     assert all(0 <= position <= len(text) for position in positions)
 
 
-@given(st.text(max_size=40).filter(lambda text: "<" not in text), st.sampled_from(TAGS))
-def test_text_without_tags_is_one_plain_segment(text, tag):
+@given(st.text(max_size=40).filter(lambda text: "<" not in text))
+def test_text_without_tags_is_one_plain_segment(text):
     expected = (Segment(None, text, 0, len(text), True),) if text else ()
     assert parse(GENERALIST, text).segments == expected
-    assert parse(GENERALIST, text + tag).segments[: len(expected)] == expected or "/" in tag
 
 
 def test_a_segment_is_returned_by_the_chunk_that_closes_it():
@@ -93,7 +92,7 @@ def test_a_segment_is_returned_by_the_chunk_that_closes_it():
     assert parser.open_role == "plan"
     assert parser.finish() == [Segment("plan", "", 17, 23, False)]
     assert parser.finish() == []
-    with pytest.raises(ValueError, match="after Parser.finish"):
+    with pytest.raises(ValueError, match=r"after Parser\.finish"):
         parser.feed("more")
 
 

@@ -6,13 +6,139 @@ import math
 import os
 import resource
 import signal
-import sys
 
 from . import kernel, landlock, seccomp
-from .limits import Job, Limits
-from .supervise_types import Pipes
+from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes
 
-PROGRAM = "program.py"
 
-_SCRATCH = "/tmp"
-"""Where the private scratch space is seen by a program in bubblewrap."""
+def become_program(
+    job: Job, pipes: Pipes, uid: int | None, directory: str, count: int, started: int
+) -> None:
+    """Confines this process and replaces it by the program; returns only by an exception.
+
+    Args:
+        job: what to run and within which limits.
+        pipes: descriptors of the job.
+        uid: the unprivileged uid and gid to take on, None to stay what we are.
+        directory: the private scratch directory, "" with bubblewrap.
+        count: limit of processes for the uid.
+        started: descriptor to which bubblewrap reports that the program ran.
+    """
+    os.setsid()
+    for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    # If memory gets short the kernel shall take this process first, never the trainer.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    _set_limits(job.limits, count)
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    elif os.geteuid() == 0 and job.backend != "none":
+        raise OSError("a program never runs as root")
+    # After the change of uid, which clears it.
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    os.umask(0o077)
+
+    if job.backend == "bubblewrap":
+        rules = os.memfd_create("filter", 0)
+        os.write(rules, seccomp.compile_filter(metadata=False, signals=False))
+        os.lseek(rules, 0, os.SEEK_SET)
+        _enter(pipes, keep=(pipes.source, rules, started))
+        _exec_bubblewrap(job, pipes.source, rules, started)
+    os.chdir(directory)
+    _enter(pipes, keep=())
+    if job.backend == "landlock":
+        scoped = landlock.abi() >= landlock.SIGNAL_SCOPE_ABI
+        rules = seccomp.compile_filter(metadata=True, signals=uid is None and not scoped)
+        landlock.restrict(job.readable, directory)
+        seccomp.install(rules)
+    elif job.backend != "none":
+        raise ValueError(f"unknown isolation {job.backend!r}")
+    program = os.path.join(directory, PROGRAM)
+    os.execve(job.interpreter, _command(job, program), environment(job, directory))
+
+
+def environment(job: Job, directory: str) -> dict[str, str]:
+    """All variables that a program sees: the same for each call and each machine."""
+    variables = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": directory,
+        "TMPDIR": directory,
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    if job.import_path:
+        variables["PYTHONPATH"] = os.pathsep.join(job.import_path)
+    return variables
+
+
+def _command(job: Job, program: str) -> list[str]:
+    # Neither site-packages (-S, -s), which halves the start, nor byte code (-B).
+    return [job.interpreter, "-S", "-s", "-B", program]
+
+
+def _set_limits(limits: Limits, count: int) -> None:
+    seconds = math.ceil(limits.cpu_s)
+    memory = limits.memory_mb << 20
+    wanted = {
+        # The soft limit ends the program with SIGXCPU, the hard one if it ignores that.
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_AS: (memory, memory),
+        resource.RLIMIT_FSIZE: (limits.disk_mb << 20, limits.disk_mb << 20),
+        resource.RLIMIT_NOFILE: (limits.open_files, limits.open_files),
+        resource.RLIMIT_NPROC: (count, count),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+    }
+    for limit, (soft, hard) in wanted.items():
+        ceiling = resource.getrlimit(limit)[1]
+        if ceiling != resource.RLIM_INFINITY:  # the caller may itself be limited
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(limit, (soft, hard))
+
+
+def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
+    """Puts the pipes onto 0, 1, 2; of all other descriptors only ``keep`` survive exec."""
+    for number, end in enumerate((pipes.stdin, pipes.stdout, pipes.stderr)):
+        os.dup2(end, number)
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        if descriptor > 2 and descriptor not in keep:
+            try:
+                os.set_inheritable(descriptor, False)
+            except OSError:
+                continue  # the one that listed the directory
+    for descriptor in keep:
+        os.set_inheritable(descriptor, True)
+
+
+def _exec_bubblewrap(job: Job, source: int, rules: int, started: int) -> None:
+    size = str(job.limits.disk_mb << 20)
+    arguments = [job.bwrap, "--unshare-all", "--die-with-parent", "--new-session"]
+    arguments += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    for name, value in environment(job, PRIVATE_TMP).items():
+        arguments += ["--setenv", name, value]
+    for path in job.readable:
+        arguments += ["--ro-bind", path, path]
+    for target, path in job.links:
+        arguments += ["--symlink", target, path]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    for path in ("/dev/shm", PRIVATE_TMP):
+        arguments += ["--size", size, "--tmpfs", path]
+    program = f"{PRIVATE_TMP}/{PROGRAM}"
+    arguments += ["--file", str(source), program, "--chdir", PRIVATE_TMP]
+    # What is left of the new root is memory without a limit: make it read-only.
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    arguments += ["--json-status-fd", str(started)]
+    arguments += ["--seccomp", str(rules), "--", *_command(job, program)]
+    os.execve(job.bwrap, arguments, {})

@@ -5,6 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
+PROGRAM = "program.py"
+"""Name of the file in which a program lies."""
+
+PRIVATE_TMP = "/tmp"
+"""Where a program in bubblewrap sees its scratch space."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -66,3 +72,22 @@ class Job:
         """The job that ``encode`` wrote."""
         fields = json.loads(data)
         return Job(**{**fields, "limits": Limits(**fields["limits"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipes:
+    """Descriptors of one job.
+
+    Attributes:
+        source: file with the program.
+        stdin, stdout, stderr: the ends that the program gets.
+        control: readable, or at its end, when the client gives up.
+        report: where the report is written as JSON.
+    """
+
+    source: int
+    stdin: int
+    stdout: int
+    stderr: int
+    control: int
+    report: int

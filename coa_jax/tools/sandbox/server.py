@@ -13,7 +13,7 @@ import socket
 import sys
 
 from . import supervise
-from .limits import Job
+from .limits import Job, Pipes
 
 DESCRIPTORS = 6
 MESSAGE_BYTES = 1 << 16
@@ -36,7 +36,7 @@ def serve(descriptor: int) -> None:
         if process == 0:
             try:
                 connection.close()
-                supervise.supervise(Job.decode(message), supervise.Pipes(*descriptors))
+                supervise.supervise(Job.decode(message), Pipes(*descriptors))
             finally:
                 os._exit(0)
         for end in descriptors:

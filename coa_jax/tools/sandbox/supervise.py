@@ -2,66 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import os
 import resource
 import select
 import shutil
 import signal
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 
 from . import confine, kernel
-from .limits import Job, Limits
+from .limits import PROGRAM, Job, Limits, Pipes
 
 # systemd's table of uids lists this range as unused; it also exists in rootless containers.
 UIDS = range(60578, 61184)
 
 _SWEEP_S = 5.0
-_WATCH_MIN_S, _WATCH_MAX_S = 0.02, 0.25
+_WATCH_MIN_S, _WATCH_MAX_S = 0.02, 0.1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pipes:
-    """Descriptors of one job.
-
-    Attributes:
-        source: file with the program.
-        stdin, stdout, stderr: the ends that the program gets.
-        control: readable, or at its end, when the client gives up.
-        report: where the report is written as JSON.
-    """
-
-    source: int
-    stdin: int
-    stdout: int
-    stderr: int
-    control: int
-    report: int
 
 
 def supervise(job: Job, pipes: Pipes) -> None:
     """Runs one program to its end and writes the report.
 
     The report has ``reason`` ("exit", "wall", "memory", "disk", "processes", "cancelled" or
-    "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``, ``clean``
-    (nothing is left) and ``error`` (why there was a fault).
+    "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``,
+    ``directory`` (scratch space, "" if it was in memory), ``clean`` (nothing is left) and ``error`` (why there was a fault).
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    report: dict[str, object] = {"reason": "fault", "code": None, "clean": True, "error": ""}
+    report: dict[str, object] = {"reason": "fault", "code": None, "clean": True}
+    report |= {"error": "", "directory": ""}
     lock, uid = claim_uid()
     report["uid"] = os.geteuid() if uid is None else uid
     directory = ""
     try:
         directory = _scratch_directory(job, pipes, uid)
+        report["directory"] = directory
         report |= _run(job, pipes, uid, directory)
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
@@ -82,7 +63,9 @@ def claim_uid() -> tuple[socket.socket | None, int | None]:
     """
     if os.geteuid() != 0:
         return None, None
-    for uid in UIDS:
+    # Not the first free one: the next call shall not meet what an earlier one might have left.
+    first = os.getpid() % len(UIDS)
+    for uid in (*UIDS[first:], *UIDS[:first]):
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             lock.bind(f"\0coa_jax.sandbox.uid.{uid}")
@@ -95,6 +78,7 @@ def claim_uid() -> tuple[socket.socket | None, int | None]:
 
 def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, object]:
     failure_read, failure_write = os.pipe2(os.O_CLOEXEC)
+    started_read, started_write = os.pipe2(os.O_CLOEXEC)
     isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
     limits = job.limits
     # The kernel counts the processes of a uid.  Without a uid of its own the program shares
@@ -103,7 +87,7 @@ def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, o
 
     def program() -> None:
         try:
-            confine.become_program(job, pipes, uid, directory, count)
+            confine.become_program(job, pipes, uid, directory, count, started_write)
         except Exception as error:
             os.write(failure_write, f"{type(error).__name__}: {error}".encode())
 
@@ -115,7 +99,7 @@ def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, o
             program()
         finally:
             os._exit(127)
-    for end in (failure_write, pipes.stdin, pipes.stdout, pipes.stderr):
+    for end in (failure_write, started_write, pipes.stdin, pipes.stdout, pipes.stderr):
         os.close(end)
     reason = _watch(child, pipes.control, limits, directory)
     os.kill(child, signal.SIGKILL)  # a zombie until the wait below, so never a stranger
@@ -123,6 +107,10 @@ def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, o
     code = 128 - status if status < 0 else status
     clean = _sweep(uid)
     error = os.read(failure_read, 4096).decode() if clean else ""
+    if clean and reason == "exit" and job.backend == "bubblewrap":
+        # Its exit code is the program's only if it says so; else it failed on the way there.
+        if b"exit-code" not in os.read(started_read, 4096):
+            error = error or "bubblewrap did not start the program"
     if error:
         reason = "fault"
     return {"reason": reason, "code": code, "clean": clean, "error": error}
@@ -238,14 +226,24 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _disk_usage(directory: str) -> int:
+def _disk_usage(directory: str) -> float:
+    """Bytes below a directory; infinite where it is too deep to look at.
+
+    An empty file counts as a block, so the limit bounds their number too.
+    """
     total = 0
-    for root, directories, files in os.walk(directory):
-        for name in (*directories, *files):
-            try:
-                total += os.lstat(os.path.join(root, name)).st_blocks * 512
-            except OSError:
-                continue
+    queue = [directory]
+    while queue:
+        try:
+            with os.scandir(queue.pop()) as entries:
+                for entry in entries:
+                    total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
+                    if entry.is_dir(follow_symlinks=False):
+                        queue.append(entry.path)
+        except (FileNotFoundError, PermissionError):
+            continue  # just removed, or closed to the program as well
+        except OSError:
+            return math.inf
     return total
 
 
@@ -302,7 +300,7 @@ def _scratch_directory(job: Job, pipes: Pipes, uid: int | None) -> str:
     if job.backend == "bubblewrap":
         return ""
     directory = tempfile.mkdtemp(prefix="coa_jax_", dir=job.scratch)
-    path = os.path.join(directory, confine.PROGRAM)
+    path = os.path.join(directory, PROGRAM)
     with open(pipes.source, "rb", closefd=False) as source, open(path, "wb") as copy:
         shutil.copyfileobj(source, copy)
     if uid is not None:
@@ -312,24 +310,31 @@ def _scratch_directory(job: Job, pipes: Pipes, uid: int | None) -> str:
 
 
 def _remove(directory: str) -> bool:
-    """Removes a tree whatever modes the program left; False if something is left."""
+    """Removes a tree whatever its depth and modes; False if something is left.
+
+    Directories are first moved up to the top, so no path gets longer than the system allows.
+    """
     if not directory:
         return True
-
-    def unlock(_: object, path: str, __: object) -> None:
-        parent = os.path.dirname(path)
-        for locked in (parent, path):
-            if locked.startswith(directory) and not os.path.islink(locked):
-                os.chmod(locked, stat.S_IRWXU)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif os.path.lexists(path):
-            os.unlink(path)
-
+    token = os.path.basename(directory)
     try:
-        shutil.rmtree(directory, onerror=unlock)
-        if os.path.lexists(directory):
-            os.rmdir(directory)
+        names = os.listdir(directory)
+        while names:
+            path = os.path.join(directory, names.pop())
+            if os.path.islink(path) or not os.path.isdir(path):
+                os.unlink(path)
+                continue
+            os.chmod(path, 0o700)
+            with os.scandir(path) as entries:
+                for entry in list(entries):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)  # moving a directory writes into it
+                    names.append(f"{token}.{len(names)}.{entry.inode()}")
+                    os.rename(entry.path, os.path.join(directory, names[-1]))
+            os.rmdir(path)
+        os.rmdir(directory)
     except OSError:
         return False
     return True

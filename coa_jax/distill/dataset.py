@@ -1,0 +1,126 @@
+"""The distilled data set on disk, and figures about it.
+
+A working directory holds the journals of the teacher's runs (``journal/<split>.jsonl``) and
+what was made of them (``<split>.jsonl``).  The second is a pure function of the first and is
+written whole, so killing and starting again gives the same bytes as running through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax.distill.filters import FilterReport
+from coa_jax.distill.journal import open_journal
+from coa_jax.distill.messages import MessageLog
+from coa_jax.distill.minds import Minds
+from coa_jax.distill.pipeline import DistillConfig, run_teacher, select
+from coa_jax.tasks.base import Task
+from coa_jax.tools.base import Tool
+from coa_jax.trajectory import DistilledRecord, write_records
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One split of a finished data set.
+
+    Attributes:
+        logs: the runs of the teacher, in the order of the tasks.
+        records: what passed the filters, in the order of the tasks.
+        report: what did not.
+        resumed: how many of the runs an earlier process had done.
+    """
+
+    logs: list[MessageLog]
+    records: list[DistilledRecord]
+    report: FilterReport
+    resumed: int
+
+
+def distill_split(
+    name: str,
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    config: DistillConfig,
+    workdir: Path,
+    tool_settings: Mapping[str, Any] | None = None,
+    on_log: Callable[[int], None] | None = None,
+    minds: Minds | None = None,
+) -> Split:
+    """Solves, filters and writes one split; continues where an earlier process stopped.
+
+    Args:
+        name: name of the split, and of its files.
+        tasks: the tasks.
+        tools: tools by name.
+        config: how.
+        workdir: where the files are.
+        tool_settings: what the tools' results depend on (JSON values); runs that were made with
+            other settings are refused.
+        on_log: called after each run with the number of runs that are done.
+        minds: a mind per agent; the scripted ones by default.
+
+    Raises:
+        UserError: the journal belongs to another configuration or is malformed.
+    """
+    fingerprint = {
+        **{key: getattr(config, key) for key in ("mistake_rate", "unrecovered_rate", "seed")},
+        "max_messages": config.max_messages,
+        "tools": dict(tool_settings or {}),
+    }
+    journal = open_journal(workdir / "journal" / f"{name}.jsonl", fingerprint)
+    asked = {task.id: (task.question, task.protocol) for task in tasks}
+    done = {
+        episode: log
+        for episode, log in journal.done.items()
+        if asked.get(episode) == (log.question, log.protocol)
+    }
+    count = len(done)
+
+    def keep(task: Task, log: MessageLog) -> None:
+        nonlocal count
+        journal.append(log)
+        count += 1
+        if on_log is not None:
+            on_log(count)
+
+    logs = asyncio.run(run_teacher(tasks, tools, config, minds, done, keep))
+    records, report = select(tasks, logs, config)
+    write_records(workdir / f"{name}.jsonl", records)
+    return Split(logs, records, report, len(done))
+
+
+def policy_chars(record: DistilledRecord) -> int:
+    """Characters that the policy writes in a record."""
+    return sum(len(text) for author, text in record.parts if author == "policy")
+
+
+def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
+    """Figures of a data set: size, lengths in characters by hops, share of corrected runs."""
+    by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
+    for record in records:
+        by_hops[str(record.metadata.get("hops", "?"))].append(record)
+    mistakes = collections.Counter(m for record in records for m in record.metadata["mistakes"])
+    share = 1 / max(len(records), 1)
+    return {
+        "records": len(records),
+        "with_reflection": share * sum(r.metadata["reflections"] > 0 for r in records),
+        "with_correction": share * sum(r.metadata["double_checks"] > 1 for r in records),
+        "mistakes": dict(sorted(mistakes.items())),
+        "by_hops": {
+            hops: {
+                "records": len(group),
+                "policy_chars_mean": statistics.fmean(map(policy_chars, group)),
+                "policy_chars_max": max(map(policy_chars, group)),
+                "text_chars_mean": statistics.fmean(len(r.text) for r in group),
+                "text_chars_max": max(len(r.text) for r in group),
+                "tool_calls_mean": statistics.fmean(r.metadata["tool_calls"] for r in group),
+            }
+            for hops, group in sorted(by_hops.items())
+        },
+    }

@@ -1,0 +1,259 @@
+"""Scripted minds: deterministic agents that solve the generated tasks without a language model.
+
+They read the question with the grammar of its task, the tool results with the same, and nothing
+else: a question of another kind ends in an honest "unknown".  Their sentences are short and
+regular, with every name and number copied from the question or from what a tool returned, so
+that a small policy can learn to write them from left to right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from coa_jax.distill.messages import Kind
+from coa_jax.distill.minds import Action, AgentView, Mind, Minds
+from coa_jax.distill.slips import Slips, wrong_value
+from coa_jax.distill.steps import (
+    Progress,
+    bound,
+    operands,
+    programs,
+    progress,
+    queries,
+    tool_for,
+    wording,
+)
+from coa_jax.protocol import (
+    format_code,
+    format_double_check,
+    format_reflection,
+    get_protocol,
+    parse_double_check,
+    parse_reflection,
+)
+from coa_jax.tasks.factbook_grammar import Arithmetic
+
+UNKNOWN = "unknown"
+"""The answer of a team that did not understand the question or ran out of ideas."""
+
+Decide = Callable[[Slips, AgentView], Action]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedMind:
+    """A mind that follows a rule; see the functions of this module for the rules."""
+
+    decide: Decide
+    slips: Slips
+
+    async def act(self, view: AgentView) -> Action:
+        """Returns the next message of ``view.role``."""
+        return self.decide(self.slips, view)
+
+
+def _state(view: AgentView) -> Progress:
+    state = progress(view.question, view.messages)
+    if state is None:
+        raise ValueError("the scripted minds do not understand this question")
+    return state
+
+
+# --- manager -------------------------------------------------------------------------------
+
+
+def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Action:
+    """Hands the current step to the agent that can do it."""
+    if isinstance(state.step, Arithmetic):
+        text = f"Step {state.number}: {operands(state.step, state.answers)}."
+    else:
+        text = f"Step {state.number}{' again' if again else ''}."
+    return Action(tool_for(state.step), Kind.REQUEST, text)
+
+
+def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
+    """Suggests the last answer for verification, or gives it where nobody verifies."""
+    protocol, value = get_protocol(view.protocol), state.answers[-1]
+    if protocol.form(protocol.answer) == "solution":
+        return Action("user", Kind.ANSWER, f"\\boxed{{{value}}}", f"The result is {value}.")
+    if "suggested_answer" not in protocol.roles:
+        return Action("user", Kind.ANSWER, value)
+    second = bool(view.of_kind(Kind.VERDICT))
+    if not second and slips.happens(view.episode, "suggestion"):
+        wrong = wrong_value(bound(state.steps[-1], state.answers), state.answers)
+        return Action("verification", Kind.SUGGESTION, wrong, slip="suggestion")
+    thought = f"#{len(state.steps)} is {value}." if second else ""
+    return Action("verification", Kind.SUGGESTION, value, thought)
+
+
+def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
+    reviewed = get_protocol(view.protocol).next_actions.get("code") == frozenset({"reflection"})
+    if reviewed:  # the code protocol reviews every result
+        return Action("reflection", Kind.REQUEST, "")
+    if not state.problem:
+        return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
+    return Action("reflection", Kind.REQUEST, "")
+
+
+def _next_call(view: AgentView, state: Progress) -> str | None:
+    """The best call for the current step that was not made before, or None."""
+    made = {message.content for message in view.of_kind(Kind.CALL)}
+    if tool_for(state.step) == "code":
+        ways = tuple(format_code(source) for source in programs(state.step, state.answers))
+    else:
+        ways = queries(state.step)
+    return next((way for way in ways if way not in made), None)
+
+
+def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
+    if state.complete:
+        return _conclude(slips, view, state)
+    if _next_call(view, state) is None:
+        return Action("user", Kind.ANSWER, UNKNOWN)
+    grades = parse_reflection(view.last.content) or {}
+    if "poor" in grades.values():
+        return Action("planner", Kind.REQUEST, "Plan again.")
+    return _ask_for_step(view, state, again=bool(state.problem))
+
+
+def manage(slips: Slips, view: AgentView) -> Action:
+    """The manager: plan, step by step, suggestion, answer; reflection where something is odd."""
+    state = progress(view.question, view.messages)
+    if state is None:
+        return Action("user", Kind.ANSWER, UNKNOWN)
+    match view.last.kind:
+        case Kind.QUESTION:
+            first = state.steps[0]
+            text = "Solve it in steps." if len(state.steps) > 1 else f"Find {wording(first)}."
+            if len(state.steps) == 1 and tool_for(first) == "code":
+                text = "One program computes it."
+            return Action("planner", Kind.REQUEST, text)
+        case Kind.PLAN:
+            return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
+        case Kind.REPORT:
+            return _after_report(slips, view, state)
+        case Kind.REFLECTION:
+            return _after_reflection(slips, view, state)
+        case Kind.VERDICT:
+            if (parse_double_check(view.last.content) or 0) >= 3:
+                return Action("user", Kind.ANSWER, view.of_kind(Kind.SUGGESTION)[-1].content)
+            return Action("planner", Kind.REQUEST, "Plan again.")
+        case _:
+            raise ValueError(f"a manager gets no {view.last.kind}")
+
+
+# --- the agents that work for it -----------------------------------------------------------
+
+
+def plan(slips: Slips, view: AgentView) -> Action:
+    """The planner: the steps that are left, one a line, with #k for the answer of step k."""
+    state = _state(view)
+    if state.complete:
+        count = len(state.steps)
+        return Action("manager", Kind.PLAN, f"{count}. answer #{count}")
+    lines = [f"{state.number}. {wording(state.step)}"]
+    for number, step in enumerate(state.steps[state.number :], state.number + 1):
+        lines.append(f"{number}. {wording(step)}")
+    return Action("manager", Kind.PLAN, "\n".join(lines))
+
+
+def _report(view: AgentView, state: Progress) -> Action:
+    text = state.problem or f"#{len(state.answers)} is {state.answers[-1]}."
+    return Action("manager", Kind.REPORT, text)
+
+
+def search(slips: Slips, view: AgentView) -> Action:
+    """The search agent: one query for the current step, then what the documents say."""
+    state = _state(view)
+    if view.last.kind is Kind.OBSERVATION:
+        return _report(view, state)
+    decision = f"query/{state.number}"
+    if state.failures == 0 and slips.happens(view.episode, decision):
+        query = slips.wrong_query(view.episode, decision, state.steps, state.step)
+        if all(query != message.content for message in view.of_kind(Kind.CALL)):
+            return Action("wiki_search", Kind.CALL, query, slip="query")
+    return Action("wiki_search", Kind.CALL, _next_call(view, state) or "")
+
+
+def code(slips: Slips, view: AgentView) -> Action:
+    """The code agent: one program for the current step, then what it printed."""
+    state = _state(view)
+    if view.last.kind is Kind.OBSERVATION:
+        return _report(view, state)
+    decision = f"program/{state.number}"
+    if state.failures == 0 and slips.happens(view.episode, decision):
+        source = slips.wrong_program(view.episode, decision, state.step, state.answers)
+        return Action("code", Kind.CALL, format_code(source), slip="program")
+    return Action("code", Kind.CALL, _next_call(view, state) or "")
+
+
+def reflect(slips: Slips, view: AgentView) -> Action:
+    """The reflection agent: grades the last call by what came back.
+
+    Poor (which asks for a new plan) where the call asked for something else, Fair where it was
+    vague, failed or found nothing.
+    """
+    state = _state(view)
+    if not state.problem:
+        grades = dict.fromkeys(_CRITERIA, "good")
+        return Action("manager", Kind.REFLECTION, format_reflection(grades), "It is as expected.")
+    last_call = view.of_kind(Kind.CALL)[-1]
+    if tool_for(state.step) == "code":
+        failed = view.of_kind(Kind.OBSERVATION)[-1].outcome != "ok"
+        thought, poor = (
+            ("The program has an error.", False) if failed else ("The program is wrong.", True)
+        )
+    elif last_call.content in queries(state.step):
+        thought, poor = "The query found nothing.", False
+    elif _is_vague(last_call.content, state):
+        thought, poor = "The query is too vague.", False
+    else:
+        thought, poor = "The query is wrong.", True
+    grade = "poor" if poor else "average"
+    grades = dict(zip(_CRITERIA, ("good", grade, "average"), strict=True))
+    return Action("manager", Kind.REFLECTION, format_reflection(grades), thought)
+
+
+_CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
+
+
+def _is_vague(query: str, state: Progress) -> bool:
+    """Whether every word of a query also stands in the right one."""
+    return set(query.split()) <= set(queries(state.step)[0].split())
+
+
+def verify(slips: Slips, view: AgentView) -> Action:
+    """The verification agent: holds a suggestion against the results that it follows from."""
+    state, suggested = _state(view), view.last.content
+    right = state.answers[-1]
+    verb = "printed" if tool_for(state.steps[-1]) == "code" else "states"
+    if suggested == right:
+        score, thought = 4, f"{state.evidence} {verb} it."
+    elif slips.stays_unseen(view.episode):
+        score, thought = 3, f"{state.evidence} {verb} it."
+    else:
+        score = 2 if _digits(suggested) == _digits(right) != [] else 1
+        thought = f"#{len(state.steps)} is {right}, not {suggested}."
+    return Action("manager", Kind.VERDICT, format_double_check(score), thought)
+
+
+def _digits(text: str) -> list[str]:
+    """The digits of a text in order of size: equal for a number and its misreading."""
+    return sorted(filter(str.isdigit, text))
+
+
+def scripted_minds(
+    mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
+) -> Minds:
+    """A scripted mind for every agent; the rates are those of `Slips`."""
+    slips = Slips(mistake_rate, unrecovered_rate, seed)
+    rules: dict[str, Decide] = {
+        "manager": manage,
+        "planner": plan,
+        "search": search,
+        "code": code,
+        "reflection": reflect,
+        "verification": verify,
+    }
+    minds: dict[str, Mind] = {role: ScriptedMind(rule, slips) for role, rule in rules.items()}
+    return minds

@@ -1,0 +1,118 @@
+"""Deliberate mistakes of the scripted minds, so that traces hold correction.
+
+Each mistake is one that the tools' results give away: a query for another fact, a program that
+fails or prints something odd, a suggested answer that the documents contradict.  Whether a
+decision goes wrong is fixed by (seed, task, decision) alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from coa_jax.distill.chance import uniform
+from coa_jax.distill.steps import AnyStep, Expression, number_of, programs
+from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Lookup, Neighbour
+from coa_jax.tools.factbook_relations import RELATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Slips:
+    """Which decisions go wrong, and how.
+
+    Attributes:
+        rate: probability of a mistake at a decision.
+        unrecovered_rate: probability that a wrong suggestion passes the double check.
+        seed: seed of both.
+    """
+
+    rate: float = 0.0
+    unrecovered_rate: float = 0.0
+    seed: int = 0
+
+    def happens(self, episode: str, decision: str) -> bool:
+        """Whether this decision of this run goes wrong."""
+        return uniform(self.seed, episode, decision) < self.rate
+
+    def stays_unseen(self, episode: str) -> bool:
+        """Whether the double check of this run overlooks a wrong suggestion."""
+        return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
+
+    def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:
+        """One of the options."""
+        return options[int(uniform(self.seed, episode, f"{decision}/choice") * len(options))]
+
+    def wrong_query(
+        self, episode: str, decision: str, steps: Sequence[AnyStep], step: AnyStep
+    ) -> str:
+        """A query for a relation that the question does not name, or for none at all.
+
+        Args:
+            episode: identity of the run.
+            decision: name of the decision.
+            steps: all steps of the question.
+            step: the current one, bound.
+        """
+        assert isinstance(step, Lookup | Inverse | Neighbour)
+        named = {s.relation for s in steps if isinstance(s, Lookup | Inverse)} | {"neighbour"}
+        subject = str(step.value if isinstance(step, Inverse) else step.subject)
+        queries = [
+            f"{relation.noun} {relation.preposition} {subject}"
+            for key, relation in RELATIONS.items()
+            if key not in named
+        ]
+        if isinstance(step, Inverse) or uniform(self.seed, episode, f"{decision}/form") < 2 / 3:
+            return self.choose(episode, decision, queries)
+        # An entity alone finds its most common facts, which may happen to be the one asked for.
+        return subject
+
+    def wrong_program(
+        self, episode: str, decision: str, step: AnyStep, answers: Sequence[str]
+    ) -> str:
+        """A program that fails, or whose result shows that it is not what was meant."""
+        right = programs(step, answers)[0]
+        options = [right[:-1]]  # a bracket is not closed
+        if isinstance(step, Arithmetic):
+            a, b = answers[step.a.step], answers[step.b.step]
+            if "," in a and "," in b and step.operation != "ratio":
+                sign = "+" if step.operation == "sum" else "-"
+                options.append(f"print({a} {sign} {b})")  # commas make it a tuple
+            first, second = number_of(a), number_of(b)
+            if step.operation == "difference" and first and second and first != second:
+                plain = [text.replace(",", "") for text in (b, a)]
+                options.append(f"print({plain[0]} - {plain[1]})")
+            if step.operation == "ratio" and first and second and _is_long(first / second):
+                options.append(right.replace("print(round(", "print(").replace(", 2))", ")"))
+        return self.choose(episode, decision, options)
+
+
+def _is_long(value: float) -> bool:
+    """Whether Python prints a number with more than two decimals."""
+    return len(repr(value).partition(".")[2]) > 2
+
+
+def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
+    """A suggestion that the results contradict: of an earlier step, misread, or the subject.
+
+    Args:
+        step: the last step, bound.
+        answers: the answers of all steps; the last one is right.
+    """
+    right = answers[-1]
+    for other in reversed(answers[:-1]):
+        if other.casefold() != right.casefold():
+            return other
+    if number_of(right) is not None:
+        return _misread(right)
+    if isinstance(step, Expression | Arithmetic):
+        return f"{right}0"
+    return step.value if isinstance(step, Inverse) else str(step.subject)
+
+
+def _misread(number: str) -> str:
+    """A number with two neighbouring digits exchanged, or with one digit too many."""
+    for i in range(len(number) - 1, 0, -1):
+        a, b = number[i - 1], number[i]
+        if a.isdigit() and b.isdigit() and a != b and not (i == 1 and b == "0"):
+            return number[: i - 1] + b + a + number[i + 1 :]
+    return f"{number}0"

@@ -1,0 +1,98 @@
+"""Measures a policy on tasks with live tools."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.evaluate.metrics import details, summarize
+from coa_jax.learn.batch import prompt_ids
+from coa_jax.model.api import Model
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.progress import progress
+from coa_jax.rollout.collect import collect
+from coa_jax.rollout.loop import Request, RolloutConfig
+from coa_jax.tasks import Task, grade
+from coa_jax.tools.base import Tool
+from coa_jax.trajectory import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """An evaluation.
+
+    Attributes:
+        tasks: task source, see `tasks.load_tasks`.
+        split: ``validation`` or ``test``.
+        num_tasks: tasks that are drawn.
+        samples: samples of a task; pass@k needs k of them.
+        seed: which tasks, and the randomness of the samples.
+        temperature, top_p, top_k: of sampling; temperature 0 is greedy.
+        engine: shapes of decoding.
+        rollout: budgets of a trajectory.
+    """
+
+    tasks: str
+    split: str
+    num_tasks: int
+    samples: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    engine: EngineConfig
+    rollout: RolloutConfig
+
+
+def evaluate(
+    model: Model, tasks: Sequence[Task], config: EvaluateConfig, tools: Sequence[Tool], stage: str
+) -> list[list[Trajectory]]:
+    """Graded samples of every task.
+
+    Args:
+        model: the policy.
+        tasks: what it is asked.
+        config: how.
+        tools: live tools.
+        stage: goes into the trajectories' metadata.
+    """
+    engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer))
+    sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
+    style = config.rollout.prompt_style
+    requests = [
+        Request(
+            task=task,
+            prompt=prompt_ids(model.tokenizer, task.protocol, task.question, style),
+            seed=config.seed,
+            prompt_id=index,
+            samples=tuple(range(config.samples)),
+            sampling=sampling,
+            metadata={"stage": stage},
+        )
+        for index, task in enumerate(tasks)
+    ]
+    with (
+        asyncio.Runner() as runner,
+        progress(f"evaluate {stage}", total=len(tasks) * config.samples) as bar,
+    ):
+        groups = collect(
+            runner,
+            engine,
+            model.tokenizer,
+            requests,
+            tools,
+            config.rollout,
+            on_finish=lambda trajectory: bar.update(),
+        )
+    return [
+        [dataclasses.replace(t, reward=grade(task, t)) for t in group]
+        for task, group in zip(tasks, groups, strict=True)
+    ]
+
+
+def blocks(groups: Sequence[Sequence[Trajectory]], stage: str) -> dict[str, Any]:
+    """What ``summary.json`` says about a stage."""
+    return {stage: summarize(groups), f"{stage}_details": details(groups)}

@@ -1,0 +1,157 @@
+"""Observation-masked supervised fine-tuning on distilled trajectories (paper §3.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import logging
+
+from coa_jax.learn.batch import Batch, Example, micro_batches, pack
+from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.data import example_stream, next_batches, tokenize_records
+from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
+from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
+from coa_jax.progress import progress
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import read_records
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+    """A fine-tuning run.
+
+    Attributes:
+        model: Hugging Face directory to start from.
+        data: JSONL of distilled records to learn.
+        validation: JSONL of records whose loss is measured; empty for none.
+        prompt_style: ``full`` or ``brief``.
+        seed: order of the data.
+        batch_tokens: tokens of an update, prompts and observations included, at least.
+        rows: rows of a micro-batch.
+        row_length: tokens of a row; longer records are left out and counted.
+        dtype: operands of products; parameters and their sums stay float32.
+        remat: recompute activations in the backward pass.
+        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
+        validate_every: updates between two measurements of the validation loss.
+        checkpoint_every: updates between two checkpoints.
+        mesh: axes over which parameters and rows are sharded.
+    """
+
+    model: str
+    data: str
+    validation: str
+    prompt_style: str
+    seed: int
+    batch_tokens: int
+    rows: int
+    row_length: int
+    dtype: str
+    remat: bool
+    optimizer: OptimizerConfig
+    validate_every: int
+    checkpoint_every: int
+    mesh: MeshConfig = MeshConfig()
+
+
+def train(config: SFTConfig, run: RunDir, output: Path) -> None:
+    """Fine-tunes and writes the model as a Hugging Face directory to ``output``.
+
+    Started again in the same run directory it goes on after the newest checkpoint, and ends with
+    the parameters that it would have had without the interruption.
+    """
+    mesh = training_mesh(config.mesh)
+    records = read_records(config.data)
+    held_out = read_records(config.validation) if config.validation else []
+    model = load_model(config.model, mesh=mesh)
+    examples, dropped = tokenize_records(
+        model.tokenizer, records, style=config.prompt_style, length=config.row_length
+    )
+    if dropped:
+        logging.warning(
+            "%s: %d of %d records have more than %d tokens and are left out",
+            config.data, dropped, len(records), config.row_length,
+        )
+    validation: Sequence[Example] = ()
+    if held_out:
+        validation, _ = tokenize_records(
+            model.tokenizer, held_out, style=config.prompt_style, length=config.row_length
+        )
+    state, cursor, checkpoints = _resume(config, run, model)
+    loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat)
+    stream = example_stream(examples, config.seed)
+    total = config.optimizer.total_steps
+    with progress("SFT", total=total, initial=int(state.step)) as bar:
+        while (step := int(state.step)) < total:
+            began = time.monotonic()
+            batches, cursor = next_batches(
+                stream,
+                cursor,
+                tokens=config.batch_tokens,
+                rows=config.rows,
+                length=config.row_length,
+            )
+            state, stats = train_step(
+                state,
+                [put_batch(batch, mesh) for batch in batches],
+                loss_fn=loss_fn,
+                model=model.config,
+                optimizer=config.optimizer,
+            )
+            step += 1
+            stats["epoch"] = cursor / len(examples)
+            stats["time/step"] = time.monotonic() - began
+            if validation and (step % config.validate_every == 0 or step == total):
+                stats["validation/loss"] = mean_loss(
+                    state, validation, config, model.config, loss_fn
+                )
+            run.metrics(step, "sft", **stats)
+            bar.update(loss=stats["loss"])
+            if step % config.checkpoint_every == 0 or step == total:
+                checkpoints.save(step, state, {"cursor": cursor})
+    checkpoints.close()
+    save_model(dataclasses.replace(model, params=state.params), output)
+
+
+def _resume(
+    config: SFTConfig, run: RunDir, model: Model
+) -> tuple[TrainState, int, Checkpoints]:
+    state = init_state(model.params, config.optimizer)
+    checkpoints = Checkpoints(run.checkpoints / "sft")
+    step = checkpoints.latest()
+    if step is None:
+        run.rewind("sft", 0)
+        return state, 0, checkpoints
+    state, extra = checkpoints.restore(step, state)
+    run.rewind("sft", step)
+    logging.info("SFT goes on after step %d", step)
+    return state, int(extra["cursor"]), checkpoints
+
+
+def mean_loss(
+    state: TrainState,
+    examples: Sequence[Example],
+    config: SFTConfig,
+    model: ModelConfig,
+    loss_fn: object,
+) -> float:
+    """Mean loss over the policy's tokens of all examples."""
+    total, count = 0.0, 0.0
+    for batch in micro_batches(pack(examples, config.row_length), config.rows):
+        total += float(_loss_sum(state.params, batch, loss_fn=loss_fn, model=model))
+        count += float(np.sum(batch.mask))
+    return total / max(count, 1.0)
+
+
+def _loss_sum_program(params, batch: Batch, loss_fn, model):
+    return loss_fn(params, model, batch)[0]
+
+
+_loss_sum = jax.jit(_loss_sum_program, static_argnames=("loss_fn", "model"))

@@ -1,0 +1,154 @@
+"""The public functions on whole models: load, logits, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.export import write_model
+from coa_jax.model.forward import forward, unembed
+from coa_jax.model.gguf_io import GgufFile, gguf_file
+from coa_jax.model.hf_config import read_config
+from coa_jax.model.hf_weights import TensorSource, load_params
+from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.model.tokenizer import gguf_tokenizer, load_tokenizer
+from coa_jax.model.weights import Params
+
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A policy: its architecture, its stacked parameters and its tokenizer."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Any
+
+
+def load_model(
+    path: str | Path, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
+) -> Model:
+    """Loads a Hugging Face directory (safetensors) or a GGUF file.
+
+    Args:
+        path: a directory with ``config.json``, safetensors and tokenizer files; a ``.gguf``
+            file; or a directory with one such file.
+        dtype: of the parameters, ``"float32"`` or ``"bfloat16"``.  float32 holds bfloat16,
+            float16 and dequantised weights without loss.
+        mesh: where to place the parameters, by the training rules of
+            :mod:`coa_jax.parallel.mesh`; None for the default device.
+
+    Raises:
+        UserError: anything wrong with the files; the message names the file, key or tensor.
+    """
+    if dtype not in _DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(_DTYPES))
+    path = Path(path)
+    gguf = gguf_file(path)
+    if gguf is None and not path.is_dir():
+        raise UserError(f"{path} does not exist: give a model directory or a .gguf file")
+    source: TensorSource
+    if gguf is not None:
+        source = GgufFile(gguf)
+        config, tokenizer = source.config, gguf_tokenizer(source)
+    else:
+        config = read_config(path)
+        source, tokenizer = Checkpoint(path), load_tokenizer(path)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has ids up to {largest}, the model only {config.vocab_size} "
+            "embeddings: use the tokenizer that belongs to the model"
+        )
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        params = load_params(source, config, jnp.dtype(dtype), lambda spec: device)
+    else:
+        # Only here does this room look at the next one, for callers that ask for a mesh.
+        from coa_jax.parallel.mesh import sharding_for
+
+        params = load_params(
+            source, config, jnp.dtype(dtype), lambda s: sharding_for(mesh, s.axes, shape=s.shape)
+        )
+    return Model(config, params, tokenizer)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def _logits(params: Params, config: ModelConfig, tokens: jax.Array, dtype: str) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = forward(params, config, tokens, positions, dtype=dtype)
+    return unembed(params, config, hidden, dtype=dtype)
+
+
+def logits(model: Model, tokens: Any) -> jax.Array:
+    """Next-token logits of whole sequences.
+
+    Args:
+        model: see :func:`load_model`.
+        tokens: ids ``[batch, length]``: an array or nested lists of equal length.
+
+    Returns:
+        float32 ``[batch, length, vocab]``; row t is about token t + 1.  Products run in the
+        dtype of the parameters.
+
+    Raises:
+        UserError: not two-dimensional, empty, not integers, or an id outside the vocabulary.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise UserError("tokens have rows of different length: pad them to one length") from None
+    if ids.ndim != 2 or not ids.size:
+        raise UserError(f"tokens have shape {list(ids.shape)}: give [batch, length], not empty")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"tokens have dtype {ids.dtype}: give integer ids")
+    bad = np.argwhere((ids < 0) | (ids >= model.config.vocab_size))
+    if bad.size:
+        row, column = bad[0]
+        raise UserError(
+            f"tokens[{row}][{column}] is {ids[row, column]}, outside the vocabulary of "
+            f"{model.config.vocab_size}: use the tokenizer that belongs to the model"
+        )
+    dtype = str(model.params["embed"].dtype)
+    return _logits(model.params, model.config, jnp.asarray(ids, jnp.int32), dtype)
+
+
+def save_model(
+    model: Model,
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Writes a directory that transformers, vLLM and :func:`load_model` read.
+
+    It holds ``config.json``, ``generation_config.json``, safetensors (several with an index
+    where one would exceed ``max_shard_bytes``) and the tokenizer's files.  The directory appears
+    complete or not at all.  With several processes, all of them call this and the first writes.
+
+    Args:
+        model: to save; values are not changed unless ``dtype`` is narrower.
+        path: directory to create.
+        dtype: of the saved tensors; None for that of the parameters.
+        max_shard_bytes: bound on the tensors of one file; a larger tensor has its own.
+        overwrite: whether to replace a model that is there.
+
+    Raises:
+        UserError: the directory is not empty, or cannot be written (permissions, full disk).
+    """
+    dtype = dtype or str(model.params["embed"].dtype)
+    if dtype not in (*_DTYPES, "float16"):
+        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(_DTYPES))
+    write_model(
+        path, model.config, model.params, model.tokenizer, dtype, max_shard_bytes, overwrite
+    )

@@ -1,0 +1,164 @@
+"""Training a small byte-level BPE tokenizer for a policy that starts from nothing.
+
+Two properties matter more than compression.  Tags such as ``</think>`` are one token each, so
+that a protocol costs little context; they stay ordinary text, because tool output may contain
+them.  And a name that training never saw must be spelt by the same small pieces as those that it
+did, or a policy that learnt to copy names cannot copy the new one.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from coa_jax.errors import UserError
+
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+_TAG = r"</?[a-z_]+>"
+_WORDS = (
+    _TAG  # an isolated tag must survive the second split as well
+    + r"|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    path: str | Path | None = None,
+    *,
+    tags: Sequence[str] = (),
+    merge_words: Literal["all", "lowercase"] = "all",
+    min_word_count: int = 1,
+    keep_words: Sequence[str] = (),
+    max_length: int = 4096,
+) -> Any:
+    """Trains a byte-level BPE tokenizer.
+
+    Text is cut into tags, words (with the space before them), single digits, punctuation and
+    white space; merges never cross those cuts.  The only added tokens are the three ChatML ones.
+    The same texts give the same tokenizer.
+
+    Args:
+        texts: the corpus.
+        vocab_size: upper bound on tokens: 3 control tokens, 256 bytes, the tags, then merges.
+        path: directory to save to, or None.
+        tags: texts of the form ``<name>`` or ``</name>`` that are one token each, however rare.
+        merge_words: which words merges are learnt from.  ``"lowercase"`` leaves out words with
+            an upper-case letter, so that names are spelt by characters and by the short pieces
+            of common words; ``"all"`` learns from names too.
+        min_word_count: words seen less often are left out as well.
+        keep_words: words that are merged in spite of both rules, e.g. ``"Question"``.
+        max_length: ``model_max_length`` of the result.
+
+    Returns:
+        A transformers ``PreTrainedTokenizerFast`` with a ChatML template.
+
+    Raises:
+        UserError: ``vocab_size`` is too small, or a tag is not of that form.
+    """
+    base = len(SPECIAL_TOKENS) + 256 + len(set(tags))
+    if vocab_size < base:
+        raise UserError(f"vocab_size {vocab_size} is too small: bytes and tags take {base}")
+    if merge_words not in ("all", "lowercase"):
+        raise UserError(f"merge_words {merge_words!r} is unknown: use 'all' or 'lowercase'")
+    for tag in tags:
+        if not re.fullmatch(_TAG, tag):
+            raise UserError(f"tag {tag!r} is not of the form <name> or </name> in a-z and _")
+    kept = {word for k in keep_words for word in (k, " " + k)}
+    counts = {
+        word: count
+        for word, count in sorted(_count_words(texts).items())
+        if word in kept
+        or (count >= min_word_count and (merge_words == "all" or word == word.lower()))
+    }
+    num_merges = vocab_size - base
+    tokenizer = _wrap(_assemble(_learn_merges(counts, num_merges), tags), max_length)
+    if path is not None:
+        tokenizer.save_pretrained(str(path))
+    return tokenizer
+
+
+def _pre_tokenizer() -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_TAG), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _count_words(texts: Iterable[str]) -> collections.Counter[str]:
+    """Frequencies of pre-tokens, as text; tags are left out, for they are tokens anyway."""
+    splits = _pre_tokenizer()
+    counts: collections.Counter[str] = collections.Counter()
+    for text in texts:
+        pieces = splits.pre_tokenize_str(text)
+        counts.update(text[start:end] for _, (start, end) in pieces)
+    return collections.Counter(
+        {word: n for word, n in counts.items() if not re.fullmatch(_TAG, word)}
+    )
+
+
+def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, str]]:
+    """The most frequent merges inside words, best first, in the byte alphabet."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def corpus() -> Iterator[str]:
+        # Words are already in the byte alphabet, which has no newline: it separates repetitions.
+        for word, count in counts.items():
+            spelt = "".join(piece for piece, _ in byte_level.pre_tokenize_str(word))
+            while count > 0:
+                yield "\n".join([spelt] * min(count, 4096))
+                count -= 4096
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Split("\n", behavior="removed")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + num_merges, initial_alphabet=alphabet, show_progress=False
+    )
+    learner.train_from_iterator(corpus(), trainer)
+    return [tuple(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
+
+
+def _assemble(merges: list[tuple[str, str]], tags: Sequence[str]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(tags)]
+    tokens += ["".join(merge) for merge in merges]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    # A pre-token that is in the vocabulary as a whole is taken as it is, so that a tag needs no
+    # chain of merges and no tokens for its beginnings.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return tokenizer
+
+
+def _wrap(tokenizer: Any, max_length: int) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL_TOKENS[1],
+        pad_token=SPECIAL_TOKENS[2],
+        chat_template=_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_length,
+    )

@@ -1,0 +1,145 @@
+"""Writing a model as a Hugging Face directory: all of it, or nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf_config import config_to_hf
+from coa_jax.model.hf_weights import export_tensors, hf_shapes
+from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.model.weights import Params
+
+
+def write_model(
+    path: str | Path,
+    config: ModelConfig,
+    params: Params,
+    tokenizer: Any,
+    dtype: str,
+    max_shard_bytes: int,
+    overwrite: bool,
+) -> None:
+    """See :func:`coa_jax.model.api.save_model`."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file: choose another directory")
+    occupied = path.is_dir() and any(path.iterdir())
+    if occupied and not (overwrite and (path / "config.json").exists()):
+        how = "it holds no model" if overwrite else "pass overwrite=True to replace a model"
+        raise UserError(f"{path} is not empty and {how}: choose another directory")
+    writes = jax.process_index() == 0
+    temporary = None
+    try:
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            temporary.chmod(0o755)
+            _write_configs(temporary, config, tokenizer, dtype)
+        _write_weights(temporary, config, params, dtype, max_shard_bytes)
+        if temporary is not None:
+            _replace(temporary, path)
+    except Exception as error:
+        # The tokenizer's Rust library reports a full disk as a bare Exception.
+        if isinstance(error, OSError) or re.search(r"os error \d+", str(error)):
+            raise UserError(f"{path} cannot be written ({error}): nothing was saved") from error
+        raise
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: str) -> None:
+    eos, pad = eos_ids(tokenizer), tokenizer.pad_token_id
+    hf = config_to_hf(config, dtype, eos, pad)
+    generation = {"bos_token_id": None, "eos_token_id": eos or None, "pad_token_id": pad}
+    for name, content in (("config.json", hf), ("generation_config.json", generation)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(str(directory))
+
+
+def _write_weights(
+    directory: Path | None,
+    config: ModelConfig,
+    params: Params,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Writes the weights, or takes part in gathering them where ``directory`` is None."""
+    tensors = export_tensors(params, config, _to_host)
+    if directory is None:
+        for _ in tensors:
+            pass
+        return
+    itemsize = jnp.dtype(dtype).itemsize
+    shards = _plan_shards(hf_shapes(config), itemsize, max_shard_bytes)
+    if len(shards) == 1:
+        write_safetensors(directory / SINGLE_FILE, shards[0], dtype_of(dtype), tensors)
+        return
+    weight_map: dict[str, str] = {}
+    for i, shapes in enumerate(shards, 1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(shapes, name)
+        part = (next(tensors) for _ in range(len(shapes)))
+        write_safetensors(directory / name, shapes, dtype_of(dtype), part)
+    total = sum(math.prod(shape) * itemsize for shapes in shards for shape in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def dtype_of(name: str) -> np.dtype:
+    """numpy dtype of a name such as ``"bfloat16"``."""
+    return np.dtype(jnp.dtype(name))
+
+
+def _plan_shards(
+    shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
+) -> list[dict[str, tuple[int, ...]]]:
+    """Cuts the tensors, in order, into files of at most ``max_bytes`` or one tensor."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    room = max_bytes
+    for name, shape in shapes.items():
+        size = math.prod(shape) * itemsize
+        if shards[-1] and size > room:
+            shards.append({})
+            room = max_bytes
+        shards[-1][name] = shape
+        room -= size
+    return shards
+
+
+def _to_host(array: jax.Array) -> np.ndarray:
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Moves the finished directory into place; an old model is removed only afterwards."""
+    old = None
+    if path.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+        os.replace(path, old)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        if old is not None:
+            os.replace(old, path)
+        raise
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)

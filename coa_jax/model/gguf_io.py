@@ -1,0 +1,172 @@
+"""Reading GGUF files: configuration, dequantised tensors and the tokenizer.
+
+Needs the optional package ``gguf``, which knows every quantisation type in numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf_config import config_from_hf
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a directory without config.
+
+    Raises:
+        UserError: the directory has several GGUF files and no ``config.json``.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{path} has {len(files)} .gguf files: name the one to load")
+    return files[0] if files else None
+
+
+class GgufFile:
+    """A GGUF file seen through Hugging Face names and row order.
+
+    Attributes:
+        where: the file, for messages.
+        config: the architecture.
+        shapes: shape of each tensor by Hugging Face name.
+
+    Raises:
+        UserError: the package ``gguf`` is not installed, the file is missing or damaged, or its
+            architecture is not supported.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.where = str(path)
+        reader = _open(Path(path))
+        self._metadata = {
+            key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")
+        }
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self.config = self._read_config()
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            # GGUF lists the fastest dimension first.
+            name: tuple(int(size) for size in reversed(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+
+    def metadata(self, key: str, default: Any = None) -> Any:
+        """A metadata value, e.g. ``"tokenizer.ggml.pre"``."""
+        field = self._metadata.get(key)
+        return default if field is None else field.contents()
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, dequantised to float32, in Hugging Face row order."""
+        from gguf import dequantize
+
+        tensor = self._tensors[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+        except NotImplementedError:
+            raise UserError(
+                f"{self.where}: tensor {name} has type {tensor.tensor_type.name}, which the gguf "
+                "package does not dequantise: use another quantisation"
+            ) from None
+        values = values.astype(np.float32, copy=False)
+        if self.config.architecture == "llama" and name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):
+            return _unpermute(values, self.config.head_dim)
+        return values
+
+    def _read_config(self) -> ModelConfig:
+        name = self.metadata("general.architecture")
+
+        def get(key: str, default: Any = None) -> Any:
+            return self.metadata(f"{name}.{key}", default)
+
+        if "rope_freqs.weight" in self._tensors or get("rope.scaling.type", "none") != "none":
+            raise UserError(
+                f"{self.where}: rotary scaling in GGUF is not supported: use the safetensors model"
+            )
+        vocab = get("vocab_size")
+        if vocab is None and "model.embed_tokens.weight" in self._tensors:
+            vocab = int(self._tensors["model.embed_tokens.weight"].shape[-1])
+        hf = {
+            "model_type": name,
+            "vocab_size": vocab,
+            "hidden_size": get("embedding_length"),
+            "intermediate_size": get("feed_forward_length"),
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "head_dim": get("attention.key_length", get("rope.dimension_count")),
+            # GGUF holds float32: the shortest decimal that gives the same float32.
+            "rope_theta": float(str(np.float32(get("rope.freq_base", 10_000.0)))),
+            "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon", 1e-6)))),
+            "max_position_embeddings": get("context_length"),
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+        }
+        return config_from_hf(hf, self.where)
+
+
+def _open(path: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UserError(
+            f"{path} needs the package gguf: pip install gguf, or use a safetensors model"
+        ) from None
+    if not path.is_file():
+        raise UserError(f"{path} is missing: give the path of a GGUF file")
+    try:
+        return GGUFReader(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        # The reader walks the file without checks of its own; any of these means bad bytes.
+        raise UserError(
+            f"{path} is truncated or not a GGUF file ({error}): fetch it again"
+        ) from None
+
+
+def _hf_name(name: str) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER:
+        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"
+    return name
+
+
+def _unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Undoes GGUF's order for Llama queries and keys, where rotary pairs are neighbours.
+
+    Hugging Face pairs row i of a head with row i + K/2.
+    """
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

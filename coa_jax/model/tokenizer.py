@@ -1,0 +1,262 @@
+"""Tokenizers: loading, text that cannot forge control tokens, and chat prompts by id.
+
+Tool output and model text are data.  If ``<|im_end|>`` in a web page became the control token, a
+page could end the assistant's turn; so everything but the prompt frame goes through
+:func:`encode_plain`, which has no way to produce an added token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.model.bpe import train_bpe as train_bpe
+from coa_jax.model.gguf_io import GgufFile, gguf_file
+
+IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_GGUF_ROLES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Loads the tokenizer of a model directory or of a GGUF file.
+
+    Returns:
+        A transformers ``PreTrainedTokenizerFast``.
+
+    Raises:
+        UserError: no tokenizer file, or a damaged one; the message names it.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return gguf_tokenizer(GgufFile(gguf))
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give a model directory or a .gguf file")
+    if not any((path / name).exists() for name in _FILES):
+        raise UserError(
+            f"{path / 'tokenizer.json'} is missing: copy the base model's tokenizer files there"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        _check_json(path / name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises bare exceptions of the Rust library too
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: its tokenizer cannot be loaded ({reason})") from error
+    return _exact(tokenizer, path)
+
+
+def _check_json(path: Path) -> None:
+    try:
+        if path.exists():
+            json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): fetch it again") from None
+
+
+def _exact(tokenizer: Any, path: Path) -> Any:
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
+    # Some released configs ask decode() to delete spaces before punctuation.
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def gguf_tokenizer(file: GgufFile) -> Any:
+    """The tokenizer inside a GGUF file; see :func:`load_tokenizer`."""
+    path = Path(file.where)
+    # transformers reads these files too, but ignores the field that says how text is cut before
+    # merging; SmolLM2 was trained with digits split off first.  Other kinds are left to it.
+    if file.metadata("tokenizer.ggml.model") == "gpt2" and (
+        file.metadata("tokenizer.ggml.pre") == "smollm"
+    ):
+        return _exact(_smollm_tokenizer(file), path)
+    from transformers import AutoTokenizer
+
+    return _exact(AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name), path)
+
+
+def _smollm_tokenizer(file: GgufFile) -> Any:
+    from gguf import TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def get(key: str) -> Any:
+        return file.metadata(f"tokenizer.ggml.{key}")
+
+    tokens, kinds = get("tokens"), get("token_type")
+    merges = [tuple(merge.split(" ")) for merge in get("merges")]
+    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
+        added = [token for token, k in zip(tokens, kinds, strict=True) if k == kind]
+        backend.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
+    ids = {name: get(f"{key}_token_id") for name, key in _GGUF_ROLES.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=file.metadata("tokenizer.chat_template"),
+        model_max_length=file.config.max_position,
+        **{name: tokens[i] for name, i in ids.items() if i is not None},
+    )
+
+
+_PLAIN: weakref.WeakKeyDictionary[Any, tuple[Any, dict[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def _plain(tokenizer: Any) -> tuple[Any, dict[int, str]]:
+    """A copy of the tokenizer's model without added tokens, and characters that it cannot spell.
+
+    ``encode_special_tokens`` of the original would not do: it frees only tokens that are marked
+    special, while Qwen's ``<tool_call>`` is added but unmarked, and the option is shared state.
+    """
+    if tokenizer not in _PLAIN:
+        from tokenizers import Tokenizer
+
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        model = spec["model"]
+        added = {token["content"] for token in spec["added_tokens"]}
+        spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        unspelt: dict[int, str] = {}
+        if model["type"] == "BPE":
+            # Ids of added tokens must not come back as merges, as whole words, or as "unknown".
+            model["vocab"] = {t: i for t, i in model["vocab"].items() if t not in added}
+            merges = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+            model["merges"] = [
+                m for m in merges if {m[0], m[1], m[0] + m[1]} <= model["vocab"].keys()
+            ]
+            if model.get("unk_token") in added:
+                model["unk_token"] = None
+            if _is_byte_level(spec):
+                # NFC (Qwen) would make text differ from its tokens; ids are the same without it
+                # wherever the text is NFC already.
+                spec["normalizer"] = None
+                unspelt = _missing_controls(model["vocab"])
+        _PLAIN[tokenizer] = Tokenizer.from_str(json.dumps(spec)), unspelt
+    return _PLAIN[tokenizer]
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    pre = spec.get("pre_tokenizer") or {}
+    return any(step["type"] == "ByteLevel" for step in pre.get("pretokenizers", [pre]) if step)
+
+
+def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
+    """ASCII bytes without a token (SmolLM2 lacks six), which would vanish from the text."""
+    from tokenizers import pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return {
+        code: "\ufffd"
+        for code in range(128)
+        if byte_level.pre_tokenize_str(chr(code))[0][0] not in vocab
+    }
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of text taken literally: never an added or special token, whatever it says.
+
+    For byte-level BPE the ids decode to exactly ``text``, but for what no UTF-8 text can hold
+    (lone surrogates) and for control bytes that the vocabulary lacks; both become U+FFFD.
+
+    Args:
+        tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
+        text: any string.
+    """
+    plain, unspelt = _plain(tokenizer)
+    if unspelt:
+        text = text.translate(unspelt)
+    try:
+        return plain.encode(text, add_special_tokens=False).ids
+    except TypeError:  # what the Rust library says of lone surrogates
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return plain.encode(text, add_special_tokens=False).ids
+
+
+def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of token ids, control tokens included, without any clean-up."""
+    return tokenizer.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
+
+
+def _control_id(tokenizer: Any, token: str) -> int:
+    index = tokenizer.get_added_vocab().get(token)
+    if index is None:
+        raise UserError(
+            f"the tokenizer has no control token {token}: use a model with a ChatML vocabulary "
+            "(Qwen2.5, Qwen3, SmolLM2) or add the token to it"
+        )
+    return index
+
+
+def end_of_turn_id(tokenizer: Any) -> int:
+    """Id of ``<|im_end|>``, which ends every chat turn.
+
+    Raises:
+        UserError: the tokenizer has no such token.
+    """
+    return _control_id(tokenizer, IM_END)
+
+
+def eos_ids(tokenizer: Any) -> list[int]:
+    """Ids that end a generation: end of turn first, then the tokenizer's end of text."""
+    added = tokenizer.get_added_vocab()
+    ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+@functools.lru_cache(maxsize=64)
+def _stock_system(template: str | None, tokenizer: Any) -> str:
+    """The system message that the chat template writes when none is given, or ``""``."""
+    if not template:
+        return ""
+    marker = "stock-system-probe"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
+    )
+    frame = f"{IM_START}system\n"
+    head = text.partition(marker)[0]
+    return head[len(frame) :].partition(IM_END)[0] if head.startswith(frame) else ""
+
+
+def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[int]:
+    """Prompt ids: optional system turn, the user's turn, and the opening of the assistant's.
+
+    The frame is ChatML, written with control ids; contents are encoded as plain text.  For
+    contents that name no control token the ids equal those of the model's own chat template.
+
+    Args:
+        tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
+        user_text: content of the user's turn.
+        system: content of the system turn; ``""`` for none; None for the message that the
+            tokenizer's own chat template supplies (Qwen2.5 and SmolLM2 have one).
+
+    Raises:
+        UserError: the tokenizer has no ChatML control tokens.
+    """
+    start, end = _control_id(tokenizer, IM_START), _control_id(tokenizer, IM_END)
+    newline = encode_plain(tokenizer, "\n")
+    if system is None:
+        system = _stock_system(getattr(tokenizer, "chat_template", None), tokenizer)
+    ids: list[int] = []
+    for role, content in (("system", system), ("user", user_text)):
+        if role == "user" or content:
+            ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]
+    return [*ids, start, *encode_plain(tokenizer, "assistant\n")]

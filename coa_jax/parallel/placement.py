@@ -1,0 +1,44 @@
+"""Where a run's arrays live: its mesh, and its batches on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from coa_jax.parallel.mesh import make_mesh, sharding_for
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; -1 takes what is left of the devices."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+def training_mesh(config: MeshConfig) -> Mesh | None:
+    """The mesh of a configuration; None on one device, where placement is the default."""
+    if (config.data, config.fsdp, config.tensor) == (1, 1, 1) and jax.process_count() == 1:
+        return None
+    return make_mesh(config.data, config.fsdp, config.tensor)
+
+
+def put_batch(batch: T, mesh: Mesh | None) -> T:
+    """Splits the rows of every array ``[R, T]`` of a batch over the mesh's batch axes.
+
+    Every process holds the whole batch and contributes its own rows.
+    """
+    if mesh is None:
+        return batch
+
+    def place(array):
+        sharding = sharding_for(mesh, ("batch", None), shape=array.shape)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(place, batch)

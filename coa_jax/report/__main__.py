@@ -1,0 +1,29 @@
+"""Writes the HTML page of a run: ``python -m coa_jax.report --workdir RUN``.
+
+Reads config.json, metrics.jsonl, traces.jsonl and summary.json of the run, which may still be under
+way, and writes report/index.html beside them.  Prints the path of the page.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+from coa_jax.cli import run_main
+from coa_jax.report.build import TRACES_PER_STAGE, build_report
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("workdir", None, "directory of the run", required=True)
+    flags.DEFINE_integer(
+        "traces_per_stage", TRACES_PER_STAGE, "most traces shown of each stage", lower_bound=0
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Builds the page."""
+    print(build_report(flags.FLAGS.workdir, flags.FLAGS.traces_per_stage))
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,302 @@
+"""Builds the page of a run from the files of its directory.
+
+Every part is optional: a run that only trained has curves and no table, a run under way has what it
+wrote so far.  The page is one file, works offline, and may be sent to somebody.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files
+from coa_jax.errors import UserError
+from coa_jax.report.assets import SCRIPT, STYLE
+from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
+from coa_jax.report.traces import (
+    STAGES,
+    Sample,
+    escape,
+    render_trace,
+    sample_traces,
+    stage_of,
+    verdict_of,
+)
+
+TRACES_PER_STAGE = 60
+_FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "summary.json")
+
+# (title, metrics in one chart); a name that ends in "/" takes every metric under it.
+_CHARTS = (
+    ("Loss", ("loss",)),
+    ("Mean reward", ("reward/mean",)),
+    ("Groups without a signal (share)", ("group/frac_zero_std",)),
+    ("Entropy of the policy (nats)", ("policy/entropy",)),
+    ("Clipped tokens (share)", ("policy/clip_low", "policy/clip_high")),
+    ("Sampler against trainer |log p| gap", ("mismatch/abs_logp_mean", "mismatch/abs_logp_max")),
+    ("Episode length (tokens)", ("len/mean", "len/max")),
+    ("Tool calls per episode", ("tool/calls",)),
+    ("Failed tool calls (share)", ("tool/fail_frac",)),
+    ("Episodes that obey the protocol (share)", ("format/valid",)),
+    ("Why episodes end", ("stop/",)),
+    ("Gradient norm", ("optim/grad_norm",)),
+    ("Learning rate", ("optim/lr",)),
+    ("Seconds per step", ("time/",)),
+)
+_STAGE_TITLES = {
+    "teacher": "Teacher (multi-agent system)",
+    "base": "Base model",
+    "sft": "After SFT",
+    "rl": "After RL",
+}
+
+
+def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_STAGE) -> Path:
+    """Writes ``report/index.html`` of a run.
+
+    Args:
+        run_dir: directory with any of config.json, metrics.jsonl, traces.jsonl, summary.json.
+        per_stage: most traces that are shown of each stage.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        UserError: no such directory, none of the files is there, or one is malformed.
+    """
+    root = Path(run_dir)
+    if not root.is_dir():
+        raise UserError(f"{root}: no such run directory; pass the --workdir of a run")
+    there = {name for name in _FILES if (root / name).exists()}
+    if not there:
+        raise UserError(f"{root}: not a run directory: it has none of {', '.join(_FILES)}")
+    config = files.read_json_object(root / "config.json") if "config.json" in there else None
+    summary = files.read_json_object(root / "summary.json") if "summary.json" in there else {}
+    rows = files.read_jsonl(root / "metrics.jsonl") if "metrics.jsonl" in there else []
+    traces = root / "traces.jsonl"
+    sample = sample_traces(traces, per_stage) if "traces.jsonl" in there else Sample({}, {})
+    name = root.resolve().name
+    page = _page(
+        name,
+        [
+            _header(name, config, rows, sample),
+            _results(summary),
+            _curves(rows),
+            _traces(sample),
+        ],
+    )
+    path = root / "report" / "index.html"
+    path.parent.mkdir(exist_ok=True)
+    files.replace(path, page.encode("utf-8", "replace"))
+    return path
+
+
+def _page(name: str, sections: Sequence[str]) -> str:
+    # Only this very script may run, wherever in the page markup might slip through.
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy, quote=False)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{STYLE}</style></head>\n<body>"
+        f"{''.join(sections)}\n<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _header(
+    name: str, config: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]], sample: Sample
+) -> str:
+    phases = dict.fromkeys(str(row.get("phase", "run")) for row in rows)
+    steps = [
+        f"{phase} to step "
+        f"{number(max(_step(r) for r in rows if str(r.get('phase', 'run')) == phase))}"
+        for phase in phases
+    ]
+    total = sum(sum(count.values()) for count in sample.counts.values())
+    facts = [*steps, *([f"{total:,} traces"] if total else [])]
+    shown = ""
+    if config is not None:
+        text = escape(json.dumps(config, indent=2, ensure_ascii=False))
+        shown = (
+            '<details class="more"><summary>Configuration</summary>'
+            f'<pre class="card config">{text}</pre></details>'
+        )
+    return (
+        f"<header><h1>{escape(name)}</h1>"
+        f'<p class="dim">{escape(", ".join(facts)) or "no steps yet"}</p>'
+        '<nav><a href="#results">Results</a><a href="#curves">Curves</a>'
+        f'<a href="#traces">Traces</a></nav>{shown}</header>'
+    )
+
+
+def _results(summary: Mapping[str, Any]) -> str:
+    blocks = {k: v for k, v in summary.items() if isinstance(v, dict) and "pass_at_1" in v}
+    order = [s for s in STAGES if s in blocks] + sorted(set(blocks) - set(STAGES))
+    parts = ['<h2 id="results">Results</h2>']
+    if blocks:
+        body = "".join(_result_row(name, blocks[name]) for name in order)
+        parts.append(
+            '<div class="card scroll"><table><thead><tr><th>Policy</th><th>pass@1</th>'
+            "<th>95% interval</th><th></th><th>tasks</th><th>tokens per task</th>"
+            "<th>tool calls per task</th><th>format valid</th></tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+    else:
+        parts.append('<p class="dim">No evaluation in summary.json yet.</p>')
+    times = summary.get("timings_s")
+    if isinstance(times, dict) and times:
+        parts.append("<h3>Wall time in seconds</h3>" + _facts(times))
+    others = {
+        k: v for k, v in summary.items() if isinstance(v, str | int | float) and k != "timings_s"
+    }
+    return "".join(parts) + (_facts(others) if others else "")
+
+
+def _result_row(name: str, block: Mapping[str, Any]) -> str:
+    value, interval = _share(block.get("pass_at_1")), block.get("ci95")
+    shown = "\u2013" if value is None else f"{value:.3f}"
+    ends = [_share(end) for end in interval] if isinstance(interval, list) else []
+    valid = _share(block.get("format_valid"))
+    plot = span = ""
+    if value is not None and len(ends) == 2 and ends[0] is not None and ends[1] is not None:
+        plot = interval_bar(Interval(name, value, ends[0], ends[1]))
+        span = f"{ends[0]:.3f} \u2013 {ends[1]:.3f}"
+    cells = [
+        f"<td>{escape(_STAGE_TITLES.get(name, name))}</td>",
+        f"<td><strong>{shown}</strong></td>",
+        f"<td>{span}</td>",
+        f'<td class="plot">{plot}</td>',
+        *(
+            f"<td>{number(_share(block.get(key)))}</td>"
+            for key in ("n", "tokens_per_task", "tool_calls_per_task")
+        ),
+        f"<td>{'' if valid is None else f'{valid:.1%}'}</td>",
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _share(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def _facts(values: Mapping[str, Any]) -> str:
+    items = "".join(
+        f"<div><dt>{escape(str(key))}</dt><dd>"
+        f"{escape(number(value) if _share(value) is not None else str(value))}</dd></div>"
+        for key, value in values.items()
+    )
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _step(row: Mapping[str, Any]) -> float:
+    return _share(row.get("step")) or 0.0
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    parts = ['<h2 id="curves">Curves</h2>']
+    if not rows:
+        parts.append('<p class="dim">No metrics yet.</p>')
+    phases = dict.fromkeys(str(row.get("phase", "run")) for row in rows)
+    for phase in phases:
+        mine = [row for row in rows if str(row.get("phase", "run")) == phase]
+        parts.append(_phase_curves(phase, sorted(mine, key=_step)))
+    return "".join(parts)
+
+
+def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Charts of a phase: those with a title of their own, the rest behind a click."""
+    names = dict.fromkeys(
+        name
+        for row in rows
+        for name, value in row.items()
+        if name not in ("step", "phase") and (value is None or _share(value) is not None)
+    )
+    series = {name: _series(name, rows) for name in names}
+    charts, used = [], set()
+    for title, wanted in _CHARTS:
+        group = [n for n in names if n in wanted or any(w[-1] == "/" and n.startswith(w)
+                                                        for w in wanted)]  # fmt: skip
+        used.update(group)
+        if group:
+            charts.append(line_chart(title, [_short_name(series[n], wanted) for n in group]))
+    others = [line_chart(name, [series[name]]) for name in names if name not in used]
+    heading = f"<h3>{escape(phase.upper() if phase in ('sft', 'rl') else phase)}, by step</h3>"
+    more = ""
+    if any(others):
+        more = (
+            f'<details class="more"><summary>{escape(phase)}: {len(others)} more'
+            f'</summary><div class="charts">{"".join(others)}</div></details>'
+        )
+    return f'{heading}<div class="charts">{"".join(charts)}</div>{more}'
+
+
+def _series(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
+    points = [(_step(row), _share(row[name])) for row in rows if name in row]
+    return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points))
+
+
+def _short_name(series: Series, wanted: Sequence[str]) -> Series:
+    """Drops the group of the name where all lines of a chart share it."""
+    groups = {name.partition("/")[0] for name in wanted}
+    name = series.name.partition("/")[2] if len(groups) == 1 else series.name
+    return Series(name or series.name, series.x, series.y)
+
+
+def _traces(sample: Sample) -> str:
+    parts = ['<h2 id="traces">Traces</h2>']
+    shown = [trace for traces in sample.shown.values() for trace in traces]
+    if not shown:
+        return "".join([*parts, '<p class="dim">No traces yet.</p>'])
+    verdicts = ("correct", "partial", "wrong", "ungraded")
+    counts = []
+    for stage, traces in sample.shown.items():
+        count = sample.counts[stage]
+        kinds = ", ".join(f"{count[v]:,} {v}" for v in verdicts if count[v])
+        total = sum(count.values())
+        part = f", {len(traces)} of them here" if len(traces) < total else ""
+        counts.append(f"<li><b>{escape(stage)}</b>: {total:,} ({kinds}){part}</li>")
+    limited = any(len(t) < sum(sample.counts[s].values()) for s, t in sample.shown.items())
+    if limited:
+        parts.append(
+            '<p class="dim">This page shows a sample. Stages that evaluate show the same tasks, '
+            "training shows episodes at random; the counts are those of the whole file.</p>"
+        )
+    parts.append(f'<ul class="dim">{"".join(counts)}</ul>')
+    hops = {str(trace.metadata.get("hops")) for trace in shown} - {"None"}
+    choices = {
+        "stage": ("every stage", dict.fromkeys(map(stage_of, shown))),
+        "verdict": ("any verdict", dict.fromkeys(v for v in verdicts
+                                                if v in {verdict_of(t) for t in shown})),
+        "hops": ("any hops", dict.fromkeys(sorted(hops, key=lambda h: (len(h), h)))),
+    }  # fmt: skip
+    selects = "".join(_select(name, *choices[name]) for name in choices)
+    parts.append(
+        f'<div class="filters">{selects}<input id="filter-text" type="search" '
+        'placeholder="words in the trace" aria-label="words in the trace">'
+        '<button id="filter-reset" type="button" hidden>show all</button>'
+        f'<output id="filter-count">{len(shown)} traces</output></div>'
+    )
+    parts += [render_trace(trace) for trace in shown]
+    return "".join(parts)
+
+
+def _select(name: str, everything: str, values: Mapping[str, None]) -> str:
+    prefix = "hops: " if name == "hops" else ""
+    options = "".join(
+        f'<option value="{escape(value)}">{prefix}{escape(value)}</option>' for value in values
+    )
+    return (
+        f'<select id="filter-{name}" aria-label="{name}"><option value="">{everything}</option>'
+        f"{options}</select>"
+    )

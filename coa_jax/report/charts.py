@@ -1,0 +1,217 @@
+"""Line charts and interval plots as inline SVG: no library, no external resource.
+
+A chart is an ``<svg>`` that shows its data without a script; the page's script only adds the value
+under the pointer, from the JSON in ``data-chart``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import json
+import math
+from collections.abc import Sequence
+
+WIDTH, HEIGHT = 420, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 30
+MAX_POINTS = 400
+_SMOOTH_FROM = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A named line; ``y`` has None where there is no value."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A measured share with its confidence interval."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+def line_chart(title: str, series: Sequence[Series]) -> str:
+    """A chart with axes, a line for each series and a legend where there are several.
+
+    A single noisy series is drawn faintly under its moving average.  Long series are thinned to
+    ``MAX_POINTS`` points that keep the extremes.
+    """
+    series = [_thin(s) for s in series]
+    values = [y for s in series for y in s.y if y is not None]
+    steps = [x for s in series for x, y in zip(s.x, s.y, strict=True) if y is not None]
+    if not values:
+        return ""
+    x_range, y_range = _padded(min(steps), max(steps), 0.0), _padded(min(values), max(values), 0.06)
+    parts = [_axes(x_range, y_range, whole_x=all(float(x).is_integer() for x in steps))]
+    smooth = len(series) == 1 and len(values) >= _SMOOTH_FROM and _is_noisy(values)
+    for index, one in enumerate(series):
+        place = f"line s{index % 8}"
+        parts.append(_path(one, x_range, y_range, place + (" faint" if smooth else "")))
+        if smooth:
+            parts.append(_path(_smoothed(one), x_range, y_range, place))
+    data = {
+        "plot": [_LEFT, _TOP, WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM],
+        "x": x_range,
+        "y": y_range,
+        "series": [{"name": s.name, "x": s.x, "y": s.y} for s in series],
+    }
+    latest = ", ".join(f"{s.name} {number(last)}" for s in series if (last := _last(s)) is not None)
+    label = html.escape(f"{title}: latest {latest}")
+    return (
+        f'<figure class="chart"><figcaption>{html.escape(title)}</figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'data-chart="{html.escape(json.dumps(data))}">{"".join(parts)}'
+        '<line class="cursor" y1="0" y2="0"/></svg>'
+        f"{_legend(series)}</figure>"
+    )
+
+
+def interval_bar(interval: Interval) -> str:
+    """A share between 0 and 1 as a dot with its confidence interval as a bar."""
+    width, height = 200, 22
+    at = [round(6 + (width - 12) * min(1.0, max(0.0, v)), 1)
+          for v in (interval.value, interval.low, interval.high)]  # fmt: skip
+    label = html.escape(f"{interval.name}: {interval.value:.3f}")
+    ticks = "".join(
+        f'<line class="grid" x1="{6 + (width - 12) * f:.1f}" x2="{6 + (width - 12) * f:.1f}" '
+        f'y1="2" y2="{height - 2}"/>'
+        for f in (0, 0.25, 0.5, 0.75, 1)
+    )
+    return (
+        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+        f'{ticks}<line class="bar" x1="{at[1]}" x2="{at[2]}" y1="{height / 2}" y2="{height / 2}"/>'
+        f'<circle class="dot" cx="{at[0]}" cy="{height / 2}" r="5"/></svg>'
+    )
+
+
+def number(value: float | int | None) -> str:
+    """A number for people: at most four significant digits, thousands set apart."""
+    if value is None or not math.isfinite(value):
+        return "\u2013"
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    if abs(value) >= 1e-3:
+        return f"{value:.4g}"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """About ``count`` round numbers inside [low, high]."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    if whole:
+        step = max(1.0, float(math.ceil(step)))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)]
+
+
+def _padded(low: float, high: float, share: float) -> tuple[float, float]:
+    if low == high:
+        pad = abs(low) * 0.1 or 0.5
+        return low - pad, high + pad
+    pad = (high - low) * share
+    # A quantity that is never negative keeps its zero, and never shows less.
+    bottom = 0.0 if low >= 0 and low - pad < 0 else low - pad
+    return bottom, high + pad
+
+
+def _x(value: float, x_range: tuple[float, float]) -> float:
+    share = (value - x_range[0]) / (x_range[1] - x_range[0])
+    return round(_LEFT + share * (WIDTH - _LEFT - _RIGHT), 1)
+
+
+def _y(value: float, y_range: tuple[float, float]) -> float:
+    share = (value - y_range[0]) / (y_range[1] - y_range[0])
+    return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _axes(x_range: tuple[float, float], y_range: tuple[float, float], whole_x: bool) -> str:
+    parts = []
+    for tick in nice_ticks(*y_range, count=5):
+        y = _y(tick, y_range)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{number(tick)}</text>')
+    for tick in nice_ticks(*x_range, count=6, whole=whole_x):
+        x, y = _x(tick, x_range), HEIGHT - _BOTTOM
+        parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{y}" y2="{y + 4}"/>')
+        parts.append(f'<text x="{x}" y="{y + 17}" text-anchor="middle">{number(tick)}</text>')
+    y = HEIGHT - _BOTTOM
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+    return "".join(parts)
+
+
+def _path(
+    one: Series, x_range: tuple[float, float], y_range: tuple[float, float], place: str
+) -> str:
+    commands, points, pen = [], 0, "M"
+    for x, y in zip(one.x, one.y, strict=True):
+        if y is None:
+            pen = "M"
+            continue
+        commands.append(f"{pen}{_x(x, x_range)} {_y(y, y_range)}")
+        points, pen = points + 1, "L"
+    if points == 1:  # a line of one point would be invisible
+        cx, cy = commands[0][1:].split()
+        return f'<circle class="{place} dot" cx="{cx}" cy="{cy}" r="3"/>'
+    return f'<path class="{place}" d="{"".join(commands)}"/>'
+
+
+def _legend(series: Sequence[Series]) -> str:
+    if len(series) < 2:
+        return ""
+    names = "".join(
+        f'<span><i class="s{index % 8}"></i>{html.escape(one.name)}</span>'
+        for index, one in enumerate(series)
+    )
+    return f'<div class="legend">{names}</div>'
+
+
+def _last(one: Series) -> float | None:
+    return next((y for y in reversed(one.y) if y is not None), None)
+
+
+def _smoothed(one: Series) -> Series:
+    """Centred moving average over about a tenth of the series."""
+    reach = max(2, len(one.y) // 20)
+    smooth: list[float | None] = []
+    for index in range(len(one.y)):
+        near = [y for y in one.y[max(0, index - reach) : index + reach + 1] if y is not None]
+        smooth.append(sum(near) / len(near) if near else None)
+    return dataclasses.replace(one, y=tuple(smooth))
+
+
+def _is_noisy(values: Sequence[float]) -> bool:
+    """Whether a line goes up and down much more than it gets anywhere."""
+    way = sum(abs(b - a) for a, b in itertools.pairwise(values))
+    return way > 3 * (max(values) - min(values))
+
+
+def _thin(one: Series) -> Series:
+    """At most ``MAX_POINTS`` points: the lowest and the highest of each bucket."""
+    points = [
+        (x, y if y is not None and math.isfinite(y) else None)
+        for x, y in zip(one.x, one.y, strict=True)
+    ]
+    if len(points) > MAX_POINTS:
+        size = math.ceil(len(points) / (MAX_POINTS // 2))
+        kept = []
+        for start in range(0, len(points), size):
+            bucket = [i for i in range(start, min(start + size, len(points)))
+                      if points[i][1] is not None] or [start]  # fmt: skip
+            ends = {min(bucket, key=lambda i: points[i][1] or 0.0),
+                    max(bucket, key=lambda i: points[i][1] or 0.0)}  # fmt: skip
+            kept += [points[i] for i in sorted(ends)]
+        points = kept
+    return Series(one.name, tuple(x for x, _ in points), tuple(y for _, y in points))

@@ -1,0 +1,241 @@
+"""Traces of a run: which are shown, and how one looks.
+
+A trace holds text that anybody may have written (tools return web pages and program output), so
+every character goes through ``escape``, and the page forbids all scripts but its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+import html
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.errors import UserError
+from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
+from coa_jax.report.charts import number
+from coa_jax.trajectory import Author, ToolCall, Trajectory, trajectory_violations
+
+STAGES = ("teacher", "base", "sft", "rl", "rl-train")
+"""Known stages in the order of the pipeline; a run may have others."""
+
+MAX_SEGMENT_CHARS = 6000
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
+_ROLES = frozenset(role for name in protocol_names() for role in get_protocol(name).roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Traces chosen for the page.
+
+    Attributes:
+        shown: stage -> trajectories, in the order of their tasks.
+        counts: stage -> how many there are in all, by verdict.
+    """
+
+    shown: dict[str, list[Trajectory]]
+    counts: dict[str, Counter[str]]
+
+
+def escape(text: str) -> str:
+    """Text for HTML, element or attribute; characters that cannot be seen become U+FFFD."""
+    return html.escape(_UNSEEN.sub("\ufffd", text.replace("\r\n", "\n")))
+
+
+def stage_of(trajectory: Trajectory) -> str:
+    """Stage in which a trajectory was made: ``metadata["stage"]``, else its phase."""
+    metadata = trajectory.metadata
+    return str(metadata.get("stage") or metadata.get("phase") or "run")
+
+
+def verdict_of(trajectory: Trajectory) -> str:
+    """``correct``, ``partial``, ``wrong`` or ``ungraded``."""
+    if trajectory.reward is None or trajectory.reward.value is None:
+        return "ungraded"
+    if trajectory.reward.value >= 1:
+        return "correct"
+    return "partial" if trajectory.reward.value > 0 else "wrong"
+
+
+def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
+    """Chooses at most ``per_stage`` traces of each stage, in one pass and little memory.
+
+    Of stages that evaluate, the first samples of the tasks with the smallest hashes are taken, so
+    that the same tasks appear at every stage and can be compared; of training, episodes at random.
+    The choice depends on the traces alone.
+
+    Raises:
+        UserError: a line is malformed.
+    """
+    heaps: dict[str, list[tuple[tuple[int, int], int, Trajectory]]] = {}
+    counts: dict[str, Counter[str]] = {}
+    traces = jsonl.read_lines(path, Trajectory.from_json, growing=True)
+    for order, trajectory in enumerate(traces):
+        stage = stage_of(trajectory)
+        counts.setdefault(stage, Counter())[verdict_of(trajectory)] += 1
+        training = stage == "rl-train"
+        name = f"{trajectory.task_id}/{trajectory.sample_id}/{order}" if training else (
+            trajectory.task_id
+        )  # fmt: skip
+        key = (0 if training else trajectory.sample_id, _hash(name))
+        heap = heaps.setdefault(stage, [])
+        # A heap of the smallest keys: its root is the largest of them, kept negated.
+        heapq.heappush(heap, ((-key[0], -key[1]), -order, trajectory))
+        if len(heap) > per_stage:
+            heapq.heappop(heap)
+    stages = sorted(counts, key=lambda s: (STAGES.index(s) if s in STAGES else len(STAGES), s))
+    shown = {
+        stage: [t for _, _, t in sorted(heaps[stage], key=lambda e: (e[0], e[1]), reverse=True)]
+        for stage in stages
+    }
+    return Sample(shown, {stage: counts[stage] for stage in stages})
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def render_trace(trajectory: Trajectory) -> str:
+    """One trace as a ``<details>`` element that the page's filters know."""
+    verdict, stage = verdict_of(trajectory), stage_of(trajectory)
+    hops = trajectory.metadata.get("hops")
+    task = escape(trajectory.task_id)
+    mark = {"correct": "\u2713", "wrong": "\u2717", "partial": "\u25d0"}.get(verdict, "?")
+    chips = [stage, *([_count(hops, "hop")] if hops is not None else [])]
+    facts = [
+        _count(len(trajectory.tool_calls), "call"),
+        _count(trajectory.num_policy_tokens, "token"),
+        trajectory.stop_reason.value,
+    ]
+    summary = (
+        f'<summary><span class="mark {verdict}" title="{verdict}">{mark}</span>'
+        f'<span class="question">{escape(_short(trajectory.question, 300))}</span>'
+        f'<span class="chips">{"".join(f"<b>{escape(c)}</b>" for c in chips)}'
+        f"{''.join(f'<span>{escape(f)}</span>' for f in facts)}</span></summary>"
+    )
+    return (
+        f'<details class="trace" data-stage="{escape(stage)}" data-verdict="{verdict}" '
+        f'data-hops="{escape(str(hops))}" data-task="{task}">{summary}'
+        f'<div class="body">{_outcome(trajectory)}{"".join(_segments(trajectory))}</div></details>'
+    )
+
+
+def _outcome(trajectory: Trajectory) -> str:
+    answer = trajectory.answer
+    rows = [
+        ("answer", "none" if answer is None else answer),
+        ("gold", " | ".join(trajectory.gold) or "none"),
+    ]
+    if trajectory.reward is not None:
+        value = trajectory.reward.value
+        rows.append(("reward", "none (not judged)" if value is None else number(value)))
+        rows += [(name, number(part)) for name, part in trajectory.reward.parts.items()]
+    rows.append(("task", f"{trajectory.task_id}, sample {trajectory.sample_id}"))
+    if "step" in trajectory.metadata:
+        rows.append(("step", str(trajectory.metadata["step"])))
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(_short(value, 500))}</dd></div>"
+        for name, value in rows
+    )
+    broken = _broken_rules(trajectory)
+    same = '<button type="button" class="same">show this task only</button>'
+    return f'<dl class="outcome">{cells}</dl>{broken}{same}'
+
+
+def _broken_rules(trajectory: Trajectory) -> str:
+    try:
+        found = trajectory_violations(trajectory)
+    except UserError:  # a protocol of another version: nothing can be said about its rules
+        return ""
+    if not found:
+        return ""
+    counts = Counter((v.kind, v.message) for v in found)
+    items = "".join(
+        f"<li><code>{escape(kind)}</code> {escape(message)}{f' ({n} times)' if n > 1 else ''}</li>"
+        for (kind, message), n in list(counts.items())[:8]
+    )
+    more = f"<li>and {len(counts) - 8} other kinds</li>" if len(counts) > 8 else ""
+    return f'<div class="rules">Broken rules of the protocol<ul>{items}{more}</ul></div>'
+
+
+def _segments(trajectory: Trajectory) -> Iterator[str]:
+    calls = list(trajectory.tool_calls)
+    for role, author, body, closed in _pieces(trajectory):
+        call = None
+        if author == Author.POLICY and calls and role == calls[0].tool and closed:
+            call = calls.pop(0)
+        yield _render_segment(role, author, body, closed, call)
+
+
+def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, bool]]:
+    """(role, author, body, closed) of what was said; blank text between segments is left out."""
+    try:
+        protocol = get_protocol(trajectory.protocol)
+    except UserError:
+        yield None, Author.POLICY, trajectory.text, True
+        return
+    if not trajectory.segments:
+        yield from _parsed(protocol, trajectory.text, assume_observations=True)
+        return
+    said = ""
+    for span in trajectory.segments:
+        if span.author == Author.POLICY:
+            said += span.text
+            continue
+        yield from _parsed(protocol, said)
+        said = ""
+        if span.text.strip():
+            body = span.text if span.body is None else span.body
+            yield protocol.observation, Author.ENVIRONMENT, body, True
+    yield from _parsed(protocol, said)
+
+
+def _parsed(
+    protocol: Protocol, text: str, assume_observations: bool = False
+) -> Iterator[tuple[str | None, Author, str, bool]]:
+    for segment in parse(protocol, text).segments:
+        if segment.role is not None or segment.body.strip():
+            tool = assume_observations and segment.role == protocol.observation
+            author = Author.ENVIRONMENT if tool else Author.POLICY
+            yield segment.role, author, segment.body, segment.closed
+
+
+def _render_segment(
+    role: str | None, author: Author, body: str, closed: bool, call: ToolCall | None
+) -> str:
+    kind = role if role in _ROLES else "other"
+    by_tool = author == Author.ENVIRONMENT
+    title = "text outside of tags" if role is None else role.replace("_", " ")
+    notes = ""
+    if by_tool:
+        notes += "<em>written by the tool</em>"
+    elif role == "observation":
+        notes += '<em class="bad">forged by the policy</em>'
+    if not closed:
+        notes += '<em class="bad">not closed</em>'
+    if call is not None:
+        state = "ok" if call.ok else "bad"
+        seconds = max(0.0, call.end - call.start)
+        notes += f'<em class="{state}">{escape(call.outcome)}</em><em>{seconds:.2f} s</em>'
+    return (
+        f'<section class="segment r-{kind}{" env" if by_tool else ""}">'
+        f"<header>{escape(title)}{notes}</header>"
+        f"<pre>{escape(_short(body.strip(chr(10)), MAX_SEGMENT_CHARS))}</pre></section>"
+    )
+
+
+def _count(count: Any, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _short(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} \u2026 ({len(text) - limit:,} more characters)"

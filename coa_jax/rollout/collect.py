@@ -1,0 +1,48 @@
+"""Whole batches of trajectories, in an order that does not depend on timing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from coa_jax.engine.engine import Engine
+from coa_jax.rollout.loop import Request, RolloutConfig, rollout
+from coa_jax.tools.base import Tool
+from coa_jax.trajectory import Trajectory
+
+
+def collect(
+    runner: asyncio.Runner,
+    engine: Engine,
+    tokenizer: Any,
+    requests: Iterable[Request],
+    tools: Sequence[Tool],
+    config: RolloutConfig,
+    on_finish: Callable[[Trajectory], None] | None = None,
+) -> list[list[Trajectory]]:
+    """Runs requests to their ends.
+
+    Args:
+        runner: the event loop; the same one for all calls with the same tools.
+        engine, tokenizer, tools, config: see `rollout`.
+        requests: each with its own task id.
+        on_finish: called with each trajectory as it ends.
+
+    Returns:
+        For each request its trajectories by sample number.
+    """
+    requests = list(requests)
+
+    async def run() -> dict[tuple[int, int], Trajectory]:
+        finished = {}
+        async for trajectory in rollout(engine, tokenizer, requests, tools, config):
+            finished[trajectory.metadata["prompt_id"], trajectory.sample_id] = trajectory
+            if on_finish:
+                on_finish(trajectory)
+        return finished
+
+    finished = runner.run(run())
+    return [
+        [finished[request.prompt_id, sample] for sample in request.samples] for request in requests
+    ]

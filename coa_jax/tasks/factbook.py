@@ -1,0 +1,391 @@
+"""Multi-hop questions about the World Factbook with answers that can be checked.
+
+One to four searches a question; some need arithmetic besides.  Every entity on the way to an answer
+belongs to the split of the question, and no accepted answer of a validation or test question is
+anywhere in the text of a training question.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import Task, check_split
+from coa_jax.tasks.factbook_facts import facts, fraction, inverse_keys, solve, split_of, to_decimal
+from coa_jax.tasks.factbook_grammar import (
+    OPERATIONS,
+    TEMPLATES,
+    Arithmetic,
+    Inverse,
+    Lookup,
+    Neighbour,
+    Program,
+    Ref,
+    Step,
+    Subject,
+    kind_of,
+    render,
+)
+from coa_jax.tasks.grading import normalize_answer
+
+SOURCE = "factbook"
+HOPS = (1, 2, 3, 4)
+DEFAULT_WEIGHTS: Mapping[int, float] = {1: 0.3, 2: 0.35, 3: 0.2, 4: 0.15}
+
+_QUANTITIES = ("area", "population", "coastline", "railways")
+_LONGEST_PHRASE = 16  # words; no answer has more
+_PARTNERS = 12  # how many other entities an entity is combined with in arithmetic
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which questions to draw.
+
+    Attributes:
+        weights: share of the questions for each number of hops; 0 or absent for none.
+        arithmetic: whether questions that need arithmetic are among them.
+        templates: how many of the paraphrases are used, 1 to `TEMPLATES`.
+    """
+
+    weights: Mapping[int, float] = dataclasses.field(default_factory=lambda: DEFAULT_WEIGHTS)
+    arithmetic: bool = True
+    templates: int = TEMPLATES
+
+
+def parse_options(text: str) -> Options:
+    """Reads the part of a source after the colon, e.g. ``hops=1-2,arithmetic=0,templates=1``.
+
+    ``hops=2`` or ``hops=1-3`` keeps the default shares of these hops; ``weights=60/30/10/0`` gives
+    the shares of 1, 2, 3 and 4 hops.
+
+    Raises:
+        UserError: an unknown option or a value out of range.
+    """
+    options = Options()
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = item.partition("=")
+        try:
+            if name == "hops":
+                low, _, high = value.partition("-")
+                kept = range(int(low), int(high or low) + 1)
+                weights = {hops: DEFAULT_WEIGHTS[hops] for hops in kept}
+                options = dataclasses.replace(options, weights=weights)
+            elif name == "weights":
+                weights = dict(zip(HOPS, map(float, value.split("/")), strict=True))
+                options = dataclasses.replace(options, weights=weights)
+            elif name == "arithmetic":
+                options = dataclasses.replace(options, arithmetic={"0": False, "1": True}[value])
+            elif name == "templates":
+                options = dataclasses.replace(options, templates=int(value))
+            else:
+                raise KeyError(name)
+        except (KeyError, ValueError):
+            raise UserError(
+                f"factbook: option {item!r} is not understood; use hops=1-2, "
+                f"weights=60/30/10/0, arithmetic=0 or templates=1 to {TEMPLATES}"
+            ) from None
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    shares = [options.weights.get(hops, 0.0) for hops in HOPS]
+    if set(options.weights) - set(HOPS) or not all(0 <= s < float("inf") for s in shares):
+        raise UserError("factbook: hop weights go with 1, 2, 3 and 4 hops and are 0 or more")
+    if sum(shares) <= 0:
+        raise UserError("factbook: all hop weights are 0; give at least one of them a share")
+    if not 1 <= options.templates <= TEMPLATES:
+        raise UserError(f"factbook: templates={options.templates}; give 1 to {TEMPLATES}")
+
+
+# --- programs -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expression:
+    """Steps that lead to an entity; ``subject`` is how the next step refers to it."""
+
+    steps: tuple[Step, ...]
+    subject: Subject
+    entity: str
+
+    @property
+    def hops(self) -> int:
+        return len(self.steps)
+
+
+def _expressions(split: str) -> Iterator[_Expression]:
+    """All ways to mean an entity of a split: by name, by inverse key, as a neighbour of one."""
+    level = [_Expression((), name, name) for name in facts() if split_of(name) == split]
+    level += [
+        _Expression((Inverse(relation, value),), Ref(0), entity)
+        for (relation, value), entity in inverse_keys().items()
+        if split_of(entity) == split
+    ]
+    yield from level
+    for _ in range(2):
+        onward = []
+        for before in level:
+            entity = facts()[before.entity].get("neighbour", "")
+            if entity in facts() and split_of(entity) == split:
+                steps = (*before.steps, Neighbour(before.subject))
+                onward.append(_Expression(steps, Ref(len(steps) - 1), entity))
+        yield from onward
+        level = onward
+
+
+def _shifted(expression: _Expression, offset: int) -> _Expression:
+    """The same expression with its steps standing behind ``offset`` others."""
+
+    def shift(subject: Subject) -> Subject:
+        return Ref(subject.step + offset) if isinstance(subject, Ref) else subject
+
+    steps = tuple(
+        dataclasses.replace(step, subject=shift(step.subject)) if isinstance(step, Neighbour) else step
+        for step in expression.steps
+    )
+    return _Expression(steps, shift(expression.subject), expression.entity)
+
+
+def _arithmetic(operation: str, relation: str, a: _Expression, b: _Expression) -> Program:
+    first = (*a.steps, Lookup(relation, a.subject))
+    b = _shifted(b, len(first))
+    steps = (*first, *b.steps, Lookup(relation, b.subject))
+    return Program((*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1))))
+
+
+def _pairs(expressions: Sequence[_Expression]) -> Iterator[Program]:
+    """Arithmetic on a quantity of two entities, the larger one first."""
+    by_entity = collections.defaultdict(list)
+    for expression in expressions:
+        if not any(isinstance(step, Neighbour) for step in expression.steps):
+            by_entity[expression.entity].append(expression)
+    for entity, own in by_entity.items():
+        others = sorted(by_entity.keys() - {entity}, key=lambda name: fraction(entity, name))
+        for other in others[:_PARTNERS]:
+            for number, (a, b) in enumerate(itertools.product(own, by_entity[other])):
+                draw = fraction(entity, other, number)
+                if a.hops + b.hops and draw >= 0.15:  # the many pairs of keys are thinned out
+                    continue
+                operation = OPERATIONS[int(draw * 1e6) % len(OPERATIONS)]
+                relation = _QUANTITIES[int(draw * 1e9) % len(_QUANTITIES)]
+                first, second = (facts()[e.entity].get(relation, "0") for e in (a, b))
+                if to_decimal(first) < to_decimal(second):
+                    a, b = b, a
+                yield _arithmetic(operation, relation, a, b)
+
+
+def _all_programs(split: str) -> Iterator[Program]:
+    """Programs of 1 to 4 hops whose steps all have a result."""
+    expressions = list(_expressions(split))
+    for expression in expressions:
+        steps, subject, entity = expression.steps, expression.subject, expression.entity
+        if steps:
+            yield Program(steps)
+        keys = [key for key in facts()[entity] if key != "neighbour"]
+        if expression.hops < max(HOPS):
+            yield from (Program((*steps, Lookup(key, subject))) for key in keys)
+        if expression.hops <= max(HOPS) - 2:
+            lookups = (Lookup("population", subject), Lookup("area", subject))
+            ratio = Arithmetic("ratio", Ref(len(steps)), Ref(len(steps) + 1))
+            yield Program((*steps, *lookups, ratio))
+    yield from _pairs(expressions)
+
+
+# --- questions ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A program that makes good questions."""
+
+    program: Program
+    gold: tuple[str, ...]
+    entities: tuple[str, ...]
+    kind: str
+    relation: str
+
+
+def _parts(gold: Iterable[str]) -> Iterator[str]:
+    """Accepted answers and the members of accepted sets."""
+    for answer in gold:
+        yield from answer.split("|")
+
+
+def _told(gold: Iterable[str], text: str) -> bool:
+    """Whether an accepted answer, or a part of one, stands in a text, by whole words."""
+    haystack = f" {normalize_answer(text)} "
+    return any(f" {normalize_answer(part)} " in haystack for part in _parts(gold))
+
+
+@functools.cache
+def _items(split: str) -> tuple[_Item, ...]:
+    """All programs of a split, each once, without those that give their answer away."""
+    items: dict[Program, _Item] = {}
+    seen = frozenset() if split == "train" else _training_phrases()
+    for program in _all_programs(split):
+        solution = solve(program)
+        if solution is None or program in items or program.hops not in HOPS:
+            continue
+        inside = all(split_of(entity) == split for entity in solution.entities)
+        again = len(solution.entities) < _distinct(program)
+        if not inside or again or _told(solution.gold, render(program)):
+            continue
+        if any(normalize_answer(part) in seen for part in _parts(solution.gold)):
+            continue
+        last = program.steps[-1]
+        source = program.steps[-2] if isinstance(last, Arithmetic) else last
+        relation = getattr(source, "relation", "neighbour")
+        items[program] = _Item(
+            program, solution.gold, solution.entities, kind_of(program), relation
+        )
+    return tuple(items.values())
+
+
+def _distinct(program: Program) -> int:
+    """How many entities a program should visit; fewer means that it goes in a circle."""
+    named = {s.subject for s in program.steps if isinstance(s, Lookup | Neighbour)}
+    return len([s for s in program.steps if isinstance(s, Inverse | Neighbour)]) + len(
+        [subject for subject in named if isinstance(subject, str)]
+    )
+
+
+@functools.cache
+def _training_phrases() -> frozenset[str]:
+    """Every run of words in what training questions are made of: wording, names and values."""
+    parts = {render(item.program, t) for item in _one_of_each() for t in range(TEMPLATES)}
+    for item in _items("train"):
+        for step in item.program.steps:
+            if isinstance(step, Inverse):
+                parts.add(step.value)
+            elif not isinstance(step, Arithmetic) and isinstance(step.subject, str):
+                parts.add(step.subject)
+    phrases = set()
+    for part in parts:
+        words = normalize_answer(part).split()
+        for start in range(len(words)):
+            for end in range(start + 1, min(start + _LONGEST_PHRASE, len(words)) + 1):
+                phrases.add(" ".join(words[start:end]))
+    return frozenset(phrases)
+
+
+def _one_of_each() -> Iterator[_Item]:
+    """One training item of every kind and relation, so that all wording is covered."""
+    firsts: dict[tuple[object, ...], _Item] = {}
+    for item in _items("train"):
+        relations = tuple(getattr(step, "relation", "") for step in item.program.steps)
+        firsts.setdefault((item.kind, relations), item)
+    return iter(firsts.values())
+
+
+def _task(item: _Item, template: int, split: str, source: str) -> Task:
+    question = render(item.program, template)
+    digest = hashlib.sha256(question.encode()).hexdigest()[:16]
+    metadata = {
+        "hops": item.program.hops,
+        "kind": item.kind,
+        "relation": item.relation,
+        "entities": list(item.entities),
+        "arithmetic": isinstance(item.program.steps[-1], Arithmetic),
+        "template": template,
+    }
+    return Task(f"factbook-{split}-{digest}", question, "generalist", item.gold, source, metadata)
+
+
+def _interleave(pool: Iterable[_Item], *salt: object) -> list[_Item]:
+    """A fixed shuffle in which the relations take turns."""
+    order = sorted(pool, key=lambda item: fraction(*salt, item.program))
+    turn: collections.Counter[str] = collections.Counter()
+    ranked = []
+    for item in order:
+        ranked.append((turn[item.relation], fraction(*salt, item.relation), item))
+        turn[item.relation] += 1
+    return [item for *_, item in sorted(ranked, key=lambda row: row[:2])]
+
+
+def _kind_weight(kind: str) -> float:
+    """Share of a kind among those of the same hops: lookups most, arithmetic as one kind."""
+    last = kind.rpartition(">")[2]
+    return {"lookup": 3.0, "density": 0.5}.get(last, 1 / 3 if last in OPERATIONS else 1.0)
+
+
+def _shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Splits a total by weight, never more than a size; what one cannot take goes to others."""
+    counts = [0] * len(weights)
+    for _ in range(min(total, sum(sizes))):
+        open_ = [i for i, size in enumerate(sizes) if counts[i] < size and weights[i] > 0]
+        if not open_:
+            break
+        best = min(open_, key=lambda i: ((counts[i] + 0.5) / weights[i], i))
+        counts[best] += 1
+    return counts
+
+
+def load_factbook(
+    split: str,
+    n: int | None = None,
+    seed: int = 0,
+    options: Options | None = None,
+    source: str = SOURCE,
+) -> list[Task]:
+    """A fixed sample of questions, balanced over hops, kinds, relations and entities.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        n: number of questions; None for all.  Programs are used once before a second wording of
+            any of them, and fewer come back when there are not so many.
+        seed: which sample.
+        options: hop shares, arithmetic and wording.
+        source: recorded in the tasks.
+
+    Raises:
+        UserError: an unknown split, a negative n, or options out of range.
+    """
+    check_split(split)
+    options = options or Options()
+    _check(options)
+    if n is not None and n < 0:
+        raise UserError(f"factbook: n is {n}; give 0 or more, or None for all")
+    pools: dict[str, list[_Item]] = collections.defaultdict(list)
+    for item in _items(split):
+        plain = not isinstance(item.program.steps[-1], Arithmetic)
+        if options.weights.get(item.program.hops, 0) > 0 and (plain or options.arithmetic):
+            pools[item.kind].append(item)
+    kinds = sorted(pools)
+    hops = [pools[kind][0].program.hops for kind in kinds]
+    total: dict[int, float] = collections.defaultdict(float)
+    for kind, h in zip(kinds, hops, strict=True):
+        total[h] += _kind_weight(kind)
+    weights = [options.weights[h] * _kind_weight(k) / total[h] for k, h in zip(kinds, hops, strict=True)]
+    sizes = [len(pools[kind]) * options.templates for kind in kinds]
+    counts = sizes if n is None else _shares(n, weights, sizes)
+    chosen: list[tuple[_Item, int]] = []
+    for kind, count in zip(kinds, counts, strict=True):
+        order = _interleave(pools[kind], seed) if count else []
+        for position in range(count):
+            turn, item = divmod(position, len(order))
+            first = int(fraction(seed, "wording", order[item].program) * options.templates)
+            chosen.append((order[item], (first + turn) % options.templates))
+    chosen.sort(key=lambda pair: fraction(seed, "order", pair[0].program, pair[1]))
+    return [_task(item, template, split, source) for item, template in chosen]
+
+
+def count_items(split: str) -> collections.Counter[tuple[int, str]]:
+    """How many programs there are by (hops, kind); every one has `TEMPLATES` wordings."""
+    return collections.Counter((item.program.hops, item.kind) for item in _items(split))
+
+
+__all__ = [
+    "DEFAULT_WEIGHTS",
+    "HOPS",
+    "SOURCE",
+    "Options",
+    "count_items",
+    "load_factbook",
+    "parse_options",
+]

@@ -1,0 +1,164 @@
+"""Rewards of finished trajectories and the comparison of answers behind them.
+
+Exact match after the usual normalisation (paper §4.1.1, eq 9), without the faults of the released
+grader: nothing empty ever matches, a hedge with a wrong alternative is wrong, a list of required
+answers needs all of them, another name of the right answer does no harm, and numbers are compared
+by value ("1.5" is not "15", "-5" is not "5").
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+import re
+import string
+import unicodedata
+from collections.abc import Iterable
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import parse_boxed, split_answers
+from coa_jax.tasks.base import Task
+from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER = re.compile(
+    r"(?P<sign>[-+\u2212]?)\$?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
+    r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[a-z][a-z0-9 /²]*\.?))?",
+    re.IGNORECASE,
+)
+_UNITS = {
+    "sq km": "sq km",
+    "km2": "sq km",
+    "km²": "sq km",
+    "square km": "sq km",
+    "square kilometers": "sq km",
+    "square kilometres": "sq km",
+    "km": "km",
+    "kilometers": "km",
+    "kilometres": "km",
+    "m": "m",
+    "meters": "m",
+    "metres": "m",
+    "years": "years",
+    "people": "people",
+    "%": "%",
+    "percent": "%",
+}
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without accents, ASCII punctuation, articles and doubled spaces."""
+    text = unicodedata.normalize("NFKD", text.lower())
+    text = "".join(c for c in text if not unicodedata.combining(c)).translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
+    """Reads (value, unit) of a text that is a number and nothing else; the unit may be "".
+
+    Thousands separators, "million" and the like, and one known unit or up to three plain words
+    behind the number are understood; "30 September 1966" and "5N" are not numbers.
+    """
+    found = _NUMBER.fullmatch(text.strip().rstrip("."))
+    if not found:
+        return None
+    unit = (found["unit"] or "").strip().rstrip(".").lower()
+    glued = bool(unit) and text[found.end("power") if found["power"] else found.end("digits")] != " "
+    value = decimal.Decimal(found["digits"].replace(",", "") + (found["power"] or ""))
+    first, _, rest = unit.partition(" ")
+    if first in _SCALES:
+        value, unit = value * _SCALES[first], rest.strip()
+    if unit in _UNITS:
+        unit = _UNITS[unit]
+    elif glued or not re.fullmatch(r"(?:[a-z]{3,} ?){0,3}", unit):
+        return None
+    return (-value if found["sign"] and found["sign"] in "-\u2212" else value), unit
+
+
+def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
+    """Whether one answer is one gold answer.
+
+    Args:
+        answer: what was answered.
+        gold: what is accepted.
+        units: units that the accepted answers state; an answer with a unit must have one of
+            them, unless none is stated.
+    """
+    number = parse_number(gold)
+    if number is None:
+        normal = normalize_answer(answer)
+        return bool(normal) and normal == normalize_answer(gold)
+    given = parse_number(answer)
+    if given is None or (given[1] and units and given[1] not in units):
+        return False
+    return math.isclose(given[0], number[0], rel_tol=1e-9, abs_tol=1e-9)
+
+
+def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
+    """1.0 if an answer is right, else 0.0.
+
+    Args:
+        answer: the body of the answer; several are joined by "|".  None is wrong.
+        gold: accepted answers (one string is one of them).  An answer is right if every part of it
+            is an accepted answer; for accepted answers that are sets ("A|B") if its parts are the
+            same set as one of those.
+    """
+    accepted = (gold,) if isinstance(gold, str) else tuple(gold)
+    parts = [part for part in split_answers(answer or "") if part.strip()]
+    if not parts:
+        return 0.0
+    plain = [text for text in accepted if "|" not in text]
+    numbers = [parse_number(text) for text in plain]
+    units = frozenset(number[1] for number in numbers if number and number[1])
+    if all(any(_same(part, text, units) for text in plain) for part in parts):
+        return 1.0
+    for text in accepted:
+        wanted = [item for item in text.split("|") if item.strip()] if "|" in text else []
+        found = all(any(_same(part, item, frozenset()) for part in parts) for item in wanted)
+        extra = any(not any(_same(part, item, frozenset()) for item in wanted) for part in parts)
+        if wanted and found and not extra:
+            return 1.0
+    return 0.0
+
+
+def _generator_score(task: Task, answer: str) -> float:
+    """1.0 if the generator of a reasoning-gym task fully accepts the answer."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise UserError(
+            "grading arithmetic tasks needs reasoning-gym; run: pip install reasoning-gym"
+        ) from None
+    scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
+    entry = {
+        "question": task.question,
+        "answer": task.gold[0],
+        "metadata": task.metadata["generator_metadata"],
+    }
+    return float(scorer(answer, entry) >= 1.0)
+
+
+def grade(task: Task, trajectory: Trajectory) -> Reward:
+    """The reward of a finished trajectory.
+
+    Returns:
+        Value 1 or 0 for a right or wrong answer, None when a part of ours failed (the trajectory
+        stopped at a fault or a tool reported one), so that it is masked.  Parts ``exact_match`` and
+        ``format`` (1 if the text keeps the rules of its protocol) are there in every case.
+
+    Raises:
+        UserError: the package that generated the task and checks it is gone.
+    """
+    answer = trajectory.answer
+    if answer is not None and task.protocol == "code":
+        answer = parse_boxed(answer) or answer
+    if answer is not None and task.metadata.get("scorer") == "reasoning_gym":
+        match = _generator_score(task, answer.strip())
+    else:
+        match = grade_answer(answer, task.gold)
+    parts = {"exact_match": match, "format": float(format_valid(trajectory))}
+    broken = trajectory.stop_reason == StopReason.FAULT or any(
+        call.outcome == "fault" for call in trajectory.tool_calls
+    )
+    return Reward(None if broken else match, parts)

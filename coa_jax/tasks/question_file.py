@@ -1,0 +1,98 @@
+"""Tasks from a file of one JSON object a line with a question and its answer.
+
+    {"question": "Who wrote ...?", "answer": "..."}
+
+``answer`` (or ``answers``, ``golden_answers``, ``gold``) is a string, a number or a list of accepted
+ones.  Optional: ``id``, ``protocol``, ``split`` and ``metadata``.  A line without a split belongs to
+each of them: the file is then the split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tasks.base import SPLITS, Task
+
+_ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
+
+
+def _gold(row: dict[str, Any]) -> tuple[str, ...]:
+    key = next((key for key in _ANSWER_KEYS if key in row), None)
+    if key is None:
+        raise ValueError("there is no field 'answer'")
+    values = row[key] if isinstance(row[key], list) else [row[key]]
+    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
+        raise ValueError(f"the field {key!r} must be a string, a number or a list of them")
+    gold = tuple(str(value).strip() for value in values)
+    if not gold or not all(gold):
+        raise ValueError(f"the field {key!r} is empty")
+    return gold
+
+
+def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
+    """(split or None, task) of a line; ValueError says what is wrong with it."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, found {type(row).__name__}")
+    question = row.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError("the field 'question' must be a text")
+    split, metadata = row.get("split"), row.get("metadata", {})
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")
+    if not isinstance(metadata, dict):
+        raise ValueError("the field 'metadata' must be an object")
+    digest = hashlib.sha256(question.strip().encode(errors="replace")).hexdigest()[:16]
+    name = row.get("protocol", protocol)
+    if not isinstance(name, str):
+        raise ValueError("the field 'protocol' must be a text")
+    try:
+        get_protocol(name)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    identity = str(row.get("id", digest))
+    return split, Task(identity, question.strip(), name, _gold(row), source, metadata)
+
+
+def load_question_file(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
+    """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
+
+    Args:
+        source: path, and after a colon ``protocol=NAME`` for lines that name none (generalist).
+        split: lines of this split and lines without one are read.
+        n: how many; None for all in the order of the file.
+        seed: which sample.
+
+    Raises:
+        UserError: the file cannot be read, has no task of the split, or repeats an id;
+            ``path:line: why`` for a malformed line.
+    """
+    path, extension, rest = source.rpartition(".jsonl")
+    path += extension
+    protocol = "generalist"
+    if rest:
+        name, _, protocol = rest.removeprefix(":").partition("=")
+        if not rest.startswith(":") or name != "protocol":
+            raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
+        get_protocol(protocol)
+    rows = jsonl.read_lines(path, lambda row: _task(row, protocol, source))
+    tasks = [task for found, task in rows if found in (None, split)]
+    if not tasks:
+        raise UserError(f"{path}: there is no task of the split {split!r}; add lines or use another")
+    seen: set[str] = set()
+    for task in tasks:
+        if task.id in seen:
+            raise UserError(f"{path}: the id {task.id!r} is there twice; give every line its own")
+        seen.add(task.id)
+    if n is None:
+        return tasks
+    if n < 0:
+        raise UserError(f"{path}: n is {n}; give 0 or more, or None for all")
+
+    def draw(task: Task) -> str:
+        return hashlib.sha256(f"{seed}\n{task.id}".encode(errors="replace")).hexdigest()
+
+    return sorted(tasks, key=draw)[:n]

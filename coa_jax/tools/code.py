@@ -1,0 +1,205 @@
+"""The code tool: runs the program of a ``<code>`` segment in a sandbox (paper §1, App A)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import time
+import weakref
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import parse_code
+from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.sandbox import isolation
+from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
+from coa_jax.tools.sandbox.run import GRACE_S, Result, SandboxError, run
+
+_BAD_CALL = (
+    "[FAILED] The call could not be read. Write one block that starts with ```py and ends with"
+    " ```, and after it, if the program reads input, one ```sh block with that input."
+)
+_NO_OUTPUT = "(no output; print what you want to see)"
+_MARGIN_S = 0.5
+"""Time kept for killing and reporting before a deadline of the caller."""
+
+
+class CodeTool:
+    """A ``Tool`` that runs python programs of a model in real isolation.
+
+    Each call is a fresh process that sees the interpreter, its input and an empty directory.
+    What it printed comes back, deterministic for a deterministic program: neither times nor
+    temporary names occur in the text.
+
+    Attributes:
+        name: "code".
+        deadline: seconds for waiting, running and cleaning up; the tool's own limits come first.
+        isolation: what confines the programs.
+    """
+
+    name = "code"
+
+    def __init__(
+        self,
+        timeout_s: float = 7.0,
+        cpu_s: float = 5.0,
+        memory_mb: int = 5120,
+        max_output_chars: int = 1536,
+        concurrency: int | None = None,
+        queue_s: float = 30.0,
+        disk_mb: int = 64,
+        processes: int = 48,
+        libraries: tuple[str, ...] = (),
+        backend: str = "auto",
+        unsafe: bool = False,
+    ) -> None:
+        """Finds the isolation and tries it.
+
+        Args:
+            timeout_s: wall seconds of a program (paper's release: 7).
+            cpu_s: processor seconds of each of its processes (paper App A: 5).
+            memory_mb: MiB of memory (paper App A: 5 GB).
+            max_output_chars: characters of output in an observation (release: 1,536).
+            concurrency: programs at a time, by default two for each processor.
+            queue_s: seconds that a call may wait for its turn.
+            disk_mb: MiB of scratch space.
+            processes: processes and threads of a program.
+            libraries: directories of packages that programs may import.
+            backend: "auto", "bubblewrap" or "landlock".
+            unsafe: run without isolation; has an effect only together with the environment
+                variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
+
+        Raises:
+            UserError: no isolation holds on this machine, or a limit makes no sense.
+        """
+        limits = {
+            "timeout_s": timeout_s,
+            "cpu_s": cpu_s,
+            "memory_mb": memory_mb,
+            "max_output_chars": max_output_chars,
+            "disk_mb": disk_mb,
+            "processes": processes,
+            "concurrency": 1 if concurrency is None else concurrency,
+        }
+        for name, value in limits.items():
+            if not value > 0:
+                raise UserError(f"CodeTool: {name} must be positive, not {value}")
+        if unsafe:
+            self.isolation = isolation.without_isolation(unsafe)
+            logging.warning("programs of the model run WITHOUT isolation on this machine")
+        else:
+            self.isolation = isolation.find_isolation(backend)
+        self.timeout_s = timeout_s
+        self.max_output_chars = max_output_chars
+        self.queue_s = queue_s
+        self.deadline = queue_s + timeout_s + GRACE_S + 1.0
+        self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
+        self._job = self.isolation.job(
+            Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes), libraries
+        )
+        # A semaphore belongs to one event loop, a tool may live through several.
+        self._turns: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, asyncio.Semaphore
+        ] = weakref.WeakKeyDictionary()
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Runs the program between the tags; see ``coa_jax.tools.base.Tool``."""
+        start = time.monotonic()
+        parsed = parse_code(arguments)
+        if parsed is None:
+            return Observation(_BAD_CALL, False, "bad_call", time.monotonic() - start)
+        source, stdin = parsed
+        patience = self.queue_s
+        if context.deadline is not None:
+            patience = max(0.0, min(patience, context.deadline - _MARGIN_S))
+        loop = asyncio.get_running_loop()
+        turn = self._turns.setdefault(loop, asyncio.Semaphore(self.concurrency))
+        try:
+            await asyncio.wait_for(turn.acquire(), patience)
+        except TimeoutError:
+            return self._fault(f"no free sandbox within {patience:g} s", start)
+        try:
+            wall = self.timeout_s
+            if context.deadline is not None:
+                left = context.deadline - _MARGIN_S - (time.monotonic() - start)
+                wall = max(0.01, min(wall, left))
+            limits = dataclasses.replace(self._job.limits, wall_s=wall)
+            job = dataclasses.replace(self._job, limits=limits)
+            result = await run(job, source, stdin or "", keep=self.max_output_chars)
+        except SandboxError as error:
+            return self._fault(str(error), start)
+        finally:
+            turn.release()
+        outcome, text = describe(result, limits, self.max_output_chars)
+        detail: dict[str, Any] = {
+            "isolation": self.isolation.backend,
+            "reason": result.reason,
+            "exit_code": result.code,
+            "cpu_seconds": round(result.cpu_s, 3),
+            "output_chars": result.stdout.length + result.stderr.length,
+        }
+        seconds = time.monotonic() - start
+        return Observation(text, outcome == "ok", outcome, seconds, detail)
+
+    def _fault(self, why: str, start: float) -> Observation:
+        text = f"The {self.name} tool is not available at the moment."
+        detail = {"isolation": self.isolation.backend, "exception": why}
+        return Observation(text, False, "fault", time.monotonic() - start, detail)
+
+
+def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Outcome, str]:
+    """How a call ended, and the text of its observation.
+
+    ``[EXECUTED]`` or ``[FAILED]`` with a reason, then what was printed, named STDOUT and STDERR
+    where it is not simply the output of a program that went well.
+    """
+    outcome, verdict = _verdict(result, limits)
+    out_room, error_room = _share(result.stdout.length, result.stderr.length, max_output_chars)
+    out = result.stdout.clip(out_room).rstrip("\n")
+    error = result.stderr.clip(error_room).rstrip("\n")
+    error = error.replace(f'"{PRIVATE_TMP}/{PROGRAM}"', f'"{PROGRAM}"')
+    parts = [verdict]
+    if outcome == "ok" and not error:
+        parts.append(out or _NO_OUTPUT)
+    else:
+        parts += [f"STDOUT:\n{out}"] if out else []
+        parts += [f"STDERR:\n{error}"] if error else []
+    return outcome, "\n".join(parts)
+
+
+def _verdict(result: Result, limits: Limits) -> tuple[Outcome, str]:
+    code = result.code
+    budget = {
+        "memory": f"{limits.memory_mb} MiB of memory",
+        "disk": f"{limits.disk_mb} MiB of files",
+        "processes": f"{limits.processes} processes",
+        "output": f"{limits.output_bytes} bytes of output",
+    }
+    if result.reason in budget:
+        return "limit", f"[FAILED] stopped: more than {budget[result.reason]}"
+    if result.reason == "wall":
+        return "timeout", (
+            "[FAILED] stopped at the time limit (an endless loop, or a wait for input that"
+            " was not given?)"
+        )
+    if code == 0:
+        return "ok", "[EXECUTED]"
+    killed = code == 128 + signal.SIGKILL and result.cpu_s >= limits.cpu_s
+    if code == 128 + signal.SIGXCPU or killed:
+        return "timeout", (
+            f"[FAILED] stopped after {limits.cpu_s:g} seconds of processor time (an endless"
+            " loop, or too slow a method?)"
+        )
+    name = ""
+    if code is not None and code - 128 in set(signal.Signals):
+        name = f" ({signal.Signals(code - 128).name})"
+    return "error", f"[FAILED] exit code {code}{name}"
+
+
+def _share(out: int, error: int, room: int) -> tuple[int, int]:
+    """Characters for stdout and stderr: what one does not need the other may have."""
+    error_room = min(error, max(room // 2, room - out))
+    return min(out, room - error_room), error_room

@@ -1,0 +1,260 @@
+"""Hostile programs, one for each thing that a sandbox must not let happen.
+
+A program that survives its own attack prints ``HELD`` or what broke.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+HELD = "HELD\n"
+
+_FRAME = """
+import os, sys
+broken = []
+def attempt(what, action):
+    try:
+        action()
+    except (OSError, MemoryError, ImportError):
+        return
+    broken.append(what)
+{body}
+print("BROKEN: " + ", ".join(broken) if broken else "HELD")
+"""
+
+_PROBE = """
+SECRET = {secret!r}
+os.getuid() == 0 and broken.append("runs as root")
+attempt("reads a file of another directory", lambda: open(SECRET).read())
+attempt("reads /etc/passwd", lambda: open("/etc/passwd").read())
+attempt("writes outside", lambda: open("/var/tmp/coa_jax_probe", "w"))
+attempt("signals a process outside", lambda: os.getppid() > 2 and os.kill(os.getppid(), 0)
+        or os.getppid() <= 2 and os.kill(1 << 20, 0))
+def network(kind):
+    import socket
+    socket.socket(socket.AF_INET, kind).connect(("127.0.0.1", 9))
+attempt("opens a TCP socket", lambda: network(1))
+attempt("opens a UDP socket", lambda: network(2))
+import subprocess, tempfile  # an honest program needs these to work
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("x")
+subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
+"""
+
+_READS = """
+for path in {paths!r}:
+    attempt("reads " + path, lambda path=path: open(path).read())
+for path in {directories!r}:
+    attempt("lists " + path, lambda path=path: os.listdir(path))
+def variables(process):
+    with open(f"/proc/{{process}}/environ", "rb") as file:
+        if {marker!r} in file.read():
+            broken.append(f"reads variables of {{process}}")
+    raise OSError
+for process in (os.getppid(), *range(1, 50), {caller}):
+    attempt("", lambda process=process: variables(process))
+"""
+
+_WRITES = """
+for path in {paths!r}:
+    attempt("writes " + path, lambda path=path: open(path, "w").write("x"))
+    attempt("removes " + path, lambda path=path: os.unlink(path))
+    attempt("renames " + path, lambda path=path: os.rename(path, path + "2"))
+    attempt("links " + path, lambda path=path: os.link(path, "here"))
+    attempt("truncates " + path, lambda path=path: os.truncate(path, 0))
+    attempt("changes mode of " + path, lambda path=path: os.chmod(path, 0o777))
+    attempt("creates " + path + ".new", lambda path=path: open(path + ".new", "w").write("x"))
+os.symlink({paths!r}[0], "link")
+attempt("writes through a link", lambda: open("link", "w").write("x"))
+"""
+
+_NETWORK = """
+import ctypes, socket
+def tcp(family, address):
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(1)
+        connection.connect(address)
+        connection.sendall(b"escaped")
+def udp(family, address):
+    with socket.socket(family, socket.SOCK_DGRAM) as connection:
+        connection.sendto(b"escaped", address)
+def listen():
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))
+        server.listen()
+for host, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+    attempt("TCP to " + host, lambda: tcp(family, (host, {tcp})))
+    attempt("UDP to " + host, lambda: udp(family, (host, {udp})))
+attempt("UDP to the world", lambda: udp(socket.AF_INET, ("192.0.2.1", 53)))
+attempt("abstract socket", lambda: tcp(socket.AF_UNIX, {abstract!r}))
+attempt("listens", listen)
+attempt("netlink", lambda: socket.socket(16, 3))
+"""
+
+_KILLS = """
+import resource, signal
+parent = os.getppid()
+if parent > 2:
+    attempt("kills its parent", lambda: os.kill(parent, signal.SIGKILL))
+    attempt("limits its parent", lambda: resource.prlimit(parent, resource.RLIMIT_CPU, (0, 0)))
+attempt("kills the caller", lambda: os.kill({caller}, signal.SIGKILL))
+attempt("kills a group", lambda: os.killpg({caller}, signal.SIGKILL))
+print("HELD" if not broken else "BROKEN: " + ", ".join(broken), flush=True)
+os.kill(-1, signal.SIGKILL)  # whatever is left to kill may die
+"""
+
+_KERNEL = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *numbers):
+    if getattr(libc, name)(*numbers) < 0:
+        raise OSError(ctypes.get_errno(), name)
+attempt("ptrace", lambda: call("ptrace", 16, os.getppid(), 0, 0))
+attempt("new user namespace", lambda: call("unshare", 0x10000000))
+attempt("new mount namespace", lambda: call("unshare", 0x20000))
+attempt("mount", lambda: call("mount", b"none", b"/tmp", b"tmpfs", 0, None))
+attempt("chroot", lambda: call("chroot", b"/tmp"))
+attempt("shared memory", lambda: call("shmget", 4242, 4096, 0o1600))
+attempt("memory file", lambda: os.memfd_create("x"))
+attempt("becomes root", lambda: os.setuid(0))
+attempt("keyring", lambda: call("syscall", 250 if os.uname().machine == "x86_64" else 219, 0, -3))
+"""
+
+_FORK_BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+
+_SURVIVOR = """
+import os, sys
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            os.execv("/usr/bin/sleep", ["sleep", {marker!r}])
+        os._exit(0)
+    os.wait()
+print("HELD")
+"""
+
+_DISK = """
+import os
+number = 0
+try:
+    while number < 2000:
+        number += 1
+        with open(f"file{number}", "wb") as file:
+            file.write(bytes(4 << 20))
+except OSError:
+    print("HELD")
+else:
+    print("BROKEN: wrote 8 GB")
+"""
+
+_INTERPRETER = """
+import shutil
+attempt("removes its interpreter", lambda: os.unlink(sys.executable))
+attempt("writes its interpreter", lambda: open(sys.executable, "r+b"))
+attempt("removes a module", lambda: os.unlink(os.__file__))
+attempt("closes its interpreter", lambda: os.chmod(sys.executable, 0))
+shutil.rmtree(os.path.dirname(os.__file__), ignore_errors=True)
+os.path.exists(os.__file__) or broken.append("removed its library")
+"""
+
+_DEEP = """
+import os
+for depth in range(3000):
+    os.mkdir("d" * 50)
+    os.chdir("d" * 50)
+print("HELD")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Canary:
+    """A hostile program and how it has to end.
+
+    Attributes:
+        name: what it tries.
+        source: the program.
+        endings: reasons for its end that are fine.
+        says: what it must print, "" for anything.
+    """
+
+    name: str
+    source: str
+    endings: tuple[str, ...] = ("exit",)
+    says: str = HELD
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """What the programs aim at, set up by the one who runs them.
+
+    Attributes:
+        secrets: readable files outside of the sandbox.
+        directories: readable directories outside of it.
+        precious: files outside that must stay as they are.
+        tcp_port, udp_port: where somebody listens on the loopback device.
+        abstract: name of an abstract unix socket on which somebody listens.
+        caller: process id of the caller.
+        variable: bytes that occur in the environment of the caller.
+        marker: argument of ``sleep`` by which a survivor is recognised.
+    """
+
+    secrets: tuple[str, ...]
+    directories: tuple[str, ...]
+    precious: tuple[str, ...]
+    tcp_port: int
+    udp_port: int
+    abstract: str
+    caller: int
+    variable: bytes
+    marker: str
+
+
+def probe(secret: str) -> str:
+    """One short program that tries the essentials; prints ``HELD`` if none succeeds."""
+    return _FRAME.format(body=_PROBE.format(secret=secret))
+
+
+def canaries(targets: Targets) -> tuple[Canary, ...]:
+    """All hostile programs. Wants limits of a few seconds and less than 400 MiB."""
+    reads = _READS.format(
+        paths=("/etc/shadow", "/etc/passwd", *targets.secrets),
+        directories=targets.directories,
+        marker=targets.variable,
+        caller=targets.caller,
+    )
+    network = _NETWORK.format(
+        tcp=targets.tcp_port, udp=targets.udp_port, abstract="\0" + targets.abstract
+    )
+    allocation = "attempt('allocates 10 GB', lambda: bytearray(10 << 30))"
+    hoard = "import os\nos.fork(); os.fork()\nx = bytearray(os.urandom(1)) * (100 << 20)"
+    programs = {
+        "reads secrets": reads,
+        "writes outside": _WRITES.format(paths=targets.precious),
+        "network": network,
+        "kernel interfaces": _KERNEL,
+        "deletes its interpreter": _INTERPRETER,
+        "10 GB allocation": allocation,
+    }
+    framed = (Canary(name, _FRAME.format(body=body)) for name, body in programs.items())
+    kills = _FRAME.format(body=_KILLS.format(caller=targets.caller))
+    return (
+        *framed,
+        Canary("kills its parent and everybody", kills),
+        Canary("fork bomb", _FORK_BOMB, ("wall", "processes"), ""),
+        Canary("memory in many processes", f"{hoard}\nimport time; time.sleep(60)", ("memory",), ""),
+        Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
+        Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
+        Canary("sleeps past the deadline", "import time; time.sleep(3600)", ("wall",), ""),
+        Canary("endless loop", "while True: pass", ("exit", "wall"), ""),
+        Canary("fills the disk", _DISK, ("exit", "disk"), ""),
+        Canary("deep directories", _DEEP, ("exit", "disk"), ""),
+    )

@@ -1,0 +1,220 @@
+"""What isolation this machine offers: found by trying it, never by believing a version."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from coa_jax.errors import UserError
+from coa_jax.tools.sandbox import canaries, landlock
+from coa_jax.tools.sandbox.limits import Job, Limits
+from coa_jax.tools.sandbox.run import SandboxError, run_blocking
+
+BACKENDS = ("bubblewrap", "landlock")
+"""Best first."""
+
+UNSAFE_VARIABLE = "COA_JAX_ALLOW_UNSAFE_CODE"
+
+_PROBE_LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_mb=512)
+_TOP_LEVEL = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_EXTRAS = ("/etc/ld.so.cache", "/etc/alternatives")
+_DESCRIBE = (
+    "import json, sys; print(json.dumps([sys.base_prefix, sys.base_exec_prefix,"
+    " '%d.%d.%d' % sys.version_info[:3]]))"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """A python that the sandboxed user can start.
+
+    Attributes:
+        path: the executable.
+        prefixes: directories of its standard library.
+        version: as "3.11.2".
+    """
+
+    path: str
+    prefixes: tuple[str, ...]
+    version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Isolation:
+    """A way to run programs that was tried on this machine.
+
+    Attributes:
+        backend: "bubblewrap", "landlock" or "none".
+        interpreter: the python that programs get.
+        refused: (back end, why not) of the better ones.
+    """
+
+    backend: str
+    interpreter: Interpreter
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def job(
+        self, limits: Limits, libraries: tuple[str, ...] = (), namespaces: bool = True
+    ) -> Job:
+        """The job description; ``libraries`` are directories added to the import path."""
+        readable, links = _file_system(self.interpreter, libraries)
+        return Job(
+            self.backend,
+            self.interpreter.path,
+            readable,
+            links,
+            tuple(os.path.realpath(path) for path in libraries),
+            _scratch(),
+            shutil.which("bwrap", path=_search_path()) or "",
+            namespaces,
+            limits,
+        )
+
+
+def find_isolation(backend: str = "auto") -> Isolation:
+    """The best isolation that holds here; tried once a process.
+
+    Args:
+        backend: "auto", or one of ``BACKENDS`` to insist on it.
+
+    Raises:
+        UserError: nothing holds, or the name is unknown.
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise UserError(f"sandbox back end {backend!r} is unknown: use auto, {', '.join(BACKENDS)}")
+    refused = []
+    for name in BACKENDS if backend == "auto" else (backend,):
+        why = _why_not(name)
+        if why is None:
+            return Isolation(name, find_interpreter(), tuple(refused))
+        refused.append((name, why))
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused)
+    raise UserError(
+        f"no isolation available: {reasons} (install bubblewrap, or run on Linux 6.12 or newer;"
+        " `python -m coa_jax.tools.doctor` shows the details)"
+    )
+
+
+def without_isolation(asked: bool) -> Isolation:
+    """Limits only, for a machine that may be harmed; needs two separate words of consent.
+
+    Raises:
+        UserError: only one of them was given.
+    """
+    if not asked or os.environ.get(UNSAFE_VARIABLE) != "1":
+        raise UserError(
+            f"programs run without isolation only if unsafe=True and {UNSAFE_VARIABLE}=1 are"
+            " both set"
+        )
+    return Isolation("none", find_interpreter())
+
+
+@functools.lru_cache
+def _why_not(backend: str) -> str | None:
+    """None if a back end holds what it promises, else a short reason."""
+    if not sys.platform.startswith("linux"):
+        return f"needs Linux, this is {sys.platform}"
+    if backend == "bubblewrap" and shutil.which("bwrap", path=_search_path()) is None:
+        return "bwrap is not installed"
+    if backend == "landlock" and (version := landlock.abi()) < landlock.MINIMUM_ABI:
+        found = f"has ABI {version}" if version else "has none"
+        return f"needs Landlock ABI {landlock.MINIMUM_ABI} (Linux 6.2), the kernel {found}"
+    job = Isolation(backend, find_interpreter()).job(_PROBE_LIMITS)
+    with tempfile.NamedTemporaryFile(prefix="coa_jax_probe_") as secret:
+        os.chmod(secret.name, 0o644)
+        try:
+            result, _ = run_blocking(job, canaries.probe(secret.name))
+        except SandboxError as error:
+            return " ".join(str(error).split())
+    if result.stdout.head != canaries.HELD:
+        return f"does not hold here: {result.stdout.head[-200:]!r} {result.stderr.head[-200:]!r}"
+    return None
+
+
+@functools.lru_cache
+def find_interpreter() -> Interpreter:
+    """A python that an unprivileged user can start.
+
+    The one of a virtual environment below a private home is of no use: a user without rights
+    cannot get there.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = [f"python3.{minor}" for minor in range(sys.version_info[1], 8, -1)]
+    places = [sys.executable, os.path.join(sys.base_prefix, "bin", "python3")]
+    for directory in ("/usr/bin", "/usr/local/bin", "/opt/conda/bin"):
+        places += [os.path.join(directory, name) for name in ("python3", *names)]
+    tried = []
+    for place in dict.fromkeys(os.path.realpath(place) for place in places if place):
+        if not os.path.exists(place):
+            continue
+        tried.append(place)
+        if not reachable(place):
+            continue
+        answer = subprocess.run(
+            [place, "-I", "-S", "-c", _DESCRIBE], capture_output=True, text=True, env={}
+        )
+        if answer.returncode != 0:
+            continue
+        *prefixes, version = json.loads(answer.stdout)
+        prefixes = dict.fromkeys(os.path.realpath(prefix) for prefix in prefixes)
+        if "/" not in prefixes and all(map(reachable, prefixes)):
+            return Interpreter(place, tuple(prefixes), version)
+    raise UserError(
+        "no isolation available: no python that an unprivileged user may start among "
+        f"{', '.join(tried) or 'the usual places'} (install python3 into /usr/bin)"
+    )
+
+
+def reachable(path: str) -> bool:
+    """Whether the user that programs run as can read and enter ``path``.
+
+    That is an unprivileged stranger where this process is root, else ourselves.
+    """
+    if os.geteuid() != 0:
+        return os.access(path, os.R_OK | os.X_OK)
+    target = Path(path)
+    needed = [(parent, stat.S_IXOTH) for parent in target.parents]
+    needed.append((target, stat.S_IXOTH | stat.S_IROTH))
+    try:
+        return all(os.stat(place).st_mode & bits == bits for place, bits in needed)
+    except OSError:
+        return False
+
+
+def _file_system(
+    interpreter: Interpreter, libraries: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    links = tuple((os.readlink(path), path) for path in _TOP_LEVEL if os.path.islink(path))
+    wanted = ["/usr", *(path for path in _TOP_LEVEL if not os.path.islink(path)), *_EXTRAS]
+    for library in libraries:
+        if not os.path.isdir(library) or not reachable(os.path.realpath(library)):
+            raise UserError(f"sandbox library {library!r} is no directory that others can read")
+        wanted.append(os.path.realpath(library))
+    wanted += interpreter.prefixes
+    readable: list[str] = []
+    for path in wanted:
+        inside = any(path == root or path.startswith(root + "/") for root in readable)
+        if os.path.exists(path) and not inside:
+            readable.append(path)
+    return tuple(readable), links
+
+
+def _scratch() -> str:
+    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+        if reachable(place) and os.access(place, os.W_OK):
+            return place
+    raise UserError("the sandbox finds no directory for temporary files: set TMPDIR")
+
+
+def _search_path() -> str:
+    return os.environ.get("PATH", "") + ":/usr/bin:/usr/local/bin:/bin"

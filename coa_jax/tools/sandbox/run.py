@@ -1,0 +1,299 @@
+"""The asynchronous client: sends programs to the server and collects what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+from coa_jax.tools.sandbox.limits import PRIVATE_TMP, Job
+
+GRACE_S = 6.0
+"""How much longer than the wall limit the server may take for killing and cleaning."""
+
+
+class SandboxError(Exception):
+    """The sandbox itself does not work; the program is not to blame."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """An output stream of which only both ends are kept.
+
+    Attributes:
+        head: the first characters.
+        tail: the last characters, overlapping ``head`` in a short text.
+        length: number of characters of the whole.
+    """
+
+    head: str
+    tail: str
+    length: int
+
+    def clip(self, room: int) -> str:
+        """The text in at most ``room`` characters and a notice; room <= len(head), len(tail)."""
+        if self.length <= room:
+            return self.head[: self.length]
+        front = room // 2
+        back = self.tail[len(self.tail) - (room - front) :]
+        left_out = self.length - room
+        return f"{self.head[:front]}\n[... {left_out} characters left out ...]\n{back}"
+
+    def rename(self, old: str, new: str) -> Captured:
+        """With one string replaced by another."""
+        if old not in self.head and old not in self.tail:
+            return self
+        head, tail = self.head.replace(old, new), self.tail.replace(old, new)
+        whole = self.length <= len(self.head)
+        return Captured(head, tail, len(head) if whole else self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a program ended.
+
+    Attributes:
+        stdout, stderr: what it wrote.
+        reason: "exit", "wall", "memory", "disk", "processes" or "output".
+        code: its exit code, 128 + number for a signal; None if it was stopped.
+        cpu_s: processor seconds of the program and of its sandbox.
+        uid: the user it ran as.
+    """
+
+    stdout: Captured
+    stderr: Captured
+    reason: str
+    code: int | None
+    cpu_s: float
+    uid: int
+
+
+class _Reader(asyncio.Protocol):
+    """Reads a pipe to its end in bounded memory."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._head, self._tail, self._length = "", "", 0
+        self.flood: Flood | None = None
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        if self.flood is not None:
+            data = self.flood.admit(data)
+        self._add(self._decoder.decode(data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._add(self._decoder.decode(b"", final=True))
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _add(self, text: str) -> None:
+        self._length += len(text)
+        if len(self._head) < self._keep:
+            self._head += text[: self._keep - len(self._head)]
+        self._tail = (self._tail + text[-self._keep :])[-self._keep :]
+
+    def captured(self) -> Captured:
+        return Captured(self._head, self._tail, self._length)
+
+
+class _Feeder(asyncio.BaseProtocol):
+    """Knows whether the program's standard input is still open."""
+
+    lost = False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+
+
+class Flood:
+    """Counts bytes of output down and gives the alarm at zero; later bytes are dropped."""
+
+    def __init__(self, budget: int, give_up: int) -> None:
+        self._left = budget
+        self._give_up = give_up
+        self.passed = False
+
+    def admit(self, data: bytes) -> bytes:
+        admitted = data[: self._left]
+        self._left -= len(admitted)
+        if len(admitted) < len(data) and not self.passed:
+            self.passed = True
+            os.write(self._give_up, b"!")
+        return admitted
+
+
+class Server:
+    """The server process of this process; started on first use, and again if it died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._close: weakref.finalize | None = None
+        self.process_id = 0
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Beside the package and without site-packages: nothing heavy is ever imported.
+        start = (
+            "import sys; sys.path.append(sys.argv[1])\n"
+            "from sandbox import server; server.serve(int(sys.argv[2]))"
+        )
+        rooms = str(Path(__file__).resolve().parent.parent)
+        command = [sys.executable, "-I", "-S", "-B", "-c", start, rooms, str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env={"LANG": "C.UTF-8"},
+                start_new_session=True,  # Ctrl-C is for the caller, who will close the socket
+            )
+        self._socket, self.process_id = ours, process.pid
+        self._close = weakref.finalize(self, _stop, ours, process)
+
+    def send(self, message: bytes, descriptors: list[int]) -> None:
+        """Hands a job over. Raises SandboxError if no server can be reached."""
+        with self._lock:
+            for attempt in (1, 2):
+                try:
+                    if self._socket is None:
+                        self._start()
+                    assert self._socket is not None
+                    socket.send_fds(self._socket, [message], descriptors)
+                    return
+                except OSError as error:
+                    self._stop()
+                    if attempt == 2:
+                        raise SandboxError(f"the sandbox server is gone: {error}") from error
+
+    def _stop(self) -> None:
+        if self._close is not None:
+            self._close()
+        self._socket, self._close = None, None
+
+
+def _stop(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    process.wait()
+
+
+SERVER = Server()
+
+
+async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Result:
+    """Runs a program.
+
+    Cancelling kills the program and everything that it started.
+
+    Args:
+        job: how to run it.
+        source: python source.
+        stdin: what the program can read.
+        keep: characters of each output stream that are kept at either end.
+
+    Raises:
+        SandboxError: the sandbox could not run it, or could not clean up behind it.
+    """
+    loop = asyncio.get_running_loop()
+    program = os.memfd_create("program")
+    ends = [program]
+    transports: list[asyncio.BaseTransport] = []
+    writer: asyncio.WriteTransport | None = None
+    feeder: _Feeder | None = None
+    try:
+        with open(program, "wb", closefd=False) as file:
+            file.write(source.encode("utf-8", "replace"))
+        os.lseek(program, 0, os.SEEK_SET)
+        for _ in range(5):
+            ends += os.pipe()
+        _, in_read, in_write, out_read, out_write, error_read, error_write = ends[:7]
+        control_read, control_write, report_read, report_write = ends[7:]
+        theirs = [program, in_read, out_write, error_write, control_read, report_write]
+
+        readers = []
+        for end, size in ((out_read, keep), (error_read, keep), (report_read, 1 << 16)):
+            pipe = os.fdopen(end, "rb", 0)
+            ends.remove(end)
+            transport, reader = await loop.connect_read_pipe(lambda s=size: _Reader(s), pipe)
+            transports.append(transport)
+            readers.append(reader)
+        out, error, report = readers
+        out.flood = error.flood = Flood(job.limits.output_bytes, control_write)
+
+        SERVER.send(job.encode(), theirs)
+        for end in theirs:
+            os.close(end)
+            ends.remove(end)
+        pipe = os.fdopen(in_write, "wb", 0)
+        ends.remove(in_write)
+        writer, feeder = await loop.connect_write_pipe(_Feeder, pipe)
+        writer.write(stdin.encode("utf-8", "replace"))
+        writer.write_eof()
+
+        patience = job.limits.wall_s + GRACE_S
+        done, _ = await asyncio.wait([report.closed], timeout=patience)
+        if not done:
+            raise SandboxError(f"the sandbox server gave no report within {patience:g} s")
+        await asyncio.wait([out.closed, error.closed], timeout=1.0)
+        return _result(report.captured().head, out, error)
+    finally:
+        # Closing the control pipe is what kills a program that still runs.
+        for end in ends:
+            os.close(end)
+        for reading in transports:
+            reading.close()
+        if writer is not None and feeder is not None and not feeder.lost:
+            writer.abort()
+
+
+def _result(report: str, out: _Reader, error: _Reader) -> Result:
+    if not report:
+        raise SandboxError("the sandbox server ended without a report")
+    fields = json.loads(report)
+    reason = fields["reason"]
+    if reason == "fault":
+        text = f"{fields['error']} {error.captured().head[:500]}".strip()
+        raise SandboxError(f"the program could not be confined: {text}")
+    if not fields["clean"]:
+        raise SandboxError("the program left something behind that could not be removed")
+    assert out.flood is not None
+    if out.flood.passed:
+        reason = "output"
+    code = fields["code"] if reason == "exit" else None
+    streams = [reader.captured() for reader in (out, error)]
+    if fields["directory"]:  # a random name; programs shall see the same text each time
+        streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
+    return Result(*streams, reason, code, fields["cpu_s"], fields["uid"])
+
+
+def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
+    """``run`` from code without an event loop, or inside of one; with its wall seconds."""
+    answer: list[Result] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            answer.append(asyncio.run(run(job, source, stdin)))
+        except BaseException as error:
+            failure.append(error)
+
+    start = time.monotonic()
+    thread = threading.Thread(target=work, name="sandbox")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return answer[0], time.monotonic() - start

@@ -1,0 +1,136 @@
+"""Runs hostile programs and looks whether anything outside of the sandbox noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from coa_jax.tools.sandbox.canaries import Canary, Targets
+from coa_jax.tools.sandbox.limits import PROGRAM, Job, Limits
+from coa_jax.tools.sandbox.run import Result, SandboxError, run
+
+TRIAL_LIMITS = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=256, disk_mb=32)
+
+_SETTLE_S = 3.0
+_CONTENT = "precious"
+
+
+class Scene:
+    """Files, listeners and marks around a sandbox, all of which must stay as they are."""
+
+    def __init__(self, directories: list[Path], listeners: dict[str, socket.socket]) -> None:
+        self.files = [directory / "file" for directory in directories]
+        for path in self.files:
+            path.write_text(_CONTENT)
+            path.chmod(0o666)  # so that only the sandbox protects it
+        self._directories = directories
+        self._listeners = listeners
+        environment = Path("/proc/self/environ").read_bytes().split(b"\0")
+        files = tuple(map(str, self.files))
+        self.targets = Targets(
+            secrets=files,
+            directories=tuple(map(str, (*directories, Path.home()))),
+            precious=files,
+            tcp_port=listeners["tcp"].getsockname()[1],
+            udp_port=listeners["udp"].getsockname()[1],
+            abstract=listeners["abstract"].getsockname()[1:].decode(),
+            caller=os.getpid(),
+            variable=max(environment, key=len) or b"\xff",
+            marker=f"{10**6 + secrets.randbelow(10**6)}.25",
+        )
+
+    def damage(self, result: Result) -> list[str]:
+        """What a program did outside of its sandbox, in words."""
+        found = []
+        for path, directory in zip(self.files, self._directories, strict=True):
+            if not path.exists() or path.read_text() != _CONTENT:
+                found.append(f"{path} was changed")
+            elif path.stat().st_mode & 0o777 != 0o666:
+                found.append(f"the mode of {path} was changed")
+            found += [f"{new} was made" for new in directory.iterdir() if new != path]
+        for name, listener in self._listeners.items():
+            with contextlib.suppress(BlockingIOError):
+                listener.recv(1) if name == "udp" else listener.accept()
+                found.append(f"something arrived at the {name} listener")
+        return found + _remains(result.uid, self.targets.marker)
+
+
+def _remains(uid: int, marker: str) -> list[str]:
+    """Processes and directories that are left; looks again for a while before it says so."""
+    end = time.monotonic() + _SETTLE_S
+    while True:
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                ours = entry.stat().st_uid == uid
+                program = any(part.endswith(f"/{PROGRAM}".encode()) for part in arguments)
+                if marker.encode() in arguments or (ours and (program or uid != os.geteuid())):
+                    found.append(f"process {entry.name} is left: {arguments[:2]}")
+        for path in Path(tempfile.gettempdir()).glob("coa_jax_*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_uid == uid and (path / PROGRAM).exists():
+                    found.append(f"directory {path} is left")
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def scene() -> Iterator[Scene]:
+    """Sets everything up and takes it away again."""
+    with contextlib.ExitStack() as stack:
+        directories = []
+        for parent in (Path.home(), Path(tempfile.gettempdir())):
+            directory = Path(tempfile.mkdtemp(prefix=".coa_jax_trial_", dir=parent))
+            stack.callback(shutil.rmtree, directory)
+            directory.chmod(0o777)
+            directories.append(directory)
+        abstract = f"\0coa_jax_trial_{secrets.token_hex(8)}"
+        kinds = {
+            "tcp": (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            "udp": (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            "abstract": (socket.AF_UNIX, socket.SOCK_STREAM, abstract),
+        }
+        listeners = {}
+        for name, (family, kind, address) in kinds.items():
+            listener = stack.enter_context(socket.socket(family, kind))
+            listener.bind(address)
+            listener.setblocking(False)
+            if kind == socket.SOCK_STREAM:
+                listener.listen()
+            listeners[name] = listener
+        yield Scene(directories, listeners)
+
+
+async def attempt(job: Job, canary: Canary, around: Scene) -> tuple[list[str], float]:
+    """Lets a hostile program try.
+
+    Returns:
+        (what went wrong, empty if it was contained; seconds until it had ended)
+    """
+    start = time.monotonic()
+    try:
+        result = await run(job, canary.source, keep=2000)
+    except SandboxError as error:
+        return [f"the sandbox failed: {error}"], time.monotonic() - start
+    seconds = time.monotonic() - start
+    found = around.damage(result)
+    if result.reason not in canary.endings:
+        found.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
+    elif result.reason == "exit" and not result.stdout.head.startswith(canary.says):
+        said = result.stdout.head.strip() or result.stderr.tail.strip()
+        found.append(f"it said {said[-300:]!r}")
+    after = await run(job, "print(6 * 7)")
+    if after.stdout.head != "42\n":
+        found.append(f"the next program failed: {after.stderr.tail.strip()!r}")
+    return found, seconds

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The whole pipeline on a CPU: teacher traces, distillation, SFT, RL with live tools, evaluation.
+#
+#   bash launch/quickstart.sh [--workdir DIR] [--seed N] [--config.KEY=VALUE ...]
+#
+# Writes DIR (default runs/quickstart): metrics, traces, checkpoints, summary.json and the page
+# report/index.html.  The same command continues an interrupted run.
+set -euo pipefail
+
+workdir=runs/quickstart
+rest=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --workdir=*) workdir="${1#*=}" ;;
+    --workdir)
+      [ $# -ge 2 ] || { echo "error: --workdir needs a directory" >&2; exit 2; }
+      workdir="$2"
+      shift
+      ;;
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+[ -n "$workdir" ] || { echo "error: --workdir needs a directory" >&2; exit 2; }
+# The command runs in the repository; a relative directory is meant from where the user stands.
+case "$workdir" in
+  /* | runs/quickstart) ;;
+  *) workdir="$PWD/$workdir" ;;
+esac
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+exec python -m coa_jax.quickstart --workdir "$workdir" ${rest[@]+"${rest[@]}"}

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in an environment made for them.
+#
+#   bash launch/test.sh [--slow] [PYTEST ARGUMENT ...]
+#
+# --slow runs the slow tests as well.  Everything is run even if an earlier part fails; the exit
+# code is 0 only if all parts pass.
+set -euo pipefail
+
+arguments=()
+for argument in "$@"; do
+  case "$argument" in
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --slow) arguments+=(-m "slow or not slow") ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" test
+
+failed=()
+echo "== ruff"
+python -m ruff check . || failed+=(ruff)
+echo "== mypy"
+python -m mypy || failed+=(mypy)
+echo "== pytest"
+python -m pytest ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
+
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "error: failed: ${failed[*]}" >&2
+  exit 1
+fi

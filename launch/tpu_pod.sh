@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Runs a command of coa_jax on every host of a Cloud TPU pod slice.
+#
+#   bash launch/tpu_pod.sh [FLAGS] setup               copy this commit to all hosts, install it
+#   bash launch/tpu_pod.sh [FLAGS] run COMMAND ARG...  e.g. run rl --config=configs/rl/factbook.py \
+#                                                           --workdir=/mnt/runs/a
+#   bash launch/tpu_pod.sh [FLAGS] logs                the end of each host's log
+#   bash launch/tpu_pod.sh [FLAGS] stop                end the command on all hosts
+#
+# Flags:
+#   --name NAME        the TPU VM (required)
+#   --zone ZONE        its zone (required)
+#   --project PROJECT  default: the one gcloud is configured for
+#   --dir DIR          where the code lives on the hosts (default coa_jax, in the home directory)
+#   --detach           run: return at once, the command goes on after this shell ends
+#   --dry-run          print the commands, run nothing
+#
+# The work directory must be one that all hosts share (a mounted file share or bucket): the first
+# host writes metrics, all hosts write their shards of a checkpoint.  Run the same command again to
+# continue after a preemption.  What is committed is what runs: uncommitted changes stay here.
+set -euo pipefail
+
+usage() { sed -n '2,23s/^# \{0,1\}//p' "$0"; }
+fail() { echo "error: $*" >&2; exit 2; }
+
+name="" zone="" project="" directory=coa_jax detach=no dry_run=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --detach) detach=yes ;;
+    --dry-run) dry_run=yes ;;
+    --name | --zone | --project | --dir)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      case "$1" in
+        --name) name="$2" ;;
+        --zone) zone="$2" ;;
+        --project) project="$2" ;;
+        --dir) directory="$2" ;;
+      esac
+      shift
+      ;;
+    -*) fail "unknown flag $1; --help lists the flags" ;;
+    *) break ;;
+  esac
+  shift
+done
+action="${1:-}"
+[ $# -eq 0 ] || shift
+[ -n "$action" ] || fail "what to do? setup, run, logs or stop (--help explains)"
+[ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
+[ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
+[[ "$directory" =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--dir $directory: only letters, digits, . _ - /"
+[ "$dry_run" = yes ] || command -v gcloud >/dev/null || fail "gcloud is not installed"
+
+where=("$name" "--zone=$zone" --worker=all)
+[ -z "$project" ] || where+=("--project=$project")
+
+# Prints a command as it could be typed, and runs it unless --dry-run was given.
+do_it() {
+  if [ "$dry_run" = yes ]; then
+    printf '%q ' "$@"
+    echo
+  else
+    "$@"
+  fi
+}
+on_all() { do_it gcloud compute tpus tpu-vm ssh "${where[@]}" --command "$1"; }
+
+case "$action" in
+  setup)
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$root" rev-parse --short HEAD).tar.gz"
+    do_it git -C "$root" archive --format=tar.gz -o "$archive" HEAD
+    do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
+    on_all "mkdir -p $directory && tar -xzf coa_jax.tar.gz -C $directory && \
+bash $directory/launch/setup_env.sh tpu gguf"
+    ;;
+  run)
+    [ $# -gt 0 ] || fail "run what? e.g. run sft --config=configs/sft/factbook.py --workdir=DIR"
+    [[ "$1" =~ ^[a-z_]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
+    command=".venv/bin/python -u -m coa_jax.$1"
+    shift
+    [ $# -eq 0 ] || command+="$(printf ' %q' "$@")"
+    command="COA_JAX_DISTRIBUTED=1 $command"
+    if [ "$detach" = yes ]; then
+      on_all "cd $directory && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
+    else
+      # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.
+      on_all "cd $directory && bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
+exec env \"\$@\"' run $command"
+    fi
+    ;;
+  logs) on_all "tail -n 20 $directory/run.log" ;;
+  stop) on_all "kill \$(cat $directory/run.pid)" ;;
+  *) fail "unknown action $action; setup, run, logs or stop" ;;
+esac

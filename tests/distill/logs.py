@@ -1,0 +1,35 @@
+"""Builds message logs by hand, the way any mind could have written them."""
+
+from __future__ import annotations
+
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
+
+SENDERS = {
+    Kind.QUESTION: ("user", "manager"),
+    Kind.REQUEST: ("manager", "search"),
+    Kind.PLAN: ("planner", "manager"),
+    Kind.REPORT: ("search", "manager"),
+    Kind.REFLECTION: ("reflection", "manager"),
+    Kind.SUGGESTION: ("manager", "verification"),
+    Kind.VERDICT: ("verification", "manager"),
+    Kind.ANSWER: ("manager", "user"),
+}
+
+
+def message(kind, content, thought="", tool="wiki_search", outcome="ok", index=0):
+    """One message; calls and observations name their tool."""
+    kind = Kind(kind)
+    if kind is Kind.CALL:
+        return Message(index, "search", tool, kind, content, thought)
+    if kind is Kind.OBSERVATION:
+        return Message(index, tool, "search", kind, content, thought, outcome)
+    sender, recipient = SENDERS[kind]
+    return Message(index, sender, recipient, kind, content, thought)
+
+
+def log_of(*rows, protocol="generalist", episode="e", question="Q?"):
+    """A log from rows of arguments of `message`; the question is put in front."""
+    rows = [("question", question), *rows]
+    messages = tuple(message(*row, index=i) for i, row in enumerate(rows))
+    ending = Ending.ANSWER if messages[-1].kind is Kind.ANSWER else Ending.LIMIT
+    return MessageLog(episode, question, protocol, messages, ending)

@@ -1,0 +1,126 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax.distill.dataset import distill_split, statistics_of
+from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.errors import UserError
+from coa_jax.trajectory import read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = DistillConfig(mistake_rate=0.3, unrecovered_rate=0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tools, factbook_tasks):
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, distill_split("train", factbook_tasks[:40], tools, CONFIG, workdir)
+
+
+def test_the_file_holds_the_records(whole):
+    workdir, split = whole
+    assert read_records(workdir / "train.jsonl") == split.records
+    assert len(split.records) > 30
+
+
+def test_a_second_start_makes_nothing_again(whole, tools, factbook_tasks):
+    workdir, split = whole
+    files = {path: path.read_bytes() for path in workdir.rglob("*.jsonl")}
+    assert len(files) == 2
+    again = distill_split("train", factbook_tasks[:40], tools, CONFIG, workdir)
+    assert (again.resumed, again.records) == (40, split.records)
+    assert all(path.read_bytes() == data for path, data in files.items())
+
+
+def test_more_tasks_continue_the_journal(whole, tools, factbook_tasks, tmp_path):
+    part = distill_split("train", factbook_tasks[:15], tools, CONFIG, tmp_path)
+    full = distill_split("train", factbook_tasks[:40], tools, CONFIG, tmp_path)
+    assert (part.resumed, full.resumed) == (0, 15)
+    assert full.records == whole[1].records
+
+
+def test_another_seed_needs_another_place(whole, tools, factbook_tasks):
+    with pytest.raises(UserError, match="another configuration"):
+        distill_split("train", factbook_tasks[:2], tools, DistillConfig(seed=9), whole[0])
+
+
+def test_other_filters_may_be_tried_on_the_same_runs(whole, tools, factbook_tasks, tmp_path):
+    journal = tmp_path / "journal" / "train.jsonl"
+    journal.parent.mkdir()
+    journal.write_bytes((whole[0] / "journal" / "train.jsonl").read_bytes())
+    strict = DistillConfig(mistake_rate=0.3, unrecovered_rate=0.1, max_chars=1000)
+    split = distill_split("train", factbook_tasks[:40], tools, strict, tmp_path)
+    assert split.resumed == 40
+    assert split.report.dropped["too_long"] > 0
+    assert all(len(record.text) <= 1000 for record in split.records)
+
+
+def test_statistics_describe_the_records(whole):
+    records = whole[1].records
+    figures = statistics_of(records)
+    assert figures["records"] == len(records)
+    assert sum(group["records"] for group in figures["by_hops"].values()) == len(records)
+    assert 0 < figures["with_correction"] < 1
+    assert sum(figures["mistakes"].values()) == sum(len(r.metadata["mistakes"]) for r in records)
+    one = [r for r in records if r.metadata["hops"] == 1]
+    assert figures["by_hops"]["1"]["text_chars_max"] == max(len(r.text) for r in one)
+    assert statistics_of([])["records"] == 0
+
+
+def command(workdir, *more):
+    return [
+        sys.executable,
+        "-m",
+        "coa_jax.distill",
+        "--config=configs/distill/factbook.py",
+        f"--workdir={workdir}",
+        "--config.tasks.train=60",
+        "--config.tasks.validation=10",
+        "--config.teacher.concurrency=2",
+        *more,
+    ]
+
+
+def run(workdir, *more):
+    return subprocess.run(
+        command(workdir, *more), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_killed_command_continues_to_the_same_files(tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert run(straight).returncode == 0
+    process = subprocess.Popen(command(killed), cwd=ROOT, stderr=subprocess.DEVNULL)
+    journal = killed / "journal" / "train.jsonl"
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = journal.read_bytes().count(b"\n") - 1
+    assert not (killed / "train.jsonl").exists()
+    finished = run(killed)
+    assert finished.returncode == 0, finished.stderr
+    assert f"{done} of them from before" in finished.stderr
+    for name in ("train.jsonl", "validation.jsonl"):
+        assert (killed / name).read_bytes() == (straight / name).read_bytes()
+    summaries = [json.loads((d / "summary.json").read_text()) for d in (straight, killed)]
+    assert all(set(s) == {"data", "teacher", "timings_s"} for s in summaries)
+    assert summaries[0]["teacher"] == summaries[1]["teacher"]
+    assert summaries[0]["data"] == summaries[1]["data"]
+    assert summaries[0]["teacher"]["n"] == 10
+    assert "teacher pass@1" in finished.stdout
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
+    done = run(tmp_path, "--config.teacher.mistake_rate=2.0")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: distill config: mistake_rate")

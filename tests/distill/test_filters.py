@@ -1,0 +1,106 @@
+import dataclasses
+
+from coa_jax.distill.chance import uniform
+from coa_jax.distill.filters import (
+    copies,
+    first_failure,
+    plain_share,
+    quality_filters,
+    report_of,
+)
+from coa_jax.distill.pipeline import as_run
+from coa_jax.tasks.base import Task
+from tests.distill.logs import log_of
+
+TASK = Task("e", "What is the capital of Peru?", "generalist", ("Lima",), "test")
+START = [("plan", "1. look"), ("call", "capital of Peru"), ("observation", "Lima.")]
+END = [("suggestion", "Lima"), ("verdict", "4"), ("answer", "Lima")]
+GOOD = log_of(*START, *END)
+
+
+def failure(log, task=TASK, **settings):
+    return first_failure(as_run(task, log), quality_filters(**{"max_chars": 2000, **settings}))
+
+
+def test_a_good_run_passes():
+    assert failure(GOOD) is None
+
+
+def test_each_filter_drops_what_it_names():
+    assert failure(log_of(*START)) == "unanswered"
+    fault = ("observation", "Lima.", "", "wiki_search", "fault")
+    assert failure(log_of(*START[:2], fault, *END)) == "tool_fault"
+    wrong = [("suggestion", "Quito"), ("verdict", "4"), ("answer", "Quito")]
+    assert failure(log_of(*START, *wrong)) == "wrong_answer"
+    assert failure(log_of(*START, ("answer", "Lima"))) == "protocol"
+    poor = [("suggestion", "Lima"), ("verdict", "2"), ("answer", "Lima")]
+    assert failure(log_of(*START, *poor)) == "protocol"
+    again = [("call", "capital  of Peru "), ("observation", "Lima.")]
+    assert failure(log_of(*START, *again, *END)) == "repeated_call"
+    assert failure(GOOD, max_chars=100) == "too_long"
+    assert failure(GOOD, min_interactions=8) == "too_simple"
+    assert failure(GOOD, min_interactions=7) is None
+
+
+def test_the_same_arguments_to_two_tools_are_no_repetition():
+    program = "```py\nprint(1)\n```"
+    calls = [
+        ("call", program, "", "code"),
+        ("observation", "[EXECUTED]\n1", "", "code"),
+        ("call", program, "", "wiki_search"),
+        ("observation", "Lima.", "", "wiki_search"),
+    ]
+    assert failure(log_of(START[0], *calls, *END)) is None
+
+
+def test_the_answer_of_the_code_protocol_is_read_from_its_box():
+    task = Task("e", "6 * 7?", "code", ("42",), "test")
+    rows = [
+        ("plan", "1. compute"),
+        ("call", "```py\nprint(6 * 7)\n```", "", "code"),
+        ("observation", "[EXECUTED]\n42", "", "code"),
+        ("reflection", "As expected."),
+    ]
+    assert failure(log_of(*rows, ("answer", "\\boxed{42}"), protocol="code"), task) is None
+    assert (
+        failure(log_of(*rows, ("answer", "\\boxed{41}"), protocol="code"), task) == "wrong_answer"
+    )
+
+
+def test_a_report_counts_the_first_failure_only():
+    filters = quality_filters(2000)
+    logs = [GOOD, log_of(*START), log_of(*START, ("answer", "Quito")), GOOD]
+    report = report_of([first_failure(as_run(TASK, log), filters) for log in logs], filters)
+    assert (report.total, report.kept) == (4, 2)
+    assert report.dropped["unanswered"] == 1
+    assert report.dropped["wrong_answer"] == 1
+    assert sum(report.dropped.values()) + report.kept == report.total
+    assert list(report.dropped) == [f.name for f in filters]
+
+
+def test_plain_runs_are_thinned_and_reflective_ones_kept():
+    share = plain_share(0.3, seed=1)
+    runs = [as_run(dataclasses.replace(TASK, id=f"t{i}"), GOOD) for i in range(500)]
+    kept = [run.task.id for run in runs if share.keeps(run)]
+    assert 100 < len(kept) < 200
+    assert kept == [run.task.id for run in runs if share.keeps(run)]
+    assert not any(plain_share(0.0, 1).keeps(run) for run in runs)
+    assert all(plain_share(1.0, 1).keeps(run) for run in runs)
+    low = [("suggestion", "Quito"), ("verdict", "1"), ("plan", "1. again")]
+    assert plain_share(0.0, 1).keeps(as_run(TASK, log_of(*START, *low, *END)))
+
+
+def test_a_corrected_run_may_count_more_than_once():
+    low = [("suggestion", "Quito"), ("verdict", "1"), ("plan", "1. again")]
+    corrected = as_run(TASK, log_of(*START, *low, *END))
+    assert [record.id for record in copies(corrected, 3)] == ["e", "e#2", "e#3"]
+    assert [record.id for record in copies(as_run(TASK, GOOD), 3)] == ["e"]
+
+
+def test_chance_is_uniform_and_depends_on_every_argument():
+    draws = [uniform(0, f"t{i}", "query/1") for i in range(2000)]
+    assert all(0 <= u < 1 for u in draws)
+    assert abs(sum(draws) / len(draws) - 0.5) < 0.03
+    base = uniform(0, "t", "a")
+    assert base == uniform(0, "t", "a")
+    assert len({base, uniform(1, "t", "a"), uniform(0, "u", "a"), uniform(0, "t", "b")}) == 4

@@ -1,0 +1,130 @@
+import asyncio
+import random
+
+import pytest
+
+from coa_jax.distill import DistillConfig, distill_tasks, evaluate_teacher
+from coa_jax.distill.messages import AGENTS
+from coa_jax.distill.pipeline import run_teacher, teacher_block, wilson_interval
+from coa_jax.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def config():
+    return DistillConfig(mistake_rate=0.4, unrecovered_rate=0.2)
+
+
+@pytest.fixture(scope="module")
+def distilled(tools, factbook_tasks, config):
+    return distill_tasks(factbook_tasks, tools, config)
+
+
+def test_records_and_report_add_up(distilled, factbook_tasks):
+    records, report = distilled
+    assert report.total == len(factbook_tasks)
+    assert report.kept == len(records)
+    assert report.kept + sum(report.dropped.values()) == report.total
+    assert report.dropped["wrong_answer"] > 0
+    assert report.kept > 0.8 * report.total
+
+
+def test_records_stand_in_the_order_of_the_tasks(distilled, factbook_tasks):
+    ids = [record.id for record in distilled[0]]
+    assert ids == [task.id for task in factbook_tasks if task.id in set(ids)]
+
+
+def test_records_carry_what_learning_needs(distilled, factbook_tasks):
+    tasks = {task.id: task for task in factbook_tasks}
+    for record in distilled[0]:
+        task = tasks[record.id]
+        assert (record.question, record.gold) == (task.question, task.gold)
+        assert record.metadata["hops"] == task.metadata["hops"]
+        assert record.metadata["source"] == "factbook"
+        assert record.parts[0][0] == record.parts[-1][0] == "policy"
+        assert record.text.endswith(f"<answer>{record.answer}</answer>")
+
+
+def test_results_depend_neither_on_order_nor_on_concurrency(tools, factbook_tasks, distilled):
+    shuffled = list(factbook_tasks)
+    random.Random(1).shuffle(shuffled)
+    one = DistillConfig(mistake_rate=0.4, unrecovered_rate=0.2, concurrency=1)
+    records, report = distill_tasks(shuffled, tools, one)
+    assert sorted(records, key=lambda r: r.id) == sorted(distilled[0], key=lambda r: r.id)
+    assert report == distilled[1]
+
+
+def test_each_kept_record_is_announced_once(tools, factbook_tasks, config, distilled):
+    heard = []
+    records, _ = distill_tasks(factbook_tasks[:40], tools, config, heard.append)
+    assert sorted(r.id for r in heard) == sorted(r.id for r in records)
+    assert records == distilled[0][: len(records)]
+
+
+def test_the_teacher_is_measured_without_filters(tools, factbook_tasks, config, distilled):
+    block = evaluate_teacher(factbook_tasks, tools, config, count_tokens=lambda t: len(t.split()))
+    wrong = distilled[1].dropped["wrong_answer"] + distilled[1].dropped["unanswered"]
+    assert block["n"] == len(factbook_tasks)
+    assert block["pass_at_1"] == pytest.approx(1 - wrong / block["n"])
+    assert block["ci95"][0] < block["pass_at_1"] < block["ci95"][1]
+    assert block["tool_calls_per_task"] > 1.5
+    assert block["tokens_per_task"] > 30
+    assert block["format_valid"] >= block["pass_at_1"]
+    assert block["faults"] == 0
+
+
+def test_runs_on_a_broken_tool_are_counted_and_not_graded(factbook_tasks, config):
+    class Broken:
+        name, deadline = "wiki_search", 5.0
+
+        async def __call__(self, arguments, context):
+            raise OSError("gone")
+
+    tasks = factbook_tasks[:5]
+    records, report = distill_tasks(tasks, {"wiki_search": Broken()}, config)
+    assert records == []
+    assert report.dropped["tool_fault"] == 5
+    block = evaluate_teacher(tasks, {"wiki_search": Broken()}, config)
+    assert (block["n"], block["faults"], block["pass_at_1"]) == (0, 5, None)
+
+
+def test_token_counts_are_left_open_without_a_counter(tools, factbook_tasks, config):
+    logs = asyncio.run(run_teacher(factbook_tasks[:3], tools, config))
+    assert teacher_block(factbook_tasks[:3], logs)["tokens_per_task"] is None
+
+
+def test_existing_runs_are_not_made_again(factbook_tasks, tools, config):
+    tasks = factbook_tasks[:6]
+    logs = asyncio.run(run_teacher(tasks, tools, config))
+    fresh = []
+    done = {log.episode: log for log in logs[:4]}
+    again = asyncio.run(
+        run_teacher(tasks, tools, config, done=done, on_log=lambda task, log: fresh.append(task.id))
+    )
+    assert again == logs
+    assert sorted(fresh) == sorted(task.id for task in tasks[4:])
+
+
+def test_mistakes_of_the_user_are_explained(factbook_tasks, tools, config):
+    with pytest.raises(UserError, match=r"mistake_rate is 1\.5"):
+        DistillConfig(mistake_rate=1.5)
+    with pytest.raises(UserError, match="concurrency is 0"):
+        DistillConfig(concurrency=0)
+    with pytest.raises(UserError, match="task ids occur twice"):
+        distill_tasks(factbook_tasks[:1] * 2, tools, config)
+    minds = dict.fromkeys(AGENTS[:-1], config.minds()["manager"])
+    with pytest.raises(UserError, match="no mind for verification"):
+        distill_tasks(factbook_tasks[:1], tools, config, minds=minds)
+
+
+def test_no_tasks_give_no_records(tools, config):
+    records, report = distill_tasks([], tools, config)
+    assert (records, report.total) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("successes", "total", "low", "high"),
+    # From Wilson's formula as printed in Agresti & Coull 1998 and by statsmodels.
+    [(8, 10, 0.49016, 0.94332), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (0, 0, 0.0, 1.0)],
+)
+def test_wilson_interval(successes, total, low, high):
+    assert wilson_interval(successes, total) == pytest.approx((low, high), abs=1e-4)

@@ -1,0 +1,124 @@
+"""Sampling is exact, and every option does what its name says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_key
+
+
+def keys_of(n, seed=0):
+    return jnp.stack([sample_key(seed, 0, i) for i in range(n)])
+
+
+def draw(logits, n, temperature=1.0, top_p=1.0, top_k=0):
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
+    return sample(
+        rows,
+        keys_of(n),
+        jnp.zeros(n, jnp.int32),
+        jnp.full(n, temperature),
+        jnp.full(n, top_p),
+        jnp.full(n, top_k, jnp.int32),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=700).filter(any),
+    st.floats(0, 0.999),
+)
+def test_inverse_cdf_finds_the_index_at_which_the_cumulative_sum_passes(weights, uniform):
+    # Integer weights keep every partial sum exact in float32.
+    index = int(inverse_cdf(jnp.asarray([weights], jnp.float32), jnp.asarray([uniform]))[0])
+    total = np.float32(np.float32(uniform) * np.float32(sum(weights)))
+    expected = int(np.searchsorted(np.cumsum(weights), total, side="right"))
+    assert index == expected
+    assert weights[index] > 0
+
+
+def test_frequencies_follow_the_softmax():
+    logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5] + [-30.0] * 300)
+    n = 20_000
+    tokens, logps = draw(logits, n)
+    probs = np.exp(logits) / np.exp(logits).sum()
+    counts = np.bincount(np.asarray(tokens), minlength=len(logits))
+    seen = probs > 1e-6
+    chi2 = (((counts - n * probs) ** 2) / (n * probs))[seen].sum()
+    assert counts[~seen].sum() == 0
+    assert chi2 < 18.5  # 99.9 % quantile of chi-square with 4 degrees of freedom
+    np.testing.assert_allclose(logps, np.log(probs)[np.asarray(tokens)], atol=1e-5)
+
+
+def test_temperature_zero_takes_the_largest_and_reports_its_plain_log_probability():
+    tokens, logps = draw([1.0, 3.0, 2.0], 4, temperature=0.0)
+    assert tokens.tolist() == [1] * 4
+    expected = 3 - np.log(np.exp([1.0, 3.0, 2.0]).sum())
+    np.testing.assert_allclose(logps, expected, rtol=1e-6)
+
+
+def test_log_probability_is_of_the_distribution_before_truncation():
+    logits = np.array([2.0, 1.0, 0.0])
+    tokens, logps = draw(logits, 50, temperature=0.5, top_k=1)
+    assert set(tokens.tolist()) == {0}
+    expected = logits[0] / 0.5 - np.log(np.exp(logits / 0.5).sum())
+    np.testing.assert_allclose(logps, expected, rtol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(-8, 8), min_size=2, max_size=40, unique=True),
+    st.floats(0.05, 1.0),
+    st.integers(0, 50),
+)
+def test_truncation_keeps_what_a_float64_reference_keeps(logits, top_p, top_k):
+    kept = np.isfinite(
+        filter_logits(
+            jnp.asarray([logits], jnp.float32), jnp.asarray([top_p]), jnp.asarray([top_k])
+        )[0]
+    )
+    order = np.argsort(-np.asarray(logits))
+    probs = np.exp(np.asarray(logits, np.float64))[order]
+    probs /= probs.sum()
+    before = np.cumsum(probs) - probs
+    if np.any(np.abs(before - top_p) < 1e-5):
+        return  # the border is within float32 rounding
+    keep = (before < top_p) & (np.arange(len(logits)) < (top_k or len(logits)))
+    expected = np.zeros(len(logits), bool)
+    expected[order[keep]] = True
+    assert kept.tolist() == expected.tolist()
+
+
+def test_a_draw_depends_on_sample_and_position_and_not_on_the_row():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)), jnp.float32)
+    key = sample_key(1, 2, 3)[None]
+
+    def one(rows, row, position):
+        stacked = jnp.broadcast_to(logits, (rows, 50))
+        keys = jnp.zeros((rows, 2), jnp.uint32).at[row].set(key[0])
+        ones = jnp.ones(rows)
+        tokens, _ = sample(
+            stacked, keys, jnp.full(rows, position), ones, ones, jnp.zeros(rows, jnp.int32)
+        )
+        return int(tokens[row])
+
+    assert one(1, 0, 7) == one(5, 3, 7) == one(16, 11, 7)
+    assert len({one(1, 0, p) for p in range(30)}) > 5
+
+
+@pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4)])
+def test_keys_differ_by_seed_prompt_and_sample(other):
+    assert not np.array_equal(sample_key(1, 2, 3), sample_key(*other))
+
+
+def test_many_rows_of_a_large_vocabulary_draw_valid_tokens():
+    logits = jax.random.normal(jax.random.key(0), (32, 49_152)) * 3
+    ones = jnp.ones(32)
+    tokens, logps = sample(
+        logits, keys_of(32), jnp.arange(32), ones, ones, jnp.zeros(32, jnp.int32)
+    )
+    reference = jax.nn.log_softmax(logits)[jnp.arange(32), tokens]
+    np.testing.assert_allclose(logps, reference, atol=2e-5)

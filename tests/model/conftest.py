@@ -1,0 +1,93 @@
+"""Tiny random models of each family, written by transformers, which is also the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from coa_jax.model.bpe import train_bpe
+
+CORPUS = [
+    "<think>the answer is in the table, so search for the river</think>\n<plan>one</plan>\n",
+    "Question: which country has the longest river? 12 of 345 people said it's Norrland.\n",
+    "<wiki_search>the longest river</wiki_search>\n<observation>\nThe river is long\n",
+] * 4
+
+_SMALL = {
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "qwen3-head-dim": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "llama-untied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama3-rope": (
+        "Llama",
+        {"rope_parameters": _LLAMA3_ROPE, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A model directory and the torch model that wrote it."""
+
+    path: Path
+    torch_model: Any
+
+
+def make_reference(family: str, path: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    """Writes a random model whose every tensor, norms and biases too, is random."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**_SMALL, **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (0.15, 0.0)
+            parameter.copy_(torch.randn_like(parameter) * scale + shift)
+    model = model.to(dtype)
+    model.save_pretrained(path)
+    train_bpe(CORPUS, 384, path, tags=("<think>", "</think>"))
+    return Reference(path, model)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    root = tmp_path_factory.mktemp("references")
+    return {family: make_reference(family, root / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as GGUF, from COA_JAX_SMOLLM2 or weights/SmolLM2-135M-Instruct."""
+    default = Path(__file__).parents[2] / "weights" / "SmolLM2-135M-Instruct"
+    path = Path(os.environ.get("COA_JAX_SMOLLM2", default))
+    file = path if path.suffix == ".gguf" else next(iter(sorted(path.glob("*.gguf"))), path)
+    if not file.is_file():
+        pytest.skip("SmolLM2-135M-Instruct is not here: set COA_JAX_SMOLLM2 to its .gguf file")
+    return file

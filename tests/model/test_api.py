@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from tests.model.conftest import FAMILIES, make_reference
+
+from coa_jax.errors import UserError
+from coa_jax.model.api import Model, load_model, logits, save_model
+
+TOKENS = np.random.default_rng(0).integers(0, 384, (2, 70))
+
+
+def torch_logits(model, tokens) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(tokens))).logits.float().numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers_float32(references, family):
+    expected = torch_logits(references[family].torch_model, TOKENS)
+    actual = logits(load_model(references[family].path), TOKENS)
+    assert actual.dtype == jnp.float32
+    assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_llama3_scaling_matters_for_the_golden_logits(references):
+    """Guards the test above: without the scaling the logits would differ visibly."""
+    model = load_model(references["llama3-rope"].path)
+    expected = torch_logits(references["llama3-rope"].torch_model, TOKENS)
+    plain = Model(
+        type(model.config)(**{**vars(model.config), "rope_scaling": None}),
+        model.params,
+        model.tokenizer,
+    )
+    assert np.abs(logits(plain, TOKENS) - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_round_trip_through_transformers_is_bit_identical(tmp_path, family, stored):
+    reference = make_reference(family, tmp_path / "in", stored)
+    # bfloat16 weights held in float32 come back unchanged when saved as bfloat16.
+    save_model(
+        load_model(tmp_path / "in"), tmp_path / "out", dtype=str(stored).removeprefix("torch.")
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected, actual = reference.torch_model.state_dict(), loaded.state_dict()
+    assert type(loaded) is type(reference.torch_model)
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == stored
+        assert torch.equal(actual[name], tensor), name
+    assert loaded.config.rope_parameters == reference.torch_model.config.rope_parameters
+    assert loaded.generation_config.eos_token_id == [1, 2]
+
+
+def test_bfloat16_params_are_kept_and_saved_without_a_cast(tmp_path):
+    make_reference("qwen3-head-dim", tmp_path / "in", torch.bfloat16)
+    model = load_model(tmp_path / "in", dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}
+    save_model(model, tmp_path / "out")
+    first, second = (
+        safetensors.torch.load_file(tmp_path / d / "model.safetensors") for d in ("in", "out")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_shards_are_bounded_and_load_everywhere(references, tmp_path):
+    model = load_model(references["llama-untied"].path)
+    save_model(model, tmp_path / "out", max_shard_bytes=60_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3
+    tensors = [safetensors.torch.load_file(tmp_path / "out" / file) for file in files]
+    for part in tensors:
+        assert sum(t.nbytes for t in part.values()) <= 60_000 or len(part) == 1
+    assert index["metadata"]["total_size"] == sum(t.nbytes for p in tensors for t in p.values())
+    again = load_model(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = references["llama-untied"].torch_model.state_dict()
+    assert all(torch.equal(loaded.state_dict()[name], t) for name, t in expected.items())
+
+
+def test_saved_tokenizer_loads_in_transformers(references, tmp_path):
+    model = load_model(references["qwen2"].path)
+    save_model(model, tmp_path / "out")
+    text = "<think>the river</think> <|im_end|> 12 Norr"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
+    assert tokenizer.chat_template == model.tokenizer.chat_template
+
+
+def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
+    model = load_model(references["qwen2"].path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # The kernel refuses to let files grow past this: a write fails half way, for real.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+        with pytest.raises(UserError, match="out cannot be written .* nothing was saved"):
+            save_model(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_keeps_the_old_model(references, tmp_path):
+    model = load_model(references["qwen2"].path)
+    save_model(model, tmp_path / "out", dtype="bfloat16")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, hard))
+        with pytest.raises(UserError, match="cannot be written"):
+            save_model(model, tmp_path / "out", overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_overwrite_replaces_a_model_but_never_other_files(references, tmp_path):
+    model = load_model(references["qwen2"].path)
+    save_model(model, tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(UserError, match="overwrite=True"):
+        save_model(model, tmp_path / "out")
+    save_model(model, tmp_path / "out", overwrite=True)
+    again = load_model(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds no model"):
+        save_model(model, tmp_path / "notes", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "out"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[0, 384]], r"tokens\[0\]\[1\] is 384"),
+        ([[3], [-1]], r"tokens\[1\]\[0\] is -1"),
+        ([1, 2], "batch, length"),
+        (np.zeros((1, 0), np.int32), "not empty"),
+        ([[1, 2], [3]], "different length"),
+        ([[0.5]], "integer ids"),
+    ],
+)
+def test_bad_tokens_are_refused(references, tokens, message):
+    with pytest.raises(UserError, match=message):
+        logits(load_model(references["qwen2"].path), tokens)
+
+
+@pytest.fixture
+def broken(references, tmp_path) -> Path:
+    """A copy of a good model, to be damaged."""
+    return Path(shutil.copytree(references["qwen2-untied"].path, tmp_path / "m"))
+
+
+def edit_tensors(path: Path, change) -> None:
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_tensor_is_named(broken):
+    edit_tensors(broken, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load_model(broken)
+
+
+def test_wrong_shape_is_named_with_both_shapes(broken):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_tensors(broken, lambda t: t.update({name: t[name][:-1].clone()}))
+    with pytest.raises(UserError, match=r"q_proj\.weight has shape \[47, 48\].*\[48, 48\]"):
+        load_model(broken)
+
+
+def test_unexpected_tensor_is_named(broken):
+    edit_tensors(broken, lambda t: t.update({"model.layers.9.extra": torch.zeros(2)}))
+    with pytest.raises(UserError, match=r"model\.layers\.9\.extra is unexpected"):
+        load_model(broken)
+
+
+def test_integer_weights_are_refused(broken):
+    name = "model.norm.weight"
+    edit_tensors(broken, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(UserError, match=r"model\.norm\.weight has dtype I8"):
+        load_model(broken)
+
+
+def test_tied_copy_of_the_head_is_accepted_only_if_it_is_one(references, tmp_path):
+    path = Path(shutil.copytree(references["qwen2"].path, tmp_path / "m"))
+    embed = "model.embed_tokens.weight"
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t[embed].clone()}))
+    assert "head" not in load_model(path).params
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t[embed] + 1}))
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from the embedding"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 400, 20_000, -1])
+def test_truncated_file_is_named(broken, keep):
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model\.safetensors is truncated"):
+        load_model(broken)
+
+
+def test_garbage_file_is_named(broken):
+    (broken / "model.safetensors").write_bytes(b"\x10" + b"\0" * 7 + b"not json at all!" * 9)
+    with pytest.raises(UserError, match=r"model\.safetensors is truncated or not a safetensors"):
+        load_model(broken)
+
+
+def test_missing_pieces_are_named(broken, tmp_path):
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        load_model(tmp_path / "nowhere")
+    (broken / "model.safetensors").rename(broken / "hidden")
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        load_model(broken)
+    (broken / "hidden").rename(broken / "model.safetensors")
+    (broken / "tokenizer.json").rename(broken / "hidden")
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+        load_model(broken)
+    (broken / "hidden").rename(broken / "tokenizer.json")
+    (broken / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        load_model(broken)
+
+
+def test_missing_shard_and_wrong_index_are_named(references, tmp_path):
+    save_model(load_model(references["qwen2"].path), tmp_path / "m", max_shard_bytes=50_000)
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = content["weight_map"]["model.norm.weight"]
+    (tmp_path / "m" / shard).rename(tmp_path / "m" / "hidden")
+    with pytest.raises(UserError, match=rf"{shard} is missing"):
+        load_model(tmp_path / "m")
+    (tmp_path / "m" / "hidden").rename(tmp_path / "m" / shard)
+    content["weight_map"]["model.ghost"] = shard
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"lacks tensor model\.ghost"):
+        load_model(tmp_path / "m")
+    index.write_text("{")
+    with pytest.raises(UserError, match=r"index\.json cannot be read"):
+        load_model(tmp_path / "m")
+
+
+def test_damaged_tokenizer_is_named(broken):
+    file = broken / "tokenizer.json"
+    file.write_text(file.read_text()[:500])
+    with pytest.raises(UserError, match=r"tokenizer\.json is not valid JSON"):
+        load_model(broken)
+
+
+def test_foreign_tokenizer_is_refused(references, tmp_path):
+    path = Path(shutil.copytree(references["qwen2"].path, tmp_path / "m"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(64)])
+    tokenizer.save_pretrained(path)
+    with pytest.raises(UserError, match="the tokenizer has ids up to"):
+        load_model(path)
+
+
+def test_unknown_dtype_is_refused(references):
+    with pytest.raises(UserError, match="dtype 'int8' is not supported"):
+        load_model(references["qwen2"].path, dtype="int8")

@@ -1,0 +1,235 @@
+"""GGUF files: made here from tiny models with the gguf package's writer, and the real one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from coa_jax.errors import UserError
+from coa_jax.model.api import load_model, logits, save_model
+from coa_jax.model.forward import forward, init_cache, unembed
+from coa_jax.model.gguf_io import GgufFile, gguf_file
+from coa_jax.model.hf_weights import hf_shapes, load_params
+from coa_jax.model.tokenizer import chat_ids, decode_ids, encode_plain, end_of_turn_id
+from coa_jax.model.weights import unstack_layers
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "layers": "blk",
+}
+
+
+def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of Llama queries and keys: the two halves of a head interleaved."""
+    halves = rows.reshape(heads, 2, -1, rows.shape[-1])
+    return torch.stack((halves[:, 0], halves[:, 1]), dim=2).reshape(rows.shape)
+
+
+def write_gguf(reference, path, extra=()) -> None:
+    config, arch = reference.torch_model.config, reference.torch_model.config.model_type
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name, tensor in reference.torch_model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch == "llama" and "q_proj" in name:
+            tensor = permuted(tensor, config.num_attention_heads)
+        if arch == "llama" and "k_proj" in name:
+            tensor = permuted(tensor, config.num_key_value_heads)
+        name = name.removeprefix("model.")
+        if name == "norm.weight":
+            name = "output_norm.weight"
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, tensor.numpy())
+    for name in extra:
+        writer.add_tensor(name, np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "llama-untied", "qwen2", "qwen3-head-dim"])
+def test_gguf_gives_the_tensors_of_the_model_it_was_made_of(references, tmp_path, family):
+    write_gguf(references[family], tmp_path / "m.gguf")
+    file = GgufFile(tmp_path / "m.gguf")
+    model = load_model(references[family].path)
+    assert file.config == model.config
+    assert dict(file.shapes) == hf_shapes(model.config)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = load_params(file, file.config, jnp.float32, lambda spec: device)
+    jax.tree.map(np.testing.assert_array_equal, params, model.params)
+
+
+def test_scaled_rotary_positions_are_refused(references, tmp_path):
+    write_gguf(references["llama-tied"], tmp_path / "m.gguf", extra=["rope_freqs.weight"])
+    with pytest.raises(UserError, match="rotary scaling in GGUF"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_damaged_and_missing_files_are_named(references, tmp_path):
+    write_gguf(references["llama-tied"], tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    for keep in (0, 3, 100, 1000, len(data) - 1000):
+        (tmp_path / "m.gguf").write_bytes(data[:keep])
+        with pytest.raises(UserError, match=r"m\.gguf is truncated or not a GGUF file"):
+            load_model(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"absent\.gguf is missing"):
+        load_model(tmp_path / "absent.gguf")
+
+
+def test_a_directory_means_its_only_gguf_file(tmp_path):
+    assert gguf_file(tmp_path) is None
+    (tmp_path / "a.gguf").touch()
+    assert gguf_file(tmp_path) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(UserError, match=r"2 \.gguf files"):
+        gguf_file(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert gguf_file(tmp_path) is None
+
+
+def test_without_the_gguf_package_the_message_says_what_to_install(tmp_path):
+    (tmp_path / "m.gguf").touch()
+    # None in sys.modules is what makes Python's own import machinery refuse a name.
+    code = (
+        "import sys; sys.modules['gguf'] = None\n"
+        "from coa_jax.model.gguf_io import GgufFile\n"
+        f"GgufFile({str(tmp_path / 'm.gguf')!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "UserError" in done.stderr and "pip install gguf" in done.stderr
+
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "What is 12 + 30?",
+    "Name three primary colours.",
+    "Who wrote Romeo and Juliet?",
+    "Translate 'good morning' to Spanish.",
+    "Why is the sky blue?",
+    "Give me a recipe for pancakes.",
+    "List the planets of the solar system.",
+    "What is the boiling point of water in Celsius?",
+    "Write a Python function that adds two numbers.",
+    "Who was the first person on the Moon?",
+    "What does DNA stand for?",
+    "Tell me a short story about a dragon.",
+    "What is the largest ocean?",
+    "How many days are in a leap year?",
+    "Explain photosynthesis to a child.",
+    "What is the square root of 144?",
+    "Which country has the most people?",
+    "Summarise: the cat sat on the mat\n 2  times.",
+)
+
+
+def reference_model(file):
+    """transformers' own reading of the file (it dequantises and permutes by itself)."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    net = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=net)["tensors"]
+    missing, unexpected = net.load_state_dict(state, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected
+    net.tie_weights()
+    return net
+
+
+def greedy(model, params, prompt, count):
+    """Greedy tokens through the cache, one at a time after the prompt."""
+    cache = init_cache(model.config, 1, 128)
+
+    @jax.jit
+    def step(params, tokens, positions, cache):
+        hidden, cache = forward(params, model.config, tokens, positions, cache=cache)
+        return unembed(params, model.config, hidden[:, -1]).argmax(-1), cache
+
+    chosen, at = [], 0
+    tokens = np.asarray([prompt])
+    while len(chosen) < count:
+        positions = at + np.arange(tokens.shape[1])[None]
+        token, cache = step(params, jnp.asarray(tokens), jnp.asarray(positions), cache)
+        at += tokens.shape[1]
+        tokens = np.asarray(token)[:, None]
+        chosen.append(int(token[0]))
+    return chosen
+
+
+@pytest.mark.slow
+def test_smollm2_answers_as_in_transformers(smollm2):
+    model = load_model(smollm2)
+    net = reference_model(smollm2)
+    params = unstack_layers(model.params, model.config)
+    for prompt in PROMPTS:
+        ids = chat_ids(model.tokenizer, prompt)
+        with torch.no_grad():
+            expected = net.generate(
+                torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None
+            )[0, len(ids) :].tolist()
+            golden = net(torch.tensor([ids])).logits.numpy()
+        assert greedy(model, params, ids, 24) == expected, prompt
+        assert np.abs(logits(model, [ids]) - golden).max() < 1e-4 * np.abs(golden).max()
+    # And the answer is sensible, so that the two are not equally wrong.
+    assert "Paris" in decode_ids(
+        model.tokenizer, greedy(model, params, chat_ids(model.tokenizer, PROMPTS[0]), 12)
+    )
+
+
+@pytest.mark.slow
+def test_smollm2_tokenizer_agrees_with_transformers_and_is_exact(smollm2):
+    tokenizer = load_model(smollm2).tokenizer
+    other = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    assert tokenizer.get_vocab() == other.get_vocab()
+    assert tokenizer.get_added_vocab() == other.get_added_vocab()
+    for prompt in PROMPTS[:-1]:
+        messages = [{"role": "user", "content": prompt}]
+        expected = other.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert chat_ids(tokenizer, prompt) == expected
+    for text in ("<|im_end|><repo_name> x", "a  1\n 22", "naïve 東京 \U0001f600"):
+        ids = encode_plain(tokenizer, text)
+        assert decode_ids(tokenizer, ids) == text
+        assert not set(ids) & set(tokenizer.get_added_vocab().values())
+    assert end_of_turn_id(tokenizer) == 2
+
+
+@pytest.mark.slow
+def test_smollm2_exports_to_transformers(smollm2, tmp_path):
+    model = load_model(shutil.copy(smollm2, tmp_path / "m.gguf"))
+    save_model(model, tmp_path / "out")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in reference_model(smollm2).state_dict().items():
+        assert torch.equal(saved[name], tensor), name

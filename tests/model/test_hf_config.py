@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import Llama3Rope, ModelConfig
+from coa_jax.model.hf_config import config_from_hf, config_to_hf, read_config
+
+# As Qwen2.5 0.5B is released: transformers 4 form, a window that no layer uses.
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "vocab_size": 151936,
+}
+LLAMA32 = {
+    "architectures": ["LlamaForCausalLM"],
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+
+
+def test_released_qwen25_config_is_understood():
+    config = config_from_hf(QWEN25)
+    assert (config.head_dim, config.num_groups, config.rope_theta) == (64, 7, 1e6)
+    assert config.qkv_bias and config.tie_embeddings and not config.qk_norm
+
+
+def test_old_and_new_rope_forms_agree():
+    new = {k: v for k, v in LLAMA32.items() if k not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {**LLAMA32["rope_scaling"], "rope_theta": 500000.0}
+    assert config_from_hf(new) == config_from_hf(LLAMA32)
+    assert config_from_hf(LLAMA32).rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias true"),
+        ({"mlp_bias": True}, "mlp_bias true"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
+        ({"num_hidden_layers": 1.5}, "not a whole number"),
+        ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
+        ({"head_dim": 63}, "head_dim 63 is odd"),
+    ],
+)
+def test_what_the_forward_pass_does_not_compute_is_refused_by_name(change, message):
+    with pytest.raises(UserError, match=message):
+        config_from_hf({**LLAMA32, **change})
+
+
+def test_a_window_in_use_is_refused():
+    with pytest.raises(UserError, match="sliding window"):
+        config_from_hf({**QWEN25, "max_window_layers": 21})
+    assert config_from_hf({**QWEN25, "max_window_layers": 21, "use_sliding_window": False})
+
+
+def test_qwen3_attention_bias_is_refused():
+    hf = {**QWEN25, "architectures": ["Qwen3ForCausalLM"], "attention_bias": True}
+    with pytest.raises(UserError, match="attention_bias true is not supported for qwen3"):
+        config_from_hf(hf)
+
+
+def test_unreadable_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="not a JSON object"):
+        read_config(tmp_path)
+
+
+@st.composite
+def configs(draw) -> ModelConfig:
+    architecture = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
+    kv = draw(st.integers(1, 4))
+    heads, head_dim = kv * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 64))
+    scaling = Llama3Rope(8.0, 1.0, 4.0, 64) if draw(st.booleans()) else None
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=draw(st.integers(1, 10**6)),
+        hidden_size=draw(st.integers(1, 10**4)),
+        intermediate_size=draw(st.integers(1, 10**5)),
+        num_layers=draw(st.integers(1, 100)),
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=head_dim,
+        rope_theta=draw(st.floats(1.0, 1e7)),
+        rope_scaling=scaling,
+        rms_eps=draw(st.floats(1e-8, 1e-3)),
+        tie_embeddings=draw(st.booleans()),
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        max_position=draw(st.integers(1, 10**6)),
+    )
+
+
+@given(configs())
+def test_config_round_trips_through_both_forms(config):
+    hf = config_to_hf(config, "bfloat16", [1, 2], 2)
+    assert config_from_hf(hf) == config
+    old = {k: v for k, v in hf.items() if k != "rope_parameters"}
+    assert config_from_hf(old) == config
+    cls = getattr(transformers, hf["architectures"][0].replace("ForCausalLM", "Config"))
+    if config.hidden_size % config.num_heads == 0:  # which transformers insists on for Llama
+        assert config_from_hf({**cls(**hf).to_dict(), "architectures": hf["architectures"]}) == (
+            config
+        )

@@ -1,0 +1,118 @@
+"""Sharding rules, and a sharded forward pass on eight fake CPU devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params, weight_table
+from coa_jax.parallel.mesh import (
+    AXES,
+    DECODE_RULES,
+    RULES,
+    make_mesh,
+    param_shardings,
+    shard_params,
+    sharding_for,
+)
+
+CONFIG = ModelConfig("qwen2", 384, 48, 80, 3, 4, 2, 12, qkv_bias=True, tie_embeddings=False)
+MESH = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def spec(axes, rules=RULES, shape=None):
+    return sharding_for(MESH, axes, rules, shape).spec
+
+
+def test_rules_name_mesh_axes_only():
+    logical = {axis for s in weight_table(CONFIG) for axis in s.axes} | {"batch"}
+    for rules in (RULES, DECODE_RULES):
+        assert {axis for axis, _ in rules} <= logical
+        assert {name for _, names in rules for name in names} <= set(AXES)
+
+
+def test_training_splits_over_fsdp_and_tensor_and_decoding_over_tensor():
+    axes = ("layers", "embed", "kv_heads", "qkv", "head")
+    assert spec(axes) == P(None, "fsdp", "tensor", None, None)
+    assert spec(axes, DECODE_RULES) == P(None, None, "tensor", None, None)
+    assert spec(("batch", None)) == P(("data", "fsdp"), None)
+
+
+def test_an_indivisible_dimension_falls_back_to_the_longest_prefix_that_divides():
+    assert spec(("embed", "kv_heads"), shape=(48, 3)) == P("fsdp", None)
+    assert spec(("embed", "kv_heads"), shape=(47, 4)) == P(None, "tensor")
+    assert spec(("batch",), shape=(6,)) == P("data")
+    assert spec(("batch",), shape=(5,)) == P(None)
+
+
+def test_a_mesh_axis_splits_one_dimension_only():
+    assert spec(("vocab", "mlp"), shape=(8, 8)) == P("tensor", None)
+
+
+def test_one_device_mesh_holds_whole_params():
+    params = init_params(CONFIG, jax.random.key(0))
+    placed = shard_params(params, CONFIG, make_mesh())
+    jax.tree.map(np.testing.assert_array_equal, params, placed)
+    assert jax.tree.structure(param_shardings(CONFIG, make_mesh())) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 64), (0, 1, 1), (-1, -1, 1), (-1, 7, 1), (-2, 1, 1)])
+def test_meshes_that_do_not_fit_are_refused(sizes):
+    with pytest.raises(UserError, match="mesh data="):
+        make_mesh(*sizes)
+
+
+PROGRAM = """
+import sys, jax, numpy as np
+from coa_jax.model.api import load_model, logits, save_model
+from coa_jax.parallel.mesh import DECODE_RULES, make_mesh, shard_params
+assert jax.device_count() == 8
+path, out = sys.argv[1:]
+tokens = np.random.default_rng(0).integers(0, 384, (4, 33))
+single = load_model(path)
+expected = np.asarray(logits(single, tokens))
+for sizes in ((2, 2, 2), (1, 8, 1), (1, 1, 8), (-1, 1, 2)):
+    mesh = make_mesh(*sizes)
+    model = load_model(path, mesh=mesh)
+    jax.tree.map(np.testing.assert_array_equal, model.params, single.params)
+    qkv = model.params["layers"]["qkv"]
+    if sizes == (2, 2, 2):
+        assert qkv.addressable_shards[0].data.shape == (3, 24, 1, 4, 12), qkv.sharding
+    actual = logits(model, tokens)
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error < 1e-5, (sizes, error)
+    decode = shard_params(model.params, model.config, mesh, DECODE_RULES)
+    actual = logits(type(model)(model.config, decode, model.tokenizer), tokens)
+    assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max(), sizes
+save_model(model, out)
+jax.tree.map(np.testing.assert_array_equal, load_model(out).params, single.params)
+print("equal")
+"""
+
+
+def test_sharded_forward_on_eight_devices_equals_one_device(tmp_path):
+    from coa_jax.model.api import Model, save_model
+    from coa_jax.model.bpe import train_bpe
+
+    params = init_params(CONFIG, jax.random.key(0))
+    save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path / "in")
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "in"), str(tmp_path / "out")],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]

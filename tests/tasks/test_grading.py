@@ -1,0 +1,131 @@
+"""Grading of answers: what counts as right, and none of the released grader's mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.tasks import Task, grade, grade_answer, normalize_answer
+from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("The  Eiffel-Tower!", ("eiffeltower",)),
+        ("Cote d'Ivoire", ("Côte d’Ivoire".replace("’", "'"),)),
+        ("1,234", ("1234",)),
+        ("1234.0", ("1,234",)),
+        ("1234 sq km", ("1234",)),
+        ("1,234 km²", ("1,234", "1,234 sq km")),
+        ("1.234 million", ("1,234,000",)),
+        ("2.50", ("2.5",)),
+        ("-155 m", ("-155", "-155 m")),
+        ("about".replace("about", "46."), ("46",)),
+        ("Burma|Myanmar", ("Burma", "Myanmar")),
+        ("Zambia | namibia", ("Namibia|Zambia",)),
+        ("Zambia|Zambia|Namibia", ("Namibia|Zambia",)),
+        ("Namibia|", ("Namibia",)),
+        ("5N", ("5N",)),
+        (".bw", (".bw",)),
+        ("30 September 1966", ("30 september 1966",)),
+    ],
+)
+def test_right_answers(answer, gold):
+    assert grade_answer(answer, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        (None, ("x",)),
+        ("", ("x",)),
+        ("", ("",)),
+        ("|", ("the",)),
+        ("the", ("The",)),
+        ("!!", ("??",)),
+        ("15", ("1.5",)),
+        ("5", ("-5",)),
+        ("1234 miles", ("1,234", "1,234 sq km")),
+        ("1235", ("1234",)),
+        ("244344066", ("244,344,065",)),
+        ("12,34", ("1234",)),
+        ("Burma|Chad", ("Burma",)),
+        ("Namibia", ("Namibia|Zambia",)),
+        ("Namibia|Zambia|Chad", ("Namibia|Zambia",)),
+        ("5 N", ("5N5",)),
+        ("30", ("30 September 1966",)),
+        ("nan", ("1",)),
+    ],
+)
+def test_wrong_answers(answer, gold):
+    assert grade_answer(answer, gold) == 0.0
+
+
+@given(st.text(max_size=30))
+def test_an_answer_is_right_exactly_if_something_of_it_is_left(text):
+    if "|" not in text:
+        left = bool(normalize_answer(text))
+        assert grade_answer(text, (text,)) == float(left)
+
+
+@given(st.text(max_size=20), st.lists(st.text(max_size=20), max_size=3))
+def test_grading_never_raises(answer, gold):
+    assert grade_answer(answer, tuple(gold)) in (0.0, 1.0)
+
+
+@given(st.decimals(-(10**12), 10**12, places=2, allow_nan=False))
+def test_numbers_match_in_every_spelling(value):
+    assert grade_answer(f"{value:,}", (f"{value}",)) == 1.0
+    assert grade_answer(f"{value + 1:,}", (f"{value}",)) == 0.0
+
+
+TASK = Task("t", "What?", "generalist", ("Gaborone",), "test", {})
+
+
+def trajectory(body: str, stop=StopReason.ANSWER, outcome=None) -> Trajectory:
+    """A trajectory of one token a span."""
+    texts = [("think", "<think>easy</think>"), (None, "\n"), ("answer", f"<answer>{body}</answer>")]
+    spans = tuple(
+        SegmentSpan(role, Author.POLICY, text, i, i + 1) for i, (role, text) in enumerate(texts)
+    )
+    calls = () if outcome is None else (ToolCall("wiki_search", "q", "o", outcome, False, 0.0, 1.0),)
+    return Trajectory(
+        task_id="t", sample_id=0, question="What?", protocol="generalist",
+        tokens=np.arange(3, dtype=np.int32), author=np.ones(3, np.uint8),
+        logp=np.zeros(3, np.float32), text="".join(text for _, text in texts), segments=spans,
+        tool_calls=calls, stop_reason=stop, reward=None, gold=TASK.gold,
+    )  # fmt: skip
+
+
+def test_rewards_are_one_and_zero():
+    assert grade(TASK, trajectory("gaborone")).value == 1.0
+    assert grade(TASK, trajectory("Lobatse")).value == 0.0
+
+
+def test_format_is_reported_apart_from_the_answer():
+    reward = grade(TASK, trajectory("Gaborone"))
+    assert reward.parts == {"exact_match": 1.0, "format": 0.0}  # no plan, no double check
+
+
+@pytest.mark.parametrize(
+    "broken", [trajectory("Gaborone", stop=StopReason.FAULT), trajectory("Gaborone", outcome="fault")]
+)
+def test_faults_of_ours_are_masked(broken):
+    assert grade(TASK, broken).value is None
+
+
+@pytest.mark.parametrize("outcome", ["error", "timeout", "bad_call", "limit"])
+def test_other_failures_of_tools_are_not_masked(outcome):
+    assert grade(TASK, trajectory("Gaborone", outcome=outcome)).value == 1.0
+
+
+def test_boxed_answers_of_the_code_protocol_are_opened():
+    task = dataclasses.replace(TASK, protocol="code", gold=("12",))
+    assert grade(task, trajectory(r"\boxed{12.0}")).parts["exact_match"] == 1.0
+    assert grade(task, trajectory("12")).parts["exact_match"] == 1.0
+    assert grade(task, trajectory(r"\boxed{13}")).parts["exact_match"] == 0.0

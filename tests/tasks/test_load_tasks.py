@@ -1,0 +1,107 @@
+"""Sources of tasks: names, files and their mistakes, generators."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tasks import SPLITS, grade_answer, load_tasks
+from coa_jax.tasks.grading import _generator_score
+
+
+def test_unknown_sources_and_splits_name_the_known_ones():
+    with pytest.raises(UserError, match="factbook, arithmetic"):
+        load_tasks("webwalker", "train")
+    with pytest.raises(UserError, match="train, validation, test"):
+        load_tasks("factbook", "dev")
+
+
+def write(path, *rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_question_files_are_read(tmp_path):
+    path = write(
+        tmp_path / "q.jsonl",
+        {"question": " Who? ", "answer": "Me", "id": 7, "split": "test"},
+        {"question": "When?", "golden_answers": ["1 May", "May 1"], "protocol": "mhqa"},
+        {"question": "How many?", "answer": 3, "split": "train"},
+    )
+    tasks = load_tasks(path, "test")
+    assert [(t.id, t.question, t.gold, t.protocol) for t in tasks][0] == ("7", "Who?", ("Me",), "generalist")
+    assert tasks[1].gold == ("1 May", "May 1") and tasks[1].protocol == "mhqa" and len(tasks) == 2
+    assert load_tasks(path + ":protocol=web", "train")[1].protocol == "web"
+    assert load_tasks(path, "train")[1].gold == ("3",)
+
+
+def test_samples_of_a_file_are_fixed(tmp_path):
+    path = write(tmp_path / "q.jsonl", *({"question": f"{i}?", "answer": i} for i in range(50)))
+    assert load_tasks(path, "train", 10, 1) == load_tasks(path, "train", 10, 1)
+    assert load_tasks(path, "train", 10, 1) != load_tasks(path, "train", 10, 2)
+    assert len(load_tasks(path, "train", 99)) == 50
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{broken\n", "[1]\n", '{"question": "a"}\n', '{"question": "", "answer": "a"}\n',
+     '{"question": "a", "answer": []}\n', '{"question": "a", "answer": " "}\n',
+     '{"question": "a", "answer": true}\n', '{"question": "a", "answer": "b", "split": "dev"}\n',
+     '{"question": "a", "answer": "b", "protocol": "morse"}\n'],
+)  # fmt: skip
+def test_malformed_lines_are_located(tmp_path, line):
+    path = write(tmp_path / "q.jsonl", {"question": "ok?", "answer": "yes"}, line)
+    with pytest.raises(UserError, match=r"q\.jsonl:2: "):
+        load_tasks(path, "train")
+
+
+def test_files_without_use_are_refused(tmp_path):
+    with pytest.raises(UserError, match="absent"):
+        load_tasks(str(tmp_path / "absent.jsonl"), "train")
+    row = {"question": "a", "answer": "b", "split": "test"}
+    with pytest.raises(UserError, match="no task"):
+        load_tasks(write(tmp_path / "a.jsonl", row), "train")
+    with pytest.raises(UserError, match="twice"):
+        load_tasks(write(tmp_path / "b.jsonl", row, row), "test")
+    with pytest.raises(UserError, match="protocol=NAME"):
+        load_tasks(write(tmp_path / "c.jsonl", row) + ":x=1", "test")
+
+
+def test_arithmetic_is_fixed_balanced_and_split():
+    sets = {split: load_tasks("arithmetic", split, 140, 0) for split in SPLITS}
+    assert sets["train"] == load_tasks("arithmetic", "train", 140, 0)
+    assert sets["train"] != load_tasks("arithmetic", "train", 140, 1)
+    questions = {split: {task.question for task in tasks} for split, tasks in sets.items()}
+    assert all(len(texts) == 140 for texts in questions.values())
+    other = {t.question for s in (0, 1, 2) for t in load_tasks("arithmetic", "test", 140, s)}
+    assert not questions["train"] & (questions["validation"] | other)
+    assert not questions["validation"] & other
+    assert len({task.metadata["kind"] for task in sets["test"]}) == 14
+    assert {task.protocol for task in sets["test"]} == {"code"}
+
+
+def test_arithmetic_golds_are_accepted_and_others_are_not():
+    for task in load_tasks("arithmetic", "train", 56, 5):
+        if task.metadata.get("scorer"):
+            json.dumps(task.metadata)
+            assert _generator_score(task, task.gold[0]) == 1.0
+            assert _generator_score(task, "no idea") == 0.0
+        else:
+            assert grade_answer(task.gold[0], task.gold) == 1.0
+            assert grade_answer(f"{task.gold[0]}1", task.gold) == 0.0
+
+
+def test_arithmetic_options():
+    tasks = load_tasks("arithmetic:gcd,lcm", "test", 6)
+    assert [task.metadata["kind"] for task in tasks] == ["gcd", "lcm"] * 3
+    with pytest.raises(UserError, match="chain_sum"):
+        load_tasks("arithmetic:astrology", "test", 6)
+
+
+def test_a_missing_generator_package_is_explained(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match="pip install reasoning-gym"):
+        load_tasks("arithmetic", "test", 3, seed=987)

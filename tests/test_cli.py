@@ -1,0 +1,255 @@
+"""Commands as a user meets them: each test runs a small one in a process of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax import cli
+from coa_jax.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+COMMAND = '''
+"""A command for the tests."""
+import sys
+from absl import flags
+from coa_jax.cli import config_flag, run_main
+from coa_jax.errors import UserError
+
+def define_flags():
+    config_flag("CONFIG")
+    flags.DEFINE_string("workdir", None, "where to write")
+    flags.DEFINE_integer("seed", 0, "seed")
+    flags.DEFINE_enum("then", "print", ["print", "user", "fault", "full", "forbidden", "wait",
+                                        "cause", "many", "root"], "what to do")
+
+def main(argv):
+    then = flags.FLAGS.then
+    config = flags.FLAGS.config
+    if then == "user":
+        raise UserError("no such model 'x': give a directory")
+    if then == "fault":
+        raise ZeroDivisionError("ours")
+    if then == "full":
+        open("/dev/full", "w").write("x" * 100000)
+    if then == "forbidden":
+        open("/proc/sys/kernel/ostype", "ab").write(b"x")
+    if then == "cause":
+        raise ValueError("tensorstore: write failed: No space left on device")
+    if then == "wait":
+        print("ready", flush=True)
+        import time; time.sleep(60)
+    if then == "many":
+        for i in range(100000): print(i)
+    if then == "root":
+        import jax
+        print(jax.process_count(), jax.distributed.is_initialized())
+        return 0
+    print(config.steps, config.optim.lr, config.sizes, config.name, flags.FLAGS.seed)
+
+if __name__ == "__main__":
+    run_main(main, define_flags)
+'''
+
+CONFIG = """
+from ml_collections import ConfigDict, config_dict
+def get_config(arg="plain"):
+    return ConfigDict(dict(steps=10, sizes=(1, 2), name=arg, verbose=False,
+                           optim=dict(lr=0.5, warmup=3, limit=config_dict.placeholder(int))))
+"""
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Returns a function that runs the command with arguments."""
+    home = tmp_path_factory.mktemp("cli")
+    (home / "conf.py").write_text(CONFIG)
+    (home / "other.py").write_text(CONFIG.replace("steps=10", "steps=77"))
+    (home / "broken.py").write_text("def get_config():\n    return undefined_name\n")
+    script = COMMAND.replace('"CONFIG"', repr(str(home / "conf.py")))
+    (home / "command_under_test.py").write_text(script)
+
+    def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **options.pop("env", {})}
+        options.setdefault("stdout", subprocess.PIPE)
+        return subprocess.run(
+            [sys.executable, str(home / "command_under_test.py"), *arguments],
+            stderr=subprocess.PIPE, text=True, cwd=home, env=env, timeout=60, **options,
+        )  # fmt: skip
+
+    run.home = home
+    return run
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """Asserts that a run ended in one line and exit code 2, and returns the line."""
+    assert result.returncode == 2, result
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ([], "10 0.5 (1, 2) plain 0"),
+        (["--seed=3", "--config.optim.lr=1"], "10 1.0 (1, 2) plain 3"),
+        (["--config=other.py"], "77 0.5 (1, 2) plain 0"),
+        (["--config=other.py:tiny", "--config.sizes=4,5"], "77 0.5 (4, 5) tiny 0"),
+        # Overrides before the file they apply to, and the file as an argument of its own.
+        (["--config.optim.lr=2", "--config", "other.py:x"], "77 2.0 (1, 2) x 0"),
+        (["--config=conf.py", "--config.name", "a b", "--config=other.py"], "77 0.5 (1, 2) a b 0"),
+    ],
+)
+def test_config_and_overrides_are_read_in_any_order(command, arguments, printed):
+    result = command(*arguments)
+    assert (result.returncode, result.stdout.strip()) == (0, printed), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--config.stepz=3"], ["--config.stepz", "did you mean 'steps'?"]),
+        (["--config.optim.warmpu=3"], ["config.optim has no key 'warmpu'", "'warmup'"]),
+        (["--config.zzz=3"], ["no key 'zzz'", "name, optim, sizes, steps, verbose"]),
+        (["--config.steps.x=3"], ["config.steps is a value of type int"]),
+        (["--config.update=3"], ["no key 'update'"]),
+        (["--config.steps=1e3"], ["--config.steps=1e3", "integer", "write 1000"]),
+        (["--config.steps=many"], ["--config.steps=many: an integer is needed"]),
+        (["--config.optim.lr=fast"], ["--config.optim.lr=fast: a number is needed"]),
+        (["--config.verbose=3"], ["--config.verbose=3"]),
+        (["--config.steps"], ["config.steps"]),
+        (["--config"], ["--config needs a file"]),
+        (["--config=confg.py"], ["no such file 'confg.py'"]),
+        (["--config.optim[=3"], ["not a key"]),
+        (["--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
+        (["--qqqqqqqq"], ["unknown flag --qqqqqqqq", "--help"]),
+        (["--seed=two"], ["--seed=two: an integer is needed"]),
+        (["--then=dance"], ["--then=dance", "print"]),
+        (["seed=3"], ["unexpected argument 'seed=3'"]),
+        (["--", "--seed=3"], ["unexpected argument '--seed=3'"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_names_the_remedy(command, arguments, parts):
+    line = refused(command(*arguments))
+    for part in parts:
+        assert part in line
+
+
+def test_a_user_error_is_one_line_without_a_traceback(command):
+    assert refused(command("--then=user")) == "error: no such model 'x': give a directory"
+
+
+def test_a_fault_of_ours_keeps_its_traceback(command):
+    result = command("--then=fault")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "ZeroDivisionError: ours" in result.stderr
+
+
+def test_a_fault_in_a_config_file_keeps_its_traceback(command):
+    result = command("--config=broken.py")
+    assert result.returncode == 1
+    assert "NameError" in result.stderr
+
+
+def test_a_full_disk_is_named(command):
+    line = refused(command("--then=full", f"--workdir={command.home}"))
+    assert "disk full" in line
+    assert "run the same command again" in line
+
+
+def test_a_full_disk_reported_by_a_library_names_the_workdir(command):
+    line = refused(command("--then=cause", "--workdir=runs/a"))
+    assert line.startswith("error: disk full: runs/a (No space left on device)")
+
+
+def test_a_full_disk_under_stdout_is_reported(command):
+    with open("/dev/full", "w") as full:
+        assert "disk full: standard output" in refused(command(stdout=full))
+
+
+def test_a_file_that_may_not_be_used_is_named(command):
+    assert "/proc/sys/kernel/ostype" in refused(command("--then=forbidden"))
+
+
+def test_ctrl_c_says_how_to_continue(command):
+    process = subprocess.Popen(
+        [sys.executable, str(command.home / "command_under_test.py"), "--then=wait"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert stderr == "interrupted; run the same command again to continue\n"
+
+
+def test_a_closed_pipe_ends_the_command_silently(command):
+    process = subprocess.Popen(
+        [sys.executable, str(command.home / "command_under_test.py"), "--then=many"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "0\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=20) == 141
+
+
+def test_help_lists_the_flags_of_the_command_and_succeeds(command):
+    result = command("--help")
+    assert result.returncode == 0
+    for text in ("A command for the tests.", "--config", "--workdir", "--seed"):
+        assert text in result.stdout
+
+
+def test_a_launched_process_joins_the_others_before_main(command):
+    # JAX recognises a SLURM job; here one of a single process on this host.
+    slurm = {
+        "COA_JAX_DISTRIBUTED": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "1",
+        "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "localhost", "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+    assert command("--then=root").stdout.split() == ["1", "False"]
+    result = command("--then=root", env=slurm)
+    assert result.stdout.split() == ["1", "True"], result.stderr
+
+
+def test_load_config_applies_overrides_and_locks(command):
+    config = cli.load_config(f"{command.home}/conf.py:arg", {"optim.lr": 2.0, "optim.limit": 4})
+    assert (config.name, config.optim.lr, config.optim.limit) == ("arg", 2.0, 4)
+    with pytest.raises(AttributeError):
+        config.unknown = 1
+
+
+@pytest.mark.parametrize("overrides", [{"optim.lrr": 1.0}, {"steps": "many"}])
+def test_load_config_refuses_unknown_keys_and_wrong_types(command, overrides):
+    with pytest.raises(UserError, match=next(iter(overrides))):
+        cli.load_config(f"{command.home}/conf.py", overrides)
+
+
+def test_explain_finds_a_full_disk_behind_the_error_that_it_caused():
+    error = RuntimeError("could not save")
+    error.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x")
+    assert cli.explain(error).startswith("disk full: /data/x")
+
+
+def test_explain_leaves_a_fault_that_struck_while_a_refusal_was_handled():
+    fault = KeyError("ours")
+    fault.__context__ = PermissionError(errno.EACCES, "Permission denied", "/x")
+    assert cli.explain(fault) is None
+    assert cli.explain(fault.__context__) is not None

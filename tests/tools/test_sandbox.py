@@ -1,0 +1,280 @@
+"""Hostile and awkward programs against every way of confining them, for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax.tools.sandbox import trial
+from coa_jax.tools.sandbox.canaries import canaries
+from coa_jax.tools.sandbox.isolation import find_isolation
+from coa_jax.tools.sandbox.limits import Job, Limits
+from coa_jax.tools.sandbox.run import SERVER, Result, SandboxError, run
+from coa_jax.tools.sandbox.supervise import descendants
+
+WAYS = ("bubblewrap", "landlock", "landlock without namespaces")
+
+
+def job_for(way: str, limits: Limits = trial.TRIAL_LIMITS) -> Job:
+    backend, _, without = way.partition(" ")
+    return find_isolation(backend).job(limits, namespaces=not without)
+
+
+@pytest.fixture(params=WAYS)
+def job(request: pytest.FixtureRequest) -> Job:
+    return job_for(request.param)
+
+
+@pytest.fixture(scope="module")
+def scene():
+    with trial.scene() as around:
+        yield around
+
+
+def outcome(job: Job, source: str, stdin: str = "", **limits: float) -> Result:
+    job = dataclasses.replace(job, limits=dataclasses.replace(job.limits, **limits))
+    return asyncio.run(run(job, source, stdin))
+
+
+def wait_until(condition, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def sleepers(marker: str) -> int:
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    return lines.splitlines().count(f"sleep {marker}")
+
+
+def names_of_canaries() -> list[str]:
+    with trial.scene() as around:
+        return [canary.name for canary in canaries(around.targets)]
+
+
+@pytest.mark.parametrize("name", names_of_canaries())
+def test_hostile_program_is_contained(job, scene, name):
+    canary = next(one for one in canaries(scene.targets) if one.name == name)
+    wrong, seconds = asyncio.run(trial.attempt(job, canary, scene))
+    assert wrong == []
+    assert seconds < job.limits.wall_s + 5
+
+
+def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
+    """The checks above can fail: outside of the sandbox every one of these succeeds."""
+    noticed = {}
+    for canary in canaries(scene.targets):
+        if canary.name in ("reads secrets", "network"):
+            program = tmp_path / "canary.py"
+            program.write_text(canary.source)
+            answer = subprocess.run(
+                [sys.executable, program], capture_output=True, text=True, cwd=tmp_path
+            )
+            noticed[canary.name] = answer.stdout
+    assert "reads " + scene.targets.secrets[0] in noticed["reads secrets"]
+    assert "TCP to 127.0.0.1" in noticed["network"]
+    assert "UDP to 127.0.0.1" in noticed["network"]
+    result = Result(*[None] * 2, "exit", 0, 0.0, os.geteuid())
+    damage = scene.damage(result)
+    assert any("tcp listener" in line for line in damage)
+    assert any("udp listener" in line for line in damage)
+    with subprocess.Popen(["sleep", scene.targets.marker]) as survivor:
+        assert any(str(survivor.pid) in line for line in scene.damage(result))
+        survivor.kill()
+    Path(scene.targets.precious[0]).write_text("spoiled")
+    assert any("was changed" in line for line in scene.damage(result))
+    Path(scene.targets.precious[0]).write_text("precious")
+    for listener in scene._listeners.values():  # leave no connection behind for other tests
+        with contextlib.suppress(OSError):
+            listener.accept()
+
+
+def test_stdin_is_a_real_pipe_read_to_its_end(job):
+    source = "import sys, os, stat\nd = sys.stdin.buffer.read()\n"
+    source += "print(len(d), sum(d), stat.S_ISFIFO(os.fstat(0).st_mode))"
+    text = "line\n" * 100_000  # more than a pipe holds
+    assert outcome(job, source, text).stdout.head == f"500000 {sum(text.encode())} True\n"
+    assert outcome(job, "print(int(input()) + int(input()))", "1\n2\n").stdout.head == "3\n"
+    assert "EOFError" in outcome(job, "input()").stderr.tail
+
+
+def test_unread_stdin_hinders_nobody(job):
+    assert outcome(job, "print(1)", "x" * 1_000_000).stdout.head == "1\n"
+
+
+def test_wrong_utf8_is_replaced(job):
+    result = outcome(job, "import os; os.write(1, b'a\\xff\\xe2\\x82b\\xe2\\x82')")
+    assert result.stdout.head == "a\ufffd\ufffdb\ufffd"
+
+
+def test_closed_stdout_does_not_end_the_wait(job):
+    source = "import os, time\nos.close(1)\ntime.sleep(0.3)\nos.write(2, b'late')\nos._exit(3)"
+    result = outcome(job, source)
+    assert (result.code, result.stdout.head, result.stderr.head) == (3, "", "late")
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "error"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("raise SystemExit('stop')", 1, "stop\n"),
+        ("1/0", 1, "ZeroDivisionError: division by zero\n"),
+        ("def f(:\n  pass", 1, "SyntaxError: invalid syntax\n"),
+        ("import os; os.abort()", 128 + signal.SIGABRT, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 128 + signal.SIGTERM, ""),
+    ],
+)
+def test_exit_codes_and_errors_come_back(job, source, code, error):
+    result = outcome(job, source)
+    assert (result.reason, result.code) == ("exit", code)
+    assert result.stderr.tail.endswith(error)
+
+
+def test_only_both_ends_of_a_huge_line_are_kept(job):
+    result = asyncio.run(run(job, "print('a' + 'x' * 3_000_000 + 'z')", keep=100))
+    assert result.stdout.length == 3_000_003
+    assert result.stdout.head == "a" + "x" * 99
+    assert result.stdout.tail == "x" * 98 + "z\n"
+
+
+def test_output_past_the_budget_is_cut_at_the_same_byte_each_time(job):
+    results = [outcome(job, "while True: print(1)", output_bytes=10_001) for _ in range(3)]
+    assert {(result.reason, result.stdout.length) for result in results} == {("output", 10_001)}
+
+
+def test_environment_is_the_same_and_not_ours(job):
+    source = "import os; print(sorted(os.environ.items()), hash('a'), os.getcwd())"
+    first, second = outcome(job, source), outcome(job, source)
+    assert first.stdout == second.stdout
+    assert "'HOME', '/tmp'" in first.stdout.head
+    assert not any(repr(name) in first.stdout.head for name in ("PYTEST_CURRENT_TEST", "USER"))
+
+
+def test_libraries_can_be_imported_and_not_changed(job, tmp_path_factory):
+    library = tmp_path_factory.mktemp("library")
+    for place in (library, library.parent, library.parent.parent):
+        place.chmod(0o755)
+    (library / "answers.py").write_text("ANSWER = 42")
+    isolation = find_isolation(job.backend)
+    with_library = isolation.job(job.limits, (str(library),), job.namespaces)
+    source = "import answers\nprint(answers.ANSWER)\nopen(answers.__file__, 'w')"
+    result = outcome(with_library, source)
+    assert result.stdout.head == "42\n"
+    assert result.code == 1
+
+
+def test_honest_multiprocess_programs_work(job):
+    source = "import subprocess, sys, threading\n"
+    source += "t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()\n"
+    source += "print(subprocess.run([sys.executable, '-S', '-c', 'print(5)'],"
+    source += " capture_output=True, text=True).stdout)\n"
+    source += "open('a', 'w').write('file'); print(open('a').read())"
+    assert outcome(job, source).stdout.head == "thread\n5\n\nfile\n"
+
+
+def test_programs_that_use_both_cores_end_well(job):
+    source = "import os, time\nchild = os.fork()\nend = time.process_time() + 0.3\n"
+    source += "while time.process_time() < end: pass\nchild and os.wait()\nprint('done')"
+    result = outcome(job, source, wall_s=10)
+    assert result.stdout.head == "done\ndone\n"
+    assert result.cpu_s > 0.55
+
+
+def test_cancelling_a_call_kills_its_program(job, scene):
+    source = f"import os\nos.execv('/usr/bin/sleep', ['sleep', '{scene.targets.marker}'])"
+    job_long = dataclasses.replace(job, limits=dataclasses.replace(job.limits, wall_s=60))
+
+    def running() -> bool:
+        return sleepers(scene.targets.marker) > 0
+
+    async def scenario() -> None:
+        call = asyncio.create_task(run(job_long, source))
+        assert await asyncio.to_thread(wait_until, running)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(scenario())
+    assert wait_until(lambda: not running())
+    assert wait_until(lambda: descendants(SERVER.process_id) == [])
+
+
+def test_fifty_calls_at_once_leave_the_event_loop_responsive(job):
+    async def scenario() -> tuple[list[Result], list[float]]:
+        lags, stop = [], asyncio.Event()
+
+        async def heartbeat() -> None:
+            while not stop.is_set():
+                start = time.monotonic()
+                await asyncio.sleep(0.01)
+                lags.append(time.monotonic() - start - 0.01)
+
+        beat = asyncio.create_task(heartbeat())
+        calls = [run(patient, f"print({i} * 2)", keep=1000) for i in range(50)]
+        results = await asyncio.gather(*calls)
+        stop.set()
+        await beat
+        return results, lags
+
+    patient = dataclasses.replace(job, limits=dataclasses.replace(job.limits, wall_s=30))
+    results, lags = asyncio.run(scenario())
+    assert [result.stdout.head for result in results] == [f"{2 * i}\n" for i in range(50)]
+    lags.sort()
+    assert lags[len(lags) // 2] < 0.1
+    assert lags[-1] < 1.5  # a loop that waited for programs would have lagged for seconds
+
+
+def test_a_dead_server_is_replaced(job):
+    outcome(job, "")
+    os.kill(SERVER.process_id, signal.SIGKILL)
+    assert outcome(job, "print('again')").stdout.head == "again\n"
+
+
+def test_programs_end_when_their_caller_is_killed(job, scene, tmp_path):
+    sleep = f"os.execv('/usr/bin/sleep', ['sleep', '{scene.targets.marker}'])"
+    source = f"import os\nos.fork()\n{sleep}"
+    patient = dataclasses.replace(job, limits=dataclasses.replace(job.limits, wall_s=60))
+    program = tmp_path / "caller.py"
+    program.write_text(
+        "import asyncio\n"
+        "from coa_jax.tools.sandbox.limits import Job\n"
+        "from coa_jax.tools.sandbox.run import run\n"
+        f"asyncio.run(run(Job.decode({patient.encode()!r}), {source!r}))\n"
+    )
+    root = Path(trial.__file__).resolve().parents[3]
+
+    caller = subprocess.Popen([sys.executable, program], env={"PYTHONPATH": str(root)})
+    try:
+        assert wait_until(lambda: sleepers(scene.targets.marker) == 2)
+    finally:
+        caller.kill()
+        caller.wait()
+    assert wait_until(lambda: sleepers(scene.targets.marker) == 0)
+
+
+def test_a_program_that_cannot_be_confined_does_not_run(job):
+    broken = dataclasses.replace(job, bwrap="/nonexistent", readable=("/etc",))
+    with pytest.raises(SandboxError, match="could not be confined"):
+        outcome(broken, "print('ran')")
+    unknown = dataclasses.replace(job, backend="hope", scratch="/tmp")
+    with pytest.raises(SandboxError, match="unknown isolation"):
+        outcome(unknown, "print('ran')")
+
+
+def test_what_bubblewrap_refuses_is_not_taken_for_the_end_of_the_program():
+    job = job_for("bubblewrap")
+    broken = dataclasses.replace(job, readable=(*job.readable, "/nonexistent/file"))
+    with pytest.raises(SandboxError, match="did not start the program.*nonexistent"):
+        outcome(broken, "print('ran')")

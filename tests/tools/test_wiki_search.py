@@ -1,0 +1,177 @@
+"""The search tool on the real Factbook, and its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tasks.factbook_facts import inverse_keys
+from coa_jax.tasks.factbook_grammar import Inverse, Lookup, Neighbour, query_for, read_value
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.factbook_pages import Passage, clean, load_entities, passages, split_text
+from coa_jax.tools.factbook_relations import RELATIONS
+from coa_jax.tools.wiki_search import WikiSearch, load_index, tokenize
+
+SMALL = (
+    Passage("Aland: Capital", "The capital of Aland is Mariehamn."),
+    Passage("Bland: Capital", "The capital of Bland is Dull."),
+    Passage("Bland: Area", "The area of Bland is 1,234 sq km."),
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("wiki")
+
+
+@pytest.fixture(scope="module")
+def tool(cache):
+    tool = WikiSearch(cache_dir=cache)
+    tool.warm_up()
+    return tool
+
+
+def run(tool, query, history=()):
+    return asyncio.run(call(tool, query, ToolContext(history=history)))
+
+
+def test_observations_have_the_form_of_the_release(tool):
+    observation = run(tool, "capital of Botswana")
+    assert isinstance(tool, Tool) and observation.ok and observation.outcome == "ok"
+    documents = observation.text.split("\n\n")
+    assert len(documents) == 3
+    assert documents[0] == "Doc 1 (Title: Botswana: Capital)\nThe capital of Botswana is Gaborone."
+    for k, document in enumerate(documents, 1):
+        assert re.fullmatch(rf"Doc {k} \(Title: [^\n]+\)\n[^\n]+", document)
+
+
+@pytest.mark.parametrize("query", ["Botswana capital", "capital Gaborone", "GABORONE CAPITAL?"])
+def test_short_queries_find_the_fact_first(tool, query):
+    assert tool.search(query)[0].passage.title == "Botswana: Capital"
+
+
+def test_each_relation_is_found_first_in_both_directions(tool):
+    steps = [
+        (key, Neighbour(e.name) if key == "neighbour" else Lookup(key, e.name))
+        for e in load_entities()
+        for key in e.facts
+    ]
+    steps += [(f"inverse {key}", Inverse(key, value)) for key, value in inverse_keys()]
+    hits: dict[str, list[bool]] = {}
+    for key, step in steps:
+        best = tool.search(query_for(step))[0].passage
+        hits.setdefault(key, []).append(read_value(step, best.title, best.text) is not None)
+    rates = {key: sum(found) / len(found) for key, found in hits.items()}
+    assert len(rates) == len(RELATIONS) + 6
+    assert min(rates.values()) >= 0.95, rates
+
+
+def test_passages_are_short_readable_and_unique():
+    texts = list(passages())
+    assert len(set(texts)) == len(texts) > 10_000
+    assert max(len(p.text) for p in texts) <= 300
+    for p in texts:
+        assert p.text.isascii() and p.title.isascii() and p.text.strip() == p.text != ""
+        assert not re.search(r"</?(p|br|strong|em|b|i)\b|&[a-z]+;|\s\s", p.text)
+    facts = [v for e in load_entities() for k, v in e.facts.items() if k != "borders"]
+    assert max(map(len, facts)) <= 60
+
+
+def test_text_is_cleaned_and_split():
+    assert clean("<p>C&ocirc;te&nbsp;d&#39;Ivoire<br>&lt; 5 <strong>m</strong></p>") == "Cote d'Ivoire < 5 m"
+    text = "One is here. Two is there; three " + "x" * 50 + " end."
+    parts = split_text(text, 30)
+    assert all(0 < len(part) <= 30 for part in parts)
+    assert "".join(parts).replace(" ", "") == text.replace(" ", "")
+
+
+def test_internet_codes_are_not_words():
+    assert tokenize("The code .is is 1,234,5") == ["code", ".is", "1234", "5"]
+
+
+def test_repeated_empty_and_hopeless_queries(tool):
+    repeat = run(tool, " capital  of Chad ", (("wiki_search", "capital of Chad"),))
+    assert repeat.outcome == "error" and "already searched" in repeat.text and not repeat.ok
+    other_tool = run(tool, "capital of Chad", (("code", "capital of Chad"),))
+    assert other_tool.ok
+    assert run(tool, " \n ").outcome == "bad_call"
+    for query in ("qqqzzz", "the of", "¿?"):
+        nothing = run(tool, query)
+        assert nothing.outcome == "error" and "Nothing was found" in nothing.text
+
+
+def test_searches_leave_the_event_loop_free_and_agree(tool):
+    async def many():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        clock = asyncio.create_task(tick())
+        queries = [f"capital of {entity.name}" for entity in load_entities()]
+        results = await asyncio.gather(*(call(tool, q, ToolContext()) for q in queries))
+        clock.cancel()
+        return ticks, [r.text for r in results]
+
+    ticks, texts = asyncio.run(many())
+    queries = [f"capital of {entity.name}" for entity in load_entities()]
+    assert ticks > 50 and texts == [run(tool, query).text for query in queries]
+
+
+def test_ties_keep_the_order_of_the_corpus(tmp_path):
+    copies = tuple(Passage(f"T{i}", "same words") for i in range(9))
+    hits = load_index(tmp_path, passages=copies).search("same", 4)
+    assert [hit.passage.title for hit in hits] == ["T0", "T1", "T2", "T3"]
+
+
+def test_the_index_comes_back_from_the_cache_quickly(cache, tool):
+    start = time.perf_counter()
+    index = load_index(cache)
+    assert time.perf_counter() - start < 3  # about 0.3 s on an idle core
+    query = "longest border of Peru"
+    assert index.search(query, 5) == tool.warm_up().search(query, 5)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_a_damaged_cache_is_rebuilt(tmp_path, damage):
+    want = load_index(tmp_path, passages=SMALL).search("capital Dull", 3)
+    (folder,) = tmp_path.iterdir()
+    victim = folder / ("manifest.json" if damage == "manifest" else "passages.jsonl")
+    content = victim.read_bytes()
+    if damage == "flip":
+        victim.write_bytes(content.replace(b"Dull", b"Null"))
+    elif damage == "remove":
+        victim.unlink()
+    else:
+        victim.write_bytes(content[: len(content) // 2])
+    assert load_index(tmp_path, passages=SMALL).search("capital Dull", 3) == want
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
+    assert (folder / "passages.jsonl").read_bytes().count(b"Dull") == 1
+
+
+def test_corpora_and_settings_have_their_own_cache(tmp_path):
+    load_index(tmp_path, passages=SMALL)
+    load_index(tmp_path, passages=SMALL[:2])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not load_index(tmp_path, passages=SMALL[:2]).search("area", 1)
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert load_index(tmp_path / "file" / "below", passages=SMALL).search("area", 1)
+
+
+def test_wrong_settings_are_explained(tmp_path):
+    with pytest.raises(UserError, match="top_k"):
+        WikiSearch(top_k=0)
+    with pytest.raises(UserError, match="passage_chars"):
+        WikiSearch(passage_chars=3)
+    with pytest.raises(UserError, match="no text"):
+        load_index(tmp_path, passages=[])
