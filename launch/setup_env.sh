@@ -107,9 +107,11 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 # coa_install EXTRA...: installs the package with these extras and those installed before.
 coa_install() {
   local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
-  local extras hash what="coa_jax"
+  local extras hash implied="" what="coa_jax"
   hash="$(coa_hash)" || return 1
-  extras="$(printf '%s\n' "$@" $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
+  # What setup.py includes in these two, so that a later request for a part installs nothing.
+  case " $* " in *" test "* | *" dev "*) implied="gguf notebook tasks test" ;; esac
+  extras="$(printf '%s\n' "$@" $implied $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
     sort -u | grep . | paste -sd ' ' -)"
   rm -f "$COA_VENV/.coa_jax"
   case " $extras " in

@@ -127,7 +127,7 @@ def test_a_python_without_venv_names_the_package_to_install(tree):
 def test_root_gets_the_missing_venv_package_installed(tree):
     flag = tree.root / "apt.log"
     program(tree.tools, "id", "echo 0")
-    program(tree.tools, "apt-get", f'echo "$*" >>{flag}; [ "$1" = update ] && touch {flag}.done')
+    program(tree.tools, "apt-get", f'echo "$*" >>{flag}')
     program(
         tree.tools,
         "python3",
@@ -135,7 +135,8 @@ def test_root_gets_the_missing_venv_package_installed(tree):
         f'exec {sys.executable} "$@"',
     )
     result = tree("setup_env.sh")
-    assert "making .venv with python3 failed" in result.stderr or "error" in result.stderr
+    # The stand-in python cannot make the environment after all; what counts is the attempt.
+    assert "error: making .venv with python3 failed (exit 9)" in result.stderr
     assert "install -y -q --no-install-recommends python3." in flag.read_text()
 
 
@@ -165,7 +166,10 @@ def test_torch_comes_first_for_the_tests(tree):
     assert tree("setup_env.sh", "test").returncode == 0
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
-    assert calls[1].endswith("[test]")
+    assert calls[1].endswith("[gguf,notebook,tasks,test]")
+    # The tests' environment holds what the other commands need.
+    assert tree("setup_env.sh", "gguf", "tasks").returncode == 0
+    assert len(pip_calls(tree.root)) == 2
 
 
 def test_an_installation_that_failed_is_taken_up_again(tree):

@@ -52,7 +52,6 @@ class _Writer:
 
     def __init__(self, protocol: str) -> None:
         self.rules = get_protocol(protocol)
-        self.graded = self.rules.form("reflection") == "grades"
         self.parts: list[tuple[str, str]] = []
         self.segments: list[str] = []
         self.thoughts: list[str] = []
@@ -116,8 +115,10 @@ def _write_reflection(writer: _Writer, message: Message) -> None:
         writer.tag("reflection", writer.take_thoughts())
         return
     writer.think(message.thought)
-    graded = writer.graded and grades is not None
-    writer.tag("reflection", format_reflection(grades) if graded else message.content)
+    if grades is not None and writer.rules.form("reflection") == "grades":
+        writer.tag("reflection", format_reflection(grades))
+    else:
+        writer.tag("reflection", message.content)
 
 
 def _write(writer: _Writer, message: Message) -> None:

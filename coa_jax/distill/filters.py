@@ -84,6 +84,22 @@ def repeats_no_call(run: Run) -> bool:
     return len(set(calls)) == len(calls)
 
 
+def notices_mistakes(run: Run) -> bool:
+    """Whether every deliberately wrong call was followed by a reflection.
+
+    A wrong query may find the answer by luck; as a training example it would teach the mistake
+    without the correction.
+    """
+    messages = run.log.messages
+    for message in messages:
+        if message.slip and message.kind is Kind.CALL:
+            later = messages[message.index + 1 :]
+            next_move = next((m for m in later if m.sender == "manager"), None)
+            if next_move is None or next_move.recipient != "reflection":
+                return False
+    return True
+
+
 def corrected_itself(run: Run) -> bool:
     """Whether a low first score led to another answer (paper §3.2.1, fourth stage)."""
     return run.log.count(Kind.VERDICT) > 1
@@ -103,6 +119,7 @@ def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, 
         Filter("wrong_answer", is_correct),
         Filter("protocol", obeys_protocol),
         Filter("repeated_call", repeats_no_call),
+        Filter("lucky_mistake", notices_mistakes),
         Filter("too_long", lambda run: len(run.record.text) <= max_chars),
         Filter("too_simple", lambda run: len(run.log.messages) >= min_interactions),
     )

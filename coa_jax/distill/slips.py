@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from coa_jax.distill.chance import uniform
-from coa_jax.distill.steps import AnyStep, Expression, number_of, programs
+from coa_jax.distill.expressions import Expression
+from coa_jax.distill.steps import AnyStep, number_of, programs
 from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Lookup, Neighbour
 from coa_jax.tools.factbook_relations import RELATIONS
 

@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Sequence
 
+from coa_jax.distill.expressions import Expression, read_expression
 from coa_jax.distill.messages import Kind, Message
 from coa_jax.tasks.factbook_grammar import (
     Arithmetic,
@@ -28,28 +29,9 @@ from coa_jax.tasks.factbook_grammar import (
 )
 from coa_jax.tools.factbook_relations import RELATIONS
 
-
-@dataclasses.dataclass(frozen=True)
-class Expression:
-    """A number that the question spells out how to compute.
-
-    Attributes:
-        source: the expression in Python's notation.
-        setup: a line that has to stand before it, or "".
-    """
-
-    source: str
-    setup: str = ""
-
-
 AnyStep = Step | Expression
 
 _DOCUMENT = re.compile(r"Doc \d+ \(Title: (.*?)\)\n(.*?)(?=\n\nDoc \d+ \(Title: |\Z)", re.DOTALL)
-_EXPRESSION = re.compile(
-    r"(?:arithmetic problem:|multiplication:|final value\.|^Calculate|^Compute|^What is)\s+"
-    r"([(\-\d][\d\s.+\-*/()]*[\d)])(?=\.?\s|\.?$|\?$)"
-)
-_DIVISOR_OR_MULTIPLE = re.compile(r"\((GCD|LCM)\) of these numbers: (\d+(?:, \d+)*)")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -59,13 +41,8 @@ def steps_of(question: str) -> tuple[AnyStep, ...] | None:
     program = understand(question)
     if program is not None:
         return program.steps
-    found = _EXPRESSION.search(question)
-    if found:
-        return (Expression(" ".join(found[1].split())),)
-    found = _DIVISOR_OR_MULTIPLE.search(question)
-    if found:
-        return (Expression(f"math.{found[1].lower()}({found[2]})", "import math"),)
-    return None
+    expression = read_expression(question)
+    return None if expression is None else (expression,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +86,7 @@ def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
 
 def wording(step: AnyStep) -> str:
     """A step in words, for plans."""
-    return f"compute {step.source}" if isinstance(step, Expression) else describe(step)
+    return f"compute {step.what}" if isinstance(step, Expression) else describe(step)
 
 
 def operands(step: Arithmetic, answers: Sequence[str]) -> str:

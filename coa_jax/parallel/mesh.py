@@ -114,8 +114,6 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Pa
     )
 
 
-def shard_params(
-    params: Params, config: ModelConfig, mesh: Mesh, rules: Rules = RULES
-) -> Params:
+def shard_params(params: Params, config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Params:
     """Places stacked params on the mesh; values and dtypes are kept."""
     return jax.device_put(params, param_shardings(config, mesh, rules))

@@ -204,7 +204,8 @@ function hover(svg) {
     tip.hidden = false;
     const room = svg.parentNode.clientWidth - tip.offsetWidth - 8;
     tip.style.left = Math.max(4, Math.min(room, x / scale + 18)) + 'px';
-    tip.style.top = (svg.offsetTop + top / scale + 4) + 'px';
+    const above = box.top - svg.parentNode.getBoundingClientRect().top;
+    tip.style.top = (above + top / scale + 4) + 'px';
   };
   svg.addEventListener('pointermove', show);
   svg.addEventListener('pointerdown', show);

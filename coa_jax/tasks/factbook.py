@@ -146,7 +146,9 @@ def _shifted(expression: _Expression, offset: int) -> _Expression:
         return Ref(subject.step + offset) if isinstance(subject, Ref) else subject
 
     steps = tuple(
-        dataclasses.replace(step, subject=shift(step.subject)) if isinstance(step, Neighbour) else step
+        dataclasses.replace(step, subject=shift(step.subject))
+        if isinstance(step, Neighbour)
+        else step
         for step in expression.steps
     )
     return _Expression(steps, shift(expression.subject), expression.entity)
@@ -361,16 +363,18 @@ def load_factbook(
     total: dict[int, float] = collections.defaultdict(float)
     for kind, h in zip(kinds, hops, strict=True):
         total[h] += _kind_weight(kind)
-    weights = [options.weights[h] * _kind_weight(k) / total[h] for k, h in zip(kinds, hops, strict=True)]
+    weights = [
+        options.weights[h] * _kind_weight(k) / total[h] for k, h in zip(kinds, hops, strict=True)
+    ]
     sizes = [len(pools[kind]) * options.templates for kind in kinds]
     counts = sizes if n is None else _shares(n, weights, sizes)
     chosen: list[tuple[_Item, int]] = []
     for kind, count in zip(kinds, counts, strict=True):
         order = _interleave(pools[kind], seed) if count else []
         for position in range(count):
-            turn, item = divmod(position, len(order))
-            first = int(fraction(seed, "wording", order[item].program) * options.templates)
-            chosen.append((order[item], (first + turn) % options.templates))
+            turn, place = divmod(position, len(order))
+            first = int(fraction(seed, "wording", order[place].program) * options.templates)
+            chosen.append((order[place], (first + turn) % options.templates))
     chosen.sort(key=lambda pair: fraction(seed, "order", pair[0].program, pair[1]))
     return [_task(item, template, split, source) for item, template in chosen]
 

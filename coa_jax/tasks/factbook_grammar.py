@@ -28,10 +28,11 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 
+from coa_jax.tasks import factbook_wording as wording
 from coa_jax.tools import factbook_relations
 from coa_jax.tools.factbook_relations import RELATIONS
 
-TEMPLATES = 3
+TEMPLATES = wording.TEMPLATES
 """Number of paraphrases of every kind of question."""
 
 OPERATIONS = ("sum", "difference", "ratio")
@@ -93,61 +94,6 @@ class Program:
     def hops(self) -> int:
         """Number of steps that need a search, 1 to 4 (arithmetic is not one)."""
         return sum(not isinstance(step, Arithmetic) for step in self.steps)
-
-
-_INVERSE = (
-    "the country whose {noun} is {value}",
-    "the country with {noun} {value}",
-    "the country that has {value} as its {noun}",
-)
-_NEIGHBOUR = (
-    "the longest-border neighbour of {entity}",
-    "the country sharing the longest border with {entity}",
-    "the neighbour with the longest border with {entity}",
-)
-_ASK_INVERSE = (
-    "Which country's {noun} is {value}?",
-    "Name the country whose {noun} is {value}.",
-    "{value} is the {noun} of which country?",
-)
-_ASK_NEIGHBOUR = (
-    "Which country has the longest border with {entity}?",
-    "Name the longest-border neighbour of {entity}.",
-    "With which country does {entity} share its longest border?",
-)
-_ASK_BORDERS = (
-    "Which countries border {entity}?",
-    "Name all countries that border {entity}.",
-    "List the border countries of {entity}.",
-)
-_ASK_LOOKUP = (
-    "What is the {noun} {preposition} {entity}?",
-    "Give the {noun} {preposition} {entity}.",
-    "For {entity}, what is the {noun}?",
-)
-_ASK_DENSITY = (
-    "How many people per sq km live in {entity}, rounded to two decimals?",
-    "Give the population per sq km of {entity}, rounded to two decimals.",
-    "For {entity}, what is population divided by area, rounded to two decimals?",
-)
-_ASK_ARITHMETIC = {
-    "sum": (
-        "What is the sum of {a} and {b}?",
-        "Add {a} to {b}.",
-        "What is {a} plus {b}?",
-    ),
-    "difference": (
-        "What is {a} minus {b}?",
-        "How much larger is {a} than {b}?",
-        "By how much does {a} exceed {b}?",
-    ),
-    "ratio": (
-        "What is {a} divided by {b}, rounded to two decimals?",
-        "Give the ratio of {a} to {b}, rounded to two decimals.",
-        "How many times {b} is {a}, rounded to two decimals?",
-    ),
-}
-_QUANTITY = "the {noun} {preposition} {entity}"
 
 
 def bind(step: Step, answers: Sequence[str]) -> Step:
@@ -219,9 +165,9 @@ def describe(step: Step) -> str:
         return f"#{step.a.step + 1} {sign} #{step.b.step + 1}"
     subject = f"#{step.subject.step + 1}" if isinstance(step.subject, Ref) else step.subject
     if isinstance(step, Neighbour):
-        return _NEIGHBOUR[0].format(entity=subject)
+        return wording.NEIGHBOUR[0].format(entity=subject)
     relation = RELATIONS[step.relation]
-    return _QUANTITY.format(
+    return wording.QUANTITY.format(
         noun=relation.noun, preposition=relation.preposition, entity=subject
     )
 
@@ -248,20 +194,21 @@ def render(program: Program, template: int = 0) -> str:
     entity = functools.partial(_entity_phrase, steps, template)
     if isinstance(last, Inverse):
         noun = RELATIONS[last.relation].noun
-        return _ASK_INVERSE[template].format(noun=noun, value=_quoted(last))
+        return wording.ASK_INVERSE[template].format(noun=noun, value=_quoted(last))
     if isinstance(last, Neighbour):
-        return _ASK_NEIGHBOUR[template].format(entity=entity(last.subject))
+        return wording.ASK_NEIGHBOUR[template].format(entity=entity(last.subject))
     if isinstance(last, Lookup):
         if last.relation == "borders":
-            return _ASK_BORDERS[template].format(entity=entity(last.subject))
-        return _phrase(_ASK_LOOKUP[template], last, entity(last.subject))
+            return wording.ASK_BORDERS[template].format(entity=entity(last.subject))
+        return _phrase(wording.ASK_LOOKUP[template], last, entity(last.subject))
     a, b = steps[last.a.step], steps[last.b.step]
     if not isinstance(a, Lookup) or not isinstance(b, Lookup):
         raise ValueError("arithmetic takes the answers of lookups")
     if _is_density(program):
-        return _ASK_DENSITY[template].format(entity=entity(a.subject))
-    return _ASK_ARITHMETIC[last.operation][template].format(
-        a=_phrase(_QUANTITY, a, entity(a.subject)), b=_phrase(_QUANTITY, b, entity(b.subject))
+        return wording.ASK_DENSITY[template].format(entity=entity(a.subject))
+    return wording.ASK_ARITHMETIC[last.operation][template].format(
+        a=_phrase(wording.QUANTITY, a, entity(a.subject)),
+        b=_phrase(wording.QUANTITY, b, entity(b.subject)),
     )
 
 
@@ -292,7 +239,7 @@ def _quoted(step: Inverse) -> str:
 
 
 def _inverse(step: Inverse, template: int) -> str:
-    return _INVERSE[template].format(noun=RELATIONS[step.relation].noun, value=_quoted(step))
+    return wording.INVERSE[template].format(noun=RELATIONS[step.relation].noun, value=_quoted(step))
 
 
 def _phrase(template: str, step: Lookup, entity: str) -> str:
@@ -308,7 +255,7 @@ def _entity_phrase(steps: Sequence[Step], template: int, subject: Subject) -> st
         return _inverse(step, template)
     if isinstance(step, Neighbour):
         inner = _entity_phrase(steps, template, step.subject)
-        return _NEIGHBOUR[template].format(entity=inner)
+        return wording.NEIGHBOUR[template].format(entity=inner)
     raise ValueError(f"a lookup cannot be the subject of another step: {step}")
 
 
@@ -353,55 +300,53 @@ def _read_inverse(templates: Sequence[str], text: str) -> Inverse | None:
 
 def _read_entity(text: str, offset: int) -> tuple[tuple[Step, ...], Subject] | None:
     """Reads a noun phrase for an entity; its first step gets the index ``offset``."""
-    for template in _NEIGHBOUR:
+    for template in wording.NEIGHBOUR:
         match = _regex(template).fullmatch(text)
         inner = _read_entity(match["entity"], offset) if match else None
         if inner:
             steps = (*inner[0], Neighbour(inner[1]))
             return steps, Ref(offset + len(steps) - 1)
-    step = _read_inverse(_INVERSE, text)
+    step = _read_inverse(wording.INVERSE, text)
     if step:
         return (step,), Ref(offset)
     is_name = text[:1].isupper() and not re.search(r"[?\"]|\bthe (country|neighbour) ", text)
     return ((), text) if is_name else None
 
 
+def _read_around(
+    templates: Sequence[str], text: str
+) -> Iterator[tuple[re.Match[str], tuple[Step, ...], Subject]]:
+    """(match, steps, subject) of each template with an entity slot that fits a question."""
+    for template in templates:
+        match = _regex(template).fullmatch(text)
+        inner = _read_entity(match["entity"], 0) if match else None
+        if match and inner:
+            yield match, *inner
+
+
 def _read_simple(text: str) -> Iterator[Program]:
-    for template in _ASK_NEIGHBOUR:
-        match = _regex(template).fullmatch(text)
-        inner = _read_entity(match["entity"], 0) if match else None
-        if inner:
-            yield Program((*inner[0], Neighbour(inner[1])))
-    for template in _ASK_BORDERS:
-        match = _regex(template).fullmatch(text)
-        inner = _read_entity(match["entity"], 0) if match else None
-        if inner:
-            yield Program((*inner[0], Lookup("borders", inner[1])))
-    for template in _ASK_LOOKUP:
-        match = _regex(template).fullmatch(text)
-        key = _relation(match) if match else None
-        inner = _read_entity(match["entity"], 0) if match and key else None
-        if inner and key and key != "borders":
-            yield Program((*inner[0], Lookup(key, inner[1])))
-    step = _read_inverse(_ASK_INVERSE, text)
+    for _, steps, subject in _read_around(wording.ASK_NEIGHBOUR, text):
+        yield Program((*steps, Neighbour(subject)))
+    for _, steps, subject in _read_around(wording.ASK_BORDERS, text):
+        yield Program((*steps, Lookup("borders", subject)))
+    for match, steps, subject in _read_around(wording.ASK_LOOKUP, text):
+        key = _relation(match)
+        if key and key != "borders":
+            yield Program((*steps, Lookup(key, subject)))
+    step = _read_inverse(wording.ASK_INVERSE, text)
     if step:
         yield Program((step,))
 
 
 def _read_density(text: str) -> Iterator[Program]:
-    for template in _ASK_DENSITY:
-        match = _regex(template).fullmatch(text)
-        inner = _read_entity(match["entity"], 0) if match else None
-        if inner:
-            steps, subject = inner
-            lookups = (Lookup("population", subject), Lookup("area", subject))
-            index = len(steps)
-            ratio = Arithmetic("ratio", Ref(index), Ref(index + 1))
-            yield Program((*steps, *lookups, ratio))
+    for _, steps, subject in _read_around(wording.ASK_DENSITY, text):
+        lookups = (Lookup("population", subject), Lookup("area", subject))
+        ratio = Arithmetic("ratio", Ref(len(steps)), Ref(len(steps) + 1))
+        yield Program((*steps, *lookups, ratio))
 
 
 def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
-    match = _regex(_QUANTITY).fullmatch(text)
+    match = _regex(wording.QUANTITY).fullmatch(text)
     key = _relation(match) if match else None
     if match is None or key is None or not RELATIONS[key].number:
         return None
@@ -410,7 +355,7 @@ def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
 
 
 def _read_arithmetic(text: str) -> Iterator[Program]:
-    for operation, templates in _ASK_ARITHMETIC.items():
+    for operation, templates in wording.ASK_ARITHMETIC.items():
         for template in templates:
             match = _regex(template).fullmatch(text)
             a = _read_quantity(match["a"], 0) if match else None

@@ -9,7 +9,6 @@ by value ("1.5" is not "15", "-5" is not "5").
 from __future__ import annotations
 
 import decimal
-import math
 import re
 import string
 import unicodedata
@@ -44,6 +43,7 @@ _UNITS = {
     "%": "%",
     "percent": "%",
 }
+_FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 
@@ -64,7 +64,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
     if not found:
         return None
     unit = (found["unit"] or "").strip().rstrip(".").lower()
-    glued = bool(unit) and text[found.end("power") if found["power"] else found.end("digits")] != " "
+    glued = bool(unit) and not found.string[: found.start("unit")].endswith(" ")
     value = decimal.Decimal(found["digits"].replace(",", "") + (found["power"] or ""))
     first, _, rest = unit.partition(" ")
     if first in _SCALES:
@@ -92,7 +92,7 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
     given = parse_number(answer)
     if given is None or (given[1] and units and given[1] not in units):
         return False
-    return math.isclose(given[0], number[0], rel_tol=1e-9, abs_tol=1e-9)
+    return abs(given[0] - number[0]) <= _FLOAT_NOISE * max(abs(given[0]), abs(number[0]))
 
 
 def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
@@ -136,7 +136,10 @@ def _generator_score(task: Task, answer: str) -> float:
         "answer": task.gold[0],
         "metadata": task.metadata["generator_metadata"],
     }
-    return float(scorer(answer, entry) >= 1.0)
+    try:
+        return float(scorer(answer, entry) >= 1.0)
+    except Exception:  # some of its scorers choke on an answer that they cannot read: it is wrong
+        return 0.0
 
 
 def grade(task: Task, trajectory: Trajectory) -> Reward:

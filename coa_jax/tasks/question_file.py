@@ -2,9 +2,9 @@
 
     {"question": "Who wrote ...?", "answer": "..."}
 
-``answer`` (or ``answers``, ``golden_answers``, ``gold``) is a string, a number or a list of accepted
-ones.  Optional: ``id``, ``protocol``, ``split`` and ``metadata``.  A line without a split belongs to
-each of them: the file is then the split.
+``answer`` (or ``answers``, ``golden_answers``, ``gold``) is a string, a number or a list of
+accepted ones.  Optional: ``id``, ``protocol``, ``split`` and ``metadata``.  A line without a split
+belongs to each of them: the file is then the split.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def load_question_file(source: str, split: str, n: int | None = None, seed: int 
     rows = jsonl.read_lines(path, lambda row: _task(row, protocol, source))
     tasks = [task for found, task in rows if found in (None, split)]
     if not tasks:
-        raise UserError(f"{path}: there is no task of the split {split!r}; add lines or use another")
+        raise UserError(
+            f"{path}: there is no task of the split {split!r}; add lines or use another"
+        )
     seen: set[str] = set()
     for task in tasks:
         if task.id in seen:

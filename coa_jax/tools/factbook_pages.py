@@ -72,9 +72,10 @@ _SOURCES = {  # where the page has what a relation states
 _SPARE = 16  # characters beside its value that a field may lose when a sentence takes its place
 _BOILERPLATE = 3  # a note that so many entities share word for word explains a method, not a place
 _TYPOGRAPHY = str.maketrans(
-    {"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\xa0": " ", "−": "-"}
-    | {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "ß": "ss", "æ": "ae", "Æ": "AE", "ı": "i", "đ": "d"}
-    | {"²": "2", "³": "3", "°": " degrees ", "×": "x", "€": "EUR ", "£": "GBP "}
+    {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2026": "...", "\xa0": " "}
+    | {"\u2013": "-", "\u2014": "-", "\u2212": "-", "\u00d7": "x", "\u0131": "i", "\u0111": "d"}
+    | {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "ß": "ss", "æ": "ae", "Æ": "AE"}
+    | {"²": "2", "³": "3", "°": " degrees ", "€": "EUR ", "£": "GBP "}
 )
 
 
@@ -317,7 +318,9 @@ def _demonym(text: str) -> str:
 def _point(text: str) -> tuple[str, str]:
     """(name, metres) of a point such as "Moco 2,620 m"; empty where it has no proper name."""
     text = re.sub(r"; note .*", "", text)
-    found = re.fullmatch(r"([A-Z][A-Za-z' /.-]+?)(?: \([^)]*\))? (-?[\d,]+(?:\.\d+)?)(?: m)?(?: \(.*)?", text)
+    found = re.fullmatch(
+        r"([A-Z][A-Za-z' /.-]+?)(?: \([^)]*\))? (-?[\d,]+(?:\.\d+)?)(?: m)?(?: \(.*)?", text
+    )
     return (found[1], found[2]) if found else ("", "")
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import bm25s
 import numpy as np
@@ -35,8 +36,10 @@ TITLE_WEIGHT = 2
 """How often a title counts among the words of its passage."""
 
 _K1, _B = 1.2, 0.75
-_STOP_WORDS = frozenset("a an and are by does for has how in is it of on or that the to was what "
-                        "when where which who whose with".split())  # fmt: skip
+_STOP_WORDS = frozenset(
+    {"a", "an", "and", "are", "by", "does", "for", "has", "how", "in", "is", "it", "of", "on"}
+    | {"or", "that", "the", "to", "was", "what", "when", "where", "which", "who", "whose", "with"}
+)
 _WORD = re.compile(r"(?<![\w.])\.[a-z]{2}\b|[a-z0-9]+")
 
 
@@ -132,14 +135,14 @@ def default_cache_dir() -> Path:
 
 
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
-    """Names an index by all that shapes it: the text, the settings, the code that cuts and scores."""
+    """Names an index by all that shapes it: the text, the settings and the code."""
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
     if passages is None:
         parts += [factbook_pages.PACKAGE, factbook_pages.package_version(), passage_chars]
-        sources = (factbook_pages.__file__, factbook_relations.__file__, __file__)
+        sources = [factbook_pages.__file__, factbook_relations.__file__, __file__]
     else:
         parts += [(p.title, p.text) for p in passages]
-        sources = (factbook_pages.__file__, __file__)
+        sources = [factbook_pages.__file__, __file__]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for source in sources:
         digest.update(Path(source).read_bytes())
@@ -263,12 +266,12 @@ class WikiSearch:
         if not hits:
             text = "Nothing was found. Try other or fewer words."
             return Observation(text, False, "error", seconds, {"hits": 0})
-        detail = {
+        found: dict[str, Any] = {
             "hits": len(hits),
             "titles": [hit.passage.title for hit in hits],
             "scores": [round(hit.score, 4) for hit in hits],
         }
-        return Observation(format_hits(hits), True, "ok", seconds, detail)
+        return Observation(format_hits(hits), True, "ok", seconds, found)
 
 
 def format_hits(hits: Sequence[Hit]) -> str:

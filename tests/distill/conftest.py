@@ -23,4 +23,10 @@ def factbook_tasks():
 
 @pytest.fixture(scope="session")
 def arithmetic_tasks():
-    return load_tasks("arithmetic", "train", 20, 0)
+    return load_tasks(
+        "arithmetic:chain_sum,basic_arithmetic,products,decimal_chain_sum,gcd,lcm,simple_equations,"
+        "count_bits,count_primes",
+        "train",
+        36,
+        0,
+    )

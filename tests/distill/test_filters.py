@@ -42,6 +42,12 @@ def test_each_filter_drops_what_it_names():
     assert failure(GOOD, min_interactions=7) is None
 
 
+def test_a_wrong_call_that_happened_to_work_is_no_example():
+    slipped = [dataclasses.replace(m, slip="query") if m.index == 2 else m for m in GOOD.messages]
+    lucky = dataclasses.replace(GOOD, messages=tuple(slipped))
+    assert failure(lucky) == "lucky_mistake"
+
+
 def test_the_same_arguments_to_two_tools_are_no_repetition():
     program = "```py\nprint(1)\n```"
     calls = [

@@ -231,8 +231,8 @@ def test_operands_are_worded_as_the_documents_word_them():
         ("State the final answer to the following arithmetic problem: 4 - 1 - 7 =", "4 - 1 - 7"),
         ("Calculate ( 56 + -33 ) - 84.", "( 56 + -33 ) - 84"),
         ("Solve the following multiplication: 1 * 5. Give only the result.", "1 * 5"),
-        ("What is 2.5 * 4?", "2.5 * 4"),
-        ("Only reply with the final value.\n(1.391*5.049) = ?", "(1.391*5.049)"),
+        ("What is 2.5 * 4?", "round(2.5 * 4, 9)"),
+        ("Only reply with the final value.\n(1.391*5.049) = ?", "round((1.391*5.049), 9)"),
         ("Find the Least Common Multiple (LCM) of these numbers: 98, 58", "math.lcm(98, 58)"),
     ],
 )

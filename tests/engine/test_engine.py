@@ -45,12 +45,23 @@ def run(engine, slots):
     return tokens, logps
 
 
+@jax.jit
+def full_logits(tokens):
+    hidden, _ = forward(PARAMS, MODEL, tokens, jnp.arange(tokens.shape[1])[None])
+    return unembed(PARAMS, MODEL, hidden)[0]
+
+
+def reference_logits(ids):
+    # Attention is causal, so padding at the end changes nothing before it.
+    padded = np.zeros((1, SHAPES.max_length), np.int32)
+    padded[0, : len(ids)] = ids
+    return full_logits(padded)[: len(ids)]
+
+
 def reference_greedy(prompt, count):
     ids = list(prompt)
     for _ in range(count):
-        tokens = jnp.asarray([ids])
-        hidden, _ = forward(PARAMS, MODEL, tokens, jnp.arange(len(ids))[None])
-        ids.append(int(jnp.argmax(unembed(PARAMS, MODEL, hidden)[0, -1])))
+        ids.append(int(np.argmax(np.asarray(reference_logits(ids)[-1]))))
     return ids[len(prompt) :]
 
 
@@ -113,10 +124,9 @@ def test_log_probabilities_are_those_of_the_full_forward_pass():
     engine.extend([(0, 0, PROMPT)])
     begin(engine, 0, PROMPT, 70, SamplingParams(temperature=0.7))
     tokens, logps = run(engine, [0])
-    ids = jnp.asarray([PROMPT + tokens[0]])
-    hidden, _ = forward(PARAMS, MODEL, ids, jnp.arange(ids.shape[1])[None])
-    full = jax.nn.log_softmax(unembed(PARAMS, MODEL, hidden)[0] / 0.7)
-    at = np.arange(len(PROMPT) - 1, ids.shape[1] - 1)
+    ids = PROMPT + tokens[0]
+    full = jax.nn.log_softmax(reference_logits(ids) / 0.7)
+    at = np.arange(len(PROMPT) - 1, len(ids) - 1)
     np.testing.assert_allclose(logps[0], full[at, np.asarray(tokens[0])], atol=1e-4)
 
 

@@ -4,10 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_key
+
+
+jitted_inverse_cdf = jax.jit(inverse_cdf)
+jitted_filter = jax.jit(filter_logits)
 
 
 def keys_of(n, seed=0):
@@ -26,14 +30,14 @@ def draw(logits, n, temperature=1.0, top_p=1.0, top_k=0):
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=700).filter(any),
     st.floats(0, 0.999),
 )
 def test_inverse_cdf_finds_the_index_at_which_the_cumulative_sum_passes(weights, uniform):
     # Integer weights keep every partial sum exact in float32.
-    index = int(inverse_cdf(jnp.asarray([weights], jnp.float32), jnp.asarray([uniform]))[0])
+    padded = jnp.zeros((1, 700)).at[0, : len(weights)].set(jnp.asarray(weights, jnp.float32))
+    index = int(jitted_inverse_cdf(padded, jnp.asarray([uniform], jnp.float32))[0])
     total = np.float32(np.float32(uniform) * np.float32(sum(weights)))
     expected = int(np.searchsorted(np.cumsum(weights), total, side="right"))
     assert index == expected
@@ -68,18 +72,17 @@ def test_log_probability_is_of_the_distribution_before_truncation():
     np.testing.assert_allclose(logps, expected, rtol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(-8, 8), min_size=2, max_size=40, unique=True),
     st.floats(0.05, 1.0),
     st.integers(0, 50),
 )
 def test_truncation_keeps_what_a_float64_reference_keeps(logits, top_p, top_k):
+    padded = np.full((1, 40), -np.inf, np.float32)
+    padded[0, : len(logits)] = logits
     kept = np.isfinite(
-        filter_logits(
-            jnp.asarray([logits], jnp.float32), jnp.asarray([top_p]), jnp.asarray([top_k])
-        )[0]
-    )
+        jitted_filter(padded, np.asarray([top_p], np.float32), np.asarray([top_k], np.int32))[0]
+    )[: len(logits)]
     order = np.argsort(-np.asarray(logits))
     probs = np.exp(np.asarray(logits, np.float64))[order]
     probs /= probs.sum()

@@ -12,10 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from tests.model.conftest import FAMILIES, make_reference
 
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model, logits, save_model
+from tests.model.conftest import FAMILIES, make_reference
 
 TOKENS = np.random.default_rng(0).integers(0, 384, (2, 70))
 
@@ -107,7 +107,7 @@ def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
     try:
         # The kernel refuses to let files grow past this: a write fails half way, for real.
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-        with pytest.raises(UserError, match="out cannot be written .* nothing was saved"):
+        with pytest.raises(UserError, match=r"out cannot be written .* nothing was saved"):
             save_model(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -4,11 +4,11 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.model.conftest import CORPUS
 
 from coa_jax.errors import UserError
 from coa_jax.model.bpe import SPECIAL_TOKENS, train_bpe
 from coa_jax.model.tokenizer import decode_ids, encode_plain
+from tests.model.conftest import CORPUS
 
 TAGS = ("<think>", "</think>", "<wiki_search>", "</wiki_search>", "<never_seen>")
 NAMES = ["Question: the river of Norrland is in Norrland, said Norrland\n"] * 8

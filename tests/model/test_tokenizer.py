@@ -6,7 +6,6 @@ import pytest
 import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.model.conftest import CORPUS
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
@@ -20,6 +19,7 @@ from coa_jax.model.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from tests.model.conftest import CORPUS
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STOCK = "You are a helpful assistant."
@@ -95,7 +95,9 @@ def whole_word():
     token = {"id": word, "content": "river", "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec["added_tokens"].append({**token, **flags})
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spec))
+    )
 
 
 def own():
@@ -103,7 +105,18 @@ def own():
 
 
 TOKENIZERS = {f.__name__: f() for f in (qwen_like, smollm_like, whole_word, own)}
-PIECES = [*CHATML, "<tool_call>", "</think>", "river", "<|im_", "end|>", "\u0301", "e", " 1 23", "\n"]
+PIECES = [
+    *CHATML,
+    "<tool_call>",
+    "</think>",
+    "river",
+    "<|im_",
+    "end|>",
+    "\u0301",
+    "e",
+    " 1 23",
+    "\n",
+]
 TEXTS = st.one_of(
     st.text(max_size=40),
     st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4)), max_size=8).map("".join),

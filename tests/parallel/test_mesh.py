@@ -30,6 +30,11 @@ CONFIG = ModelConfig("qwen2", 384, 48, 80, 3, 4, 2, 12, qkv_bias=True, tie_embed
 MESH = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
+
+
 def spec(axes, rules=RULES, shape=None):
     return sharding_for(MESH, axes, rules, shape).spec
 
@@ -59,8 +64,7 @@ def test_a_mesh_axis_splits_one_dimension_only():
     assert spec(("vocab", "mlp"), shape=(8, 8)) == P("tensor", None)
 
 
-def test_one_device_mesh_holds_whole_params():
-    params = init_params(CONFIG, jax.random.key(0))
+def test_one_device_mesh_holds_whole_params(params):
     placed = shard_params(params, CONFIG, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, params, placed)
     assert jax.tree.structure(param_shardings(CONFIG, make_mesh())) == jax.tree.structure(params)
@@ -100,11 +104,10 @@ print("equal")
 """
 
 
-def test_sharded_forward_on_eight_devices_equals_one_device(tmp_path):
+def test_sharded_forward_on_eight_devices_equals_one_device(params, tmp_path):
     from coa_jax.model.api import Model, save_model
     from coa_jax.model.bpe import train_bpe
 
-    params = init_params(CONFIG, jax.random.key(0))
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path / "in")
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(

@@ -128,7 +128,7 @@ def write_run(root: Path, tasks: int = 8) -> Path:
     (root / "config.json").write_text(json.dumps(config))
     summary = {"base": block(0.08, 200), "sft": block(0.46, 200), "rl": block(0.71, 200),
                "teacher": block(0.93, 200),
-               "timings_s": {"distill": 21.3, "sft": 88.0, "rl": 170.5, "evaluate": 35.2}}  # fmt: skip
+               "timings_s": {"distill": 21.3, "sft": 88.0, "rl": 170.5, "eval": 35.2}}  # fmt: skip
     (root / "summary.json").write_text(json.dumps(summary))
     with open(root / "metrics.jsonl", "w") as file:
         file.writelines(json.dumps(row) + "\n" for row in metric_rows())

@@ -29,9 +29,13 @@ run_files = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(run_files)
 HOSTILE, episode, write_run = run_files.HOSTILE, run_files.episode, run_files.write_run
 
-ALLOWED = frozenset(
-    ["html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "p", "nav", "a", "details", "summary", "pre", "div", "table", "thead", "tbody", "tr", "th", "td", "strong", "svg", "line", "circle", "path", "text", "dl", "dt", "dd", "figure", "figcaption", "span", "i", "ul", "li", "b", "em", "select", "option", "input", "button", "output", "section", "code", "script"]
-)
+ALLOWED = {
+    *("html", "head", "meta", "title", "style", "body", "header", "nav", "section", "script"),
+    *("h1", "h2", "h3", "p", "a", "pre", "code", "div", "span", "i", "b", "em", "strong"),
+    *("details", "summary", "figure", "figcaption", "ul", "li", "dl", "dt", "dd"),
+    *("table", "thead", "tbody", "tr", "th", "td", "svg", "line", "circle", "path", "text"),
+    *("select", "option", "input", "button", "output"),
+}
 
 
 class Page(html.parser.HTMLParser):
@@ -41,6 +45,7 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
+        self.title = ""
         self.feed(source)
         self.close()
 
@@ -49,6 +54,8 @@ class Page(html.parser.HTMLParser):
 
     def handle_data(self, data):
         self.texts.append(data)
+        if self.elements and self.elements[-1][0] == "title":
+            self.title += data
 
     def all(self, tag: str, style: str | None = None) -> list[dict[str, str | None]]:
         return [
@@ -86,8 +93,7 @@ def test_the_page_refers_to_nothing_outside_of_itself(page):
         assert (attributes.get("href") or "#").startswith("#")
         assert not any(name.startswith("on") for name in attributes)
     assert len(page.all("script")) == 1
-    (style,) = re.findall(r"<style>(.*?)</style>", " ".join(["<style>", *page.texts, "</style>"]),
-                          re.DOTALL)  # fmt: skip
+    style = next(text for text in page.texts if "color-scheme" in text)
     assert "url(" not in style and "@import" not in style
 
 
@@ -163,8 +169,8 @@ def test_large_runs_show_a_sample_with_the_same_tasks_at_every_stage(tmp_path):
     shown = Page(build_report(run, per_stage=5).read_text())
     assert len(shown.all("details", "trace")) == 20
     text = "".join(shown.texts)
-    assert "This page shows a sample." in text and "90 (6 wrong" not in text
-    assert "5 of them here" in text
+    assert "This page shows a sample." in text
+    assert "base: 90 (83 correct, 7 wrong), 5 of them here" in text
 
 
 def test_training_episodes_are_sampled_over_the_whole_run(tmp_path):
@@ -219,7 +225,7 @@ def test_unfinished_or_odd_summaries_do_not_break_the_page(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [("summary.json", "{", "not JSON"), ("config.json", "[]", "not a JSON object"),
-     ("metrics.jsonl", "1\n", ":1: "), ("traces.jsonl", "{}\n", ":1: the field 'task_id' is missing")],
+     ("metrics.jsonl", "1\n", ":1: "), ("traces.jsonl", "{}\n", ":1: the field 'task_id' is miss")],
 )  # fmt: skip
 def test_malformed_files_are_named(tmp_path, name, content, why):
     (tmp_path / name).write_text(content)
@@ -271,10 +277,6 @@ def visible(page: Page) -> list[dict[str, str | None]]:
     return [a for a in page.all("details", "trace") if "hidden" not in a]
 
 
-def title(page: Page) -> str:
-    return page.texts[[tag for tag, _ in page.elements].index("title")] if page.texts else ""
-
-
 @needs_browser
 def test_the_page_runs_without_errors_and_shows_every_trace(page_path, tmp_path):
     shown, console = browse(page_path, tmp_path)
@@ -282,7 +284,7 @@ def test_the_page_runs_without_errors_and_shows_every_trace(page_path, tmp_path)
     assert len(visible(shown)) == 32
     assert "32 of 32 traces" in "".join(shown.texts)
     assert len(shown.all("div", "tip")) == len([a for a in shown.all("svg") if "data-chart" in a])
-    assert "quick & <b>start" in shown.texts and "broken in" not in title(shown)
+    assert shown.title == "quick & <b>start"  # which the hostile tool text tries to change
 
 
 @needs_browser

@@ -108,7 +108,9 @@ def test_understand_never_raises(text):
 
 
 def test_a_chain_is_carried_out_from_passages():
-    question = "What is the area of the longest-border neighbour of the country whose capital is X-y?"
+    question = (
+        "What is the area of the longest-border neighbour of the country whose capital is X-y?"
+    )
     program = understand(question)
     assert program is not None and program.hops == 3
     assert kind_of(program) == "inverse>neighbour>lookup"
@@ -130,7 +132,10 @@ def test_a_chain_is_carried_out_from_passages():
 
 def test_a_passage_about_something_else_gives_no_value():
     step = Lookup("capital", "Guinea")
-    assert read_value(step, "Guinea-Bissau: Capital", "The capital of Guinea-Bissau is Bissau.") is None
+    assert (
+        read_value(step, "Guinea-Bissau: Capital", "The capital of Guinea-Bissau is Bissau.")
+        is None
+    )
     assert read_value(step, "Guinea: Area", "The area of Guinea is 245,857 sq km.") is None
     assert read_value(step, "Guinea: Capital", "Conakry has a port.") is None
     inverse = Inverse("capital", "Lima")

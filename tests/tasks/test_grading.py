@@ -17,7 +17,7 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
     ("answer", "gold"),
     [
         ("The  Eiffel-Tower!", ("eiffeltower",)),
-        ("Cote d'Ivoire", ("Côte d’Ivoire".replace("’", "'"),)),
+        ("Cote d'Ivoire", ("Côte d'Ivoire",)),
         ("1,234", ("1234",)),
         ("1234.0", ("1,234",)),
         ("1234 sq km", ("1234",)),
@@ -25,7 +25,8 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
         ("1.234 million", ("1,234,000",)),
         ("2.50", ("2.5",)),
         ("-155 m", ("-155", "-155 m")),
-        ("about".replace("about", "46."), ("46",)),
+        ("46.", ("46",)),
+        ("0.30000000000000004", ("0.3",)),
         ("Burma|Myanmar", ("Burma", "Myanmar")),
         ("Zambia | namibia", ("Namibia|Zambia",)),
         ("Zambia|Zambia|Namibia", ("Namibia|Zambia",)),
@@ -93,7 +94,9 @@ def trajectory(body: str, stop=StopReason.ANSWER, outcome=None) -> Trajectory:
     spans = tuple(
         SegmentSpan(role, Author.POLICY, text, i, i + 1) for i, (role, text) in enumerate(texts)
     )
-    calls = () if outcome is None else (ToolCall("wiki_search", "q", "o", outcome, False, 0.0, 1.0),)
+    calls = (
+        () if outcome is None else (ToolCall("wiki_search", "q", "o", outcome, False, 0.0, 1.0),)
+    )
     return Trajectory(
         task_id="t", sample_id=0, question="What?", protocol="generalist",
         tokens=np.arange(3, dtype=np.int32), author=np.ones(3, np.uint8),
@@ -113,7 +116,8 @@ def test_format_is_reported_apart_from_the_answer():
 
 
 @pytest.mark.parametrize(
-    "broken", [trajectory("Gaborone", stop=StopReason.FAULT), trajectory("Gaborone", outcome="fault")]
+    "broken",
+    [trajectory("Gaborone", stop=StopReason.FAULT), trajectory("Gaborone", outcome="fault")],
 )
 def test_faults_of_ours_are_masked(broken):
     assert grade(TASK, broken).value is None

@@ -18,7 +18,7 @@ from coa_jax.tools.sandbox import trial
 from coa_jax.tools.sandbox.canaries import canaries
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import SERVER, Result, SandboxError, run
+from coa_jax.tools.sandbox.run import SERVER, Captured, Result, SandboxError, run
 from coa_jax.tools.sandbox.supervise import descendants
 
 WAYS = ("bubblewrap", "landlock", "landlock without namespaces")
@@ -86,13 +86,17 @@ def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
     assert "reads " + scene.targets.secrets[0] in noticed["reads secrets"]
     assert "TCP to 127.0.0.1" in noticed["network"]
     assert "UDP to 127.0.0.1" in noticed["network"]
-    result = Result(*[None] * 2, "exit", 0, 0.0, os.geteuid())
+    nothing = Captured("", "", 0)
+    result = Result(nothing, nothing, "exit", 0, 0.0, uid=-2)
     damage = scene.damage(result)
     assert any("tcp listener" in line for line in damage)
     assert any("udp listener" in line for line in damage)
-    with subprocess.Popen(["sleep", scene.targets.marker]) as survivor:
-        assert any(str(survivor.pid) in line for line in scene.damage(result))
+    survivor = subprocess.Popen(["sleep", scene.targets.marker])
+    try:
+        assert wait_until(lambda: any("is left" in line for line in scene.damage(result)))
+    finally:
         survivor.kill()
+        survivor.wait()
     Path(scene.targets.precious[0]).write_text("spoiled")
     assert any("was changed" in line for line in scene.damage(result))
     Path(scene.targets.precious[0]).write_text("precious")

@@ -82,7 +82,8 @@ def test_passages_are_short_readable_and_unique():
 
 
 def test_text_is_cleaned_and_split():
-    assert clean("<p>C&ocirc;te&nbsp;d&#39;Ivoire<br>&lt; 5 <strong>m</strong></p>") == "Cote d'Ivoire < 5 m"
+    markup = "<p>C&ocirc;te&nbsp;d&#39;Ivoire<br>&lt; 5 <strong>m</strong></p>"
+    assert clean(markup) == "Cote d'Ivoire < 5 m"
     text = "One is here. Two is there; three " + "x" * 50 + " end."
     parts = split_text(text, 30)
     assert all(0 < len(part) <= 30 for part in parts)

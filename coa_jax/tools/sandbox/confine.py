@@ -128,13 +128,13 @@ def _exec_bubblewrap(job: Job, source: int, rules: int, started: int) -> None:
     arguments += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
     for name, value in environment(job, PRIVATE_TMP).items():
         arguments += ["--setenv", name, value]
-    for path in job.readable:
-        arguments += ["--ro-bind", path, path]
-    for target, path in job.links:
-        arguments += ["--symlink", target, path]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for path in ("/dev/shm", PRIVATE_TMP):
         arguments += ["--size", size, "--tmpfs", path]
+    for path in job.readable:  # after the scratch space, since a library may lie below /tmp
+        arguments += ["--ro-bind", path, path]
+    for target, path in job.links:
+        arguments += ["--symlink", target, path]
     program = f"{PRIVATE_TMP}/{PROGRAM}"
     arguments += ["--file", str(source), program, "--chdir", PRIVATE_TMP]
     # What is left of the new root is memory without a limit: make it read-only.
