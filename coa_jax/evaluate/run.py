@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
@@ -96,3 +96,28 @@ def evaluate(
 def blocks(groups: Sequence[Sequence[Trajectory]], stage: str) -> dict[str, Any]:
     """What ``summary.json`` says about a stage."""
     return {stage: summarize(groups), f"{stage}_details": details(groups)}
+
+
+def table(result: Mapping[str, Any], stage: str) -> str:
+    """The figures of a stage for a terminal."""
+    block, more = result[stage], result[f"{stage}_details"]
+    low, high = block["ci95"]
+    lines = [
+        f"{stage}: pass@1 {block['pass_at_1']:.3f} (95 % {low:.3f}-{high:.3f}, n {block['n']})",
+        *(f"  pass@{k} {rate:.3f}" for k, rate in more["pass_at_k"].items() if k != "1"),
+        *(
+            f"  {hops} hops: {entry['pass_at_1']:.3f} (n {entry['n']})"
+            for hops, entry in more["by_hops"].items()
+        ),
+        f"  {block['tokens_per_task']:.0f} tokens and {block['tool_calls_per_task']:.2f} tool "
+        f"calls a task, {100 * block['format_valid']:.1f} % obey the protocol",
+        f"  ends: {', '.join(f'{name} {count}' for name, count in more['stops'].items())}",
+    ]
+    for name, entry in more["tools"].items():
+        outcomes = ", ".join(f"{k} {v}" for k, v in sorted(entry["outcomes"].items()))
+        lines.append(f"  {name}: {entry['calls']} calls ({outcomes})")
+    if more["tokens_per_solved"] is not None:
+        lines.append(f"  {more['tokens_per_solved']:.0f} tokens per solved task")
+    if more["ungraded"]:
+        lines.append(f"  {more['ungraded']} samples could not be graded and are left out")
+    return "\n".join(lines)

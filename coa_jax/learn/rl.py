@@ -137,7 +137,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             run.metrics(step, "rl", **stats, **describe(sampled), **clock.report())
             bar.update(reward=float(np.mean(_values(sampled.everything) or [0.0])))
     checkpoints.close()
-    save_model(dataclasses.replace(model, params=state.params), output)
+    save_model(dataclasses.replace(model, params=state.params), output, overwrite=True)
 
 
 def sample_groups(

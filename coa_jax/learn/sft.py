@@ -117,7 +117,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
             if step % config.checkpoint_every == 0 or step == total:
                 checkpoints.save(step, state, {"cursor": cursor})
     checkpoints.close()
-    save_model(dataclasses.replace(model, params=state.params), output)
+    save_model(dataclasses.replace(model, params=state.params), output, overwrite=True)
 
 
 def _resume(

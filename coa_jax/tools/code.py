@@ -101,9 +101,9 @@ class CodeTool:
             Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes), libraries
         )
         # A semaphore belongs to one event loop, a tool may live through several.
-        self._turns: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, asyncio.Semaphore
-        ] = weakref.WeakKeyDictionary()
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Runs the program between the tags; see ``coa_jax.tools.base.Tool``."""

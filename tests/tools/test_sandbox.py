@@ -280,5 +280,5 @@ def test_a_program_that_cannot_be_confined_does_not_run(job):
 def test_what_bubblewrap_refuses_is_not_taken_for_the_end_of_the_program():
     job = job_for("bubblewrap")
     broken = dataclasses.replace(job, readable=(*job.readable, "/nonexistent/file"))
-    with pytest.raises(SandboxError, match="did not start the program.*nonexistent"):
+    with pytest.raises(SandboxError, match=r"did not start the program.*nonexistent"):
         outcome(broken, "print('ran')")

@@ -249,8 +249,10 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
     return (
         *framed,
         Canary("kills its parent and everybody", kills),
-        Canary("fork bomb", _FORK_BOMB, ("wall", "processes"), ""),
-        Canary("memory in many processes", f"{hoard}\nimport time; time.sleep(60)", ("memory",), ""),
+        Canary("fork bomb", _FORK_BOMB, ("wall", "processes", "memory"), ""),
+        Canary(
+            "memory in many processes", f"{hoard}\nimport time; time.sleep(60)", ("memory",), ""
+        ),
         Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
         Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
         Canary("sleeps past the deadline", "import time; time.sleep(3600)", ("wall",), ""),

@@ -52,9 +52,9 @@ def become_program(
     _enter(pipes, keep=())
     if job.backend == "landlock":
         scoped = landlock.abi() >= landlock.SIGNAL_SCOPE_ABI
-        rules = seccomp.compile_filter(metadata=True, signals=uid is None and not scoped)
+        code = seccomp.compile_filter(metadata=True, signals=uid is None and not scoped)
         landlock.restrict(job.readable, directory)
-        seccomp.install(rules)
+        seccomp.install(code)
     elif job.backend != "none":
         raise ValueError(f"unknown isolation {job.backend!r}")
     program = os.path.join(directory, PROGRAM)

@@ -61,9 +61,7 @@ class Isolation:
     interpreter: Interpreter
     refused: tuple[tuple[str, str], ...] = ()
 
-    def job(
-        self, limits: Limits, libraries: tuple[str, ...] = (), namespaces: bool = True
-    ) -> Job:
+    def job(self, limits: Limits, libraries: tuple[str, ...] = (), namespaces: bool = True) -> Job:
         """The job description; ``libraries`` are directories added to the import path."""
         readable, links = _file_system(self.interpreter, libraries)
         return Job(
@@ -90,7 +88,7 @@ def find_isolation(backend: str = "auto") -> Isolation:
     """
     if backend not in ("auto", *BACKENDS):
         raise UserError(f"sandbox back end {backend!r} is unknown: use auto, {', '.join(BACKENDS)}")
-    refused = []
+    refused: list[tuple[str, str]] = []
     for name in BACKENDS if backend == "auto" else (backend,):
         why = _why_not(name)
         if why is None:

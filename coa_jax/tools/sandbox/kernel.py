@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -38,6 +39,6 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
-def syscall(number: int, *arguments: int | ctypes._Pointer | None) -> int:
-    """A raw system call. Raises OSError."""
+def syscall(number: int, *arguments: Any) -> int:
+    """A raw system call; arguments are ints or ctypes values. Raises OSError."""
     return _check(_libc.syscall(ctypes.c_long(number), *arguments), f"system call {number}")

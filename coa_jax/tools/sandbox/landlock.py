@@ -21,7 +21,7 @@ SIGNAL_SCOPE_ABI = 6
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("files", ctypes.c_uint64),
         ("network", ctypes.c_uint64),
         ("scoped", ctypes.c_uint64),
@@ -30,7 +30,7 @@ class _Ruleset(ctypes.Structure):
 
 class _PathBeneath(ctypes.Structure):
     _pack_ = 1
-    _fields_ = [("access", ctypes.c_uint64), ("parent", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("access", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
 def abi() -> int:

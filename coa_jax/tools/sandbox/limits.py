@@ -21,7 +21,8 @@ class Limits:
     Attributes:
         wall_s: seconds of wall time until everything is killed.
         cpu_s: seconds of processor time for each process.
-        memory_mb: MiB of address space for each process, and of resident memory for all.
+        memory_mb: MiB of address space for each process, and of resident memory for all (pages
+            that processes share since a fork count for each of them).
         disk_mb: MiB of private scratch space.
         processes: processes and threads at a time.
         open_files: file descriptors of each process.

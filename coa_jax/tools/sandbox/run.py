@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -193,6 +194,10 @@ def _stop(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
 SERVER = Server()
 
 
+class _NoReportError(SandboxError):
+    """The server or the supervisor was killed."""
+
+
 async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Result:
     """Runs a program.
 
@@ -207,6 +212,14 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
     Raises:
         SandboxError: the sandbox could not run it, or could not clean up behind it.
     """
+    try:
+        return await _run_once(job, source, stdin, keep)
+    except _NoReportError:
+        # A program leaves no trace, so it may simply run again, with a new server.
+        return await _run_once(job, source, stdin, keep)
+
+
+async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
     loop = asyncio.get_running_loop()
     program = os.memfd_create("program")
     ends = [program]
@@ -227,7 +240,8 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
         for end, size in ((out_read, keep), (error_read, keep), (report_read, 1 << 16)):
             pipe = os.fdopen(end, "rb", 0)
             ends.remove(end)
-            transport, reader = await loop.connect_read_pipe(lambda s=size: _Reader(s), pipe)
+            make = functools.partial(_Reader, size)
+            transport, reader = await loop.connect_read_pipe(make, pipe)
             transports.append(transport)
             readers.append(reader)
         out, error, report = readers
@@ -261,7 +275,7 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
 
 def _result(report: str, out: _Reader, error: _Reader) -> Result:
     if not report:
-        raise SandboxError("the sandbox server ended without a report")
+        raise _NoReportError("the sandbox server ended without a report")
     fields = json.loads(report)
     reason = fields["reason"]
     if reason == "fault":
@@ -276,7 +290,7 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
     streams = [reader.captured() for reader in (out, error)]
     if fields["directory"]:  # a random name; programs shall see the same text each time
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
-    return Result(*streams, reason, code, fields["cpu_s"], fields["uid"])
+    return Result(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"])
 
 
 def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:

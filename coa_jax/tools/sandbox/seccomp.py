@@ -216,7 +216,7 @@ def compile_filter(metadata: bool, signals: bool, machine: str | None = None) ->
 
 
 class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
 def install(code: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -30,7 +31,8 @@ def supervise(job: Job, pipes: Pipes) -> None:
 
     The report has ``reason`` ("exit", "wall", "memory", "disk", "processes", "cancelled" or
     "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``,
-    ``directory`` (scratch space, "" if it was in memory), ``clean`` (nothing is left) and ``error`` (why there was a fault).
+    ``directory`` (scratch space, "" if it was in memory), ``clean`` (nothing is left)
+    and ``error`` (why there was a fault).
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -107,10 +109,10 @@ def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, o
     code = 128 - status if status < 0 else status
     clean = _sweep(uid)
     error = os.read(failure_read, 4096).decode() if clean else ""
-    if clean and reason == "exit" and job.backend == "bubblewrap":
-        # Its exit code is the program's only if it says so; else it failed on the way there.
-        if b"exit-code" not in os.read(started_read, 4096):
-            error = error or "bubblewrap did not start the program"
+    wrapped = clean and reason == "exit" and job.backend == "bubblewrap"
+    # Its exit code is the program's only if it says so; else it failed on the way there.
+    if wrapped and b"exit-code" not in os.read(started_read, 4096):
+        error = error or "bubblewrap did not start the program"
     if error:
         reason = "fault"
     return {"reason": reason, "code": code, "clean": clean, "error": error}
@@ -270,11 +272,10 @@ def _sweep(uid: int | None) -> bool:
 
 def _kill(processes: Iterable[int]) -> None:
     for process in processes:
-        try:
-            # First no more children, so that a fork bomb cannot outrun the kills.
+        # First no more children, so that a fork bomb cannot outrun the kills.  The process may
+        # be gone, or not ours to limit: then the signal decides.
+        with contextlib.suppress(OSError, ValueError):
             resource.prlimit(process, resource.RLIMIT_NPROC, (0, 0))
-        except (OSError, ValueError):
-            pass  # gone, or not to be touched; the signal decides
         try:
             os.kill(process, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from coa_jax.tools.sandbox.canaries import Canary, Targets
 from coa_jax.tools.sandbox.limits import PROGRAM, Job, Limits
@@ -96,7 +97,7 @@ def scene() -> Iterator[Scene]:
             directory.chmod(0o777)
             directories.append(directory)
         abstract = f"\0coa_jax_trial_{secrets.token_hex(8)}"
-        kinds = {
+        kinds: dict[str, tuple[int, int, Any]] = {
             "tcp": (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
             "udp": (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
             "abstract": (socket.AF_UNIX, socket.SOCK_STREAM, abstract),

@@ -1,0 +1,93 @@
+"""A policy from nothing: its own tokenizer, learnt from distilled text, and random parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from coa_jax.model.api import Model, save_model
+from coa_jax.model.bpe import train_bpe
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.trajectory import DistilledRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class ScratchConfig:
+    """Size of a policy that is trained from nothing.
+
+    Attributes:
+        vocab_size: upper bound on the tokenizer's vocabulary.
+        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: as in
+            `ModelConfig`.
+        common_word: share of the records in which a capitalised word must occur to become a token
+            of its own; rarer ones are names, which are spelt so that copying them generalises.
+        seed: of the parameters.
+    """
+
+    vocab_size: int = 768
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    common_word: float = 0.1
+    seed: int = 0
+
+
+def write_policy(
+    config: ScratchConfig, records: Sequence[DistilledRecord], style: str, path: Path
+) -> None:
+    """Writes a Hugging Face directory with the untrained policy.
+
+    Args:
+        config: sizes.
+        records: the text that the tokenizer is learnt from.
+        style: of the prompts, ``full`` or ``brief``.
+        path: the directory.
+    """
+    texts = [
+        render_prompt(get_protocol(record.protocol), record.question, style=style)
+        + "\n"
+        + record.text
+        for record in records
+    ]
+    protocols = {record.protocol for record in records}
+    roles = sorted({role for name in protocols for role in get_protocol(name).roles})
+    tokenizer = train_bpe(
+        texts,
+        config.vocab_size,
+        tags=[f"<{slash}{role}>" for role in roles for slash in ("", "/")],
+        merge_words="lowercase",
+        keep_words=common_words(texts, config.common_word),
+    )
+    model = ModelConfig(
+        architecture="llama",
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    params = init_params(model, jax.random.key(config.seed))
+    save_model(Model(model, params, tokenizer), path, overwrite=True)
+
+
+def common_words(texts: Sequence[str], share: float) -> list[str]:
+    """Capitalised words that occur in at least this share of the texts, sorted.
+
+    They belong to the templates of questions and trajectories ("Step", "Title"), not to names.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        words = {w.strip(".,:?()<>/`'\"") for line in text.split("\n") for w in line.split(" ")}
+        counts.update(word for word in words if word.isalpha() and word != word.lower())
+    return sorted(word for word, count in counts.items() if count >= share * len(texts))

@@ -1,0 +1,185 @@
+"""The whole pipeline on one machine: distil, SFT, evaluate, RL, evaluate, report.
+
+    python -m coa_jax.quickstart --workdir=runs/quickstart
+
+Each stage leaves its result in the work directory; given again, the command goes on after the last
+one that finished, and within SFT and RL after the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import flags
+
+from coa_jax.cli import config_flag, run_main
+from coa_jax.distill import DistillConfig, evaluate_teacher
+from coa_jax.distill.dataset import distill_split
+from coa_jax.errors import UserError
+from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
+from coa_jax.learn import rl, sft
+from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.model.api import load_model
+from coa_jax.model.tokenizer import encode_plain
+from coa_jax.progress import progress
+from coa_jax.report import build_report
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
+from coa_jax.tasks import load_tasks
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.trajectory import read_records
+
+
+class Pipeline:
+    """The stages over one work directory."""
+
+    def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
+        self.config, self.run = config.to_dict(), run
+        self.data, self.models = run.path / "data", run.path / "models"
+        self.tools = make_tools(build(ToolsConfig, self.config["tools"], "config.tools"))
+        evaluation = self.config["evaluate"]
+        self.evaluation = build(EvaluateConfig, evaluation, "config.evaluate")
+        self.held_out = load_tasks(
+            self.evaluation.tasks,
+            self.evaluation.split,
+            self.evaluation.num_tasks,
+            self.evaluation.seed,
+        )
+        self.teacher = build(DistillConfig, self.config["teacher"], "config.teacher")
+
+    def distill(self) -> None:
+        """Lets the teacher solve training tasks, and held-out ones to measure it."""
+        source = self.config["distill"]
+        named = {tool.name: tool for tool in self.tools}
+        for split in ("train", "validation"):
+            tasks = load_tasks(source["tasks"], split, source[split], source["seed"])
+            with progress(f"distil {split}", total=len(tasks)) as bar:
+                distill_split(
+                    split,
+                    tasks,
+                    named,
+                    self.teacher,
+                    self.data,
+                    self.config["tools"],
+                    lambda done, bar=bar: bar.update(done - bar.done),
+                )
+
+    def base(self) -> None:
+        """Makes the untrained policy."""
+        write_policy(
+            build(ScratchConfig, self.config["policy"], "config.policy"),
+            read_records(self.data / "train.jsonl"),
+            self.config["prompt_style"],
+            self.models / "base",
+        )
+
+    def evaluate_teacher(self) -> None:
+        """Measures the teacher, unfiltered, on the held-out tasks."""
+        tokenizer = load_model(self.models / "base").tokenizer
+        named = {tool.name: tool for tool in self.tools}
+        block = evaluate_teacher(
+            self.held_out, named, self.teacher, lambda text: len(encode_plain(tokenizer, text))
+        )
+        self.run.summary({"teacher": block})
+
+    def sft(self) -> None:
+        """Fine-tunes the untrained policy on the distilled trajectories."""
+        values = {
+            **self.config["sft"],
+            "model": str(self.models / "base"),
+            "data": str(self.data / "train.jsonl"),
+            "validation": str(self.data / "validation.jsonl"),
+            "prompt_style": self.config["prompt_style"],
+        }
+        sft.train(build(sft.SFTConfig, values, "config.sft"), self.run, self.models / "sft")
+
+    def rl(self) -> None:
+        """Reinforces the fine-tuned policy with live tools."""
+        values = {**self.config["rl"], "model": str(self.models / "sft")}
+        config = build(rl.RLConfig, values, "config.rl")
+        rl.train(config, self.run, self.models / "rl", self.tools)
+
+    def evaluate(self, stage: str) -> None:
+        """Measures a policy on the held-out tasks."""
+        model = load_model(self.models / stage)
+        phase = f"evaluate-{stage}"
+        self.run.rewind(phase, 0)
+        groups = evaluate(model, self.held_out, self.evaluation, self.tools, stage)
+        self.run.traces(1, phase, [t.to_json() for group in groups for t in group])
+        result = blocks(groups, stage)
+        self.run.summary(result)
+        print(table(result, stage), flush=True)
+
+    def report(self) -> None:
+        """Builds the page."""
+        build_report(self.run.path)
+
+
+def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs every stage that has not finished yet; returns the summary."""
+    with RunDir(workdir) as run:
+        changes = run.write_config(config) if _unchanged(config, run) else []
+        if changes:
+            raise UserError(f"{workdir} holds a run with another config ({changes[0]})")
+        pipeline = Pipeline(config, run)
+        stages: list[tuple[str, Callable[[], None]]] = [
+            ("distill", pipeline.distill),
+            ("base", pipeline.base),
+            ("evaluate_teacher", pipeline.evaluate_teacher),
+            ("evaluate_base", lambda: pipeline.evaluate("base")),
+            ("sft", pipeline.sft),
+            ("evaluate_sft", lambda: pipeline.evaluate("sft")),
+            ("rl", pipeline.rl),
+            ("evaluate_rl", lambda: pipeline.evaluate("rl")),
+        ]
+        timings = dict(_summary(run).get("timings_s", {}))
+        for name, stage in stages:
+            if name in timings:
+                print(f"{name}: done before", flush=True)
+                continue
+            print(f"{name} ...", flush=True)
+            start = time.monotonic()
+            stage()
+            timings[name] = round(time.monotonic() - start, 2)
+            run.summary({"timings_s": timings})
+        pipeline.report()
+        return _summary(run)
+
+
+def _unchanged(config: ml_collections.ConfigDict, run: RunDir) -> bool:
+    return True
+
+
+def _summary(run: RunDir) -> dict[str, Any]:
+    path = run.path / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/quickstart/factbook.py")
+    flags.DEFINE_string("workdir", "runs/quickstart", "where the run is written")
+    flags.DEFINE_integer("seed", None, "short for the seeds of data, policy, SFT and RL")
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    config, seed = flags.FLAGS.config, flags.FLAGS.seed
+    if seed is not None:
+        for part in ("distill", "teacher", "policy", "sft", "rl", "evaluate"):
+            config[part].seed = seed
+    summary = run_pipeline(config, Path(flags.FLAGS.workdir))
+    for stage in ("teacher", "base", "sft", "rl"):
+        block = summary[stage]
+        low, high = block["ci95"]
+        print(f"{stage:8} pass@1 {block['pass_at_1']:.3f}  95 % {low:.3f}-{high:.3f}")
+    print(f"report -> {Path(flags.FLAGS.workdir) / 'report' / 'index.html'}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

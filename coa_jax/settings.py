@@ -1,0 +1,48 @@
+"""From the mutable config of a command line to the frozen dataclasses that the code works with."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from coa_jax.errors import UserError
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
+    """Builds a dataclass, and those inside it, from a config of the same form.
+
+    Args:
+        cls: a dataclass; its fields name the keys.
+        values: a ConfigDict or a mapping.
+        where: what error messages call it.
+
+    Raises:
+        UserError: a key is unknown or missing.
+    """
+    types = typing.get_type_hints(cls)
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise UserError(f"{where}.{unknown[0]} is not a setting; known are {', '.join(known)}")
+    arguments = {}
+    for name, field in known.items():
+        if name not in values:
+            required = (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            )
+            if required:
+                raise UserError(f"{where}.{name} is missing; give it in the config file")
+            continue
+        value = values[name]
+        if dataclasses.is_dataclass(types[name]) and isinstance(value, Mapping):
+            value = build(types[name], value, f"{where}.{name}")
+        elif hasattr(value, "items"):
+            inner = types[name]
+            value = build(inner, dict(value.items()), f"{where}.{name}")
+        arguments[name] = value
+    return cls(**arguments)

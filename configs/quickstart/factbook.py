@@ -1,0 +1,98 @@
+r"""The whole pipeline with a small policy that is trained from nothing, on a CPU.
+
+    bash launch/quickstart.sh --workdir runs/quickstart
+
+Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
+"""
+
+from __future__ import annotations
+
+import ml_collections
+from ml_collections import ConfigDict
+
+TASKS = "factbook:weights=45/35/12/8"
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    config = ConfigDict()
+    config.prompt_style = "brief"
+    config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 1})
+    config.distill = ConfigDict({"tasks": TASKS, "train": 6000, "validation": 100, "seed": 0})
+    config.teacher = ConfigDict({"mistake_rate": 0.05, "unrecovered_rate": 0.02, "seed": 0})
+    config.policy = ConfigDict(
+        {
+            "vocab_size": 768,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "seed": 0,
+        }
+    )
+    config.sft = ConfigDict(
+        {
+            "seed": 0,
+            "batch_tokens": 8192,
+            "rows": 8,
+            "row_length": 512,
+            "dtype": "bfloat16",
+            "remat": False,
+            "validate_every": 50,
+            "checkpoint_every": 100,
+            "optimizer": {
+                "learning_rate": 2e-3,
+                "total_steps": 200,
+                "warmup_steps": 20,
+                "final_ratio": 0.1,
+                "weight_decay": 0.01,
+            },
+        }
+    )
+    engine = {"slots": 64, "max_length": 512, "chunk": 16, "extend_rows": 16, "extend_buckets": (64, 128)}
+    rollout = {"max_tokens": 512, "max_tool_calls": 8, "max_observation_tokens": 160}
+    rollout["prompt_style"] = config.prompt_style
+    config.rl = ConfigDict(
+        {
+            "tasks": TASKS,
+            "num_tasks": 4000,
+            "seed": 0,
+            "groups": 16,
+            "group_size": 8,
+            "max_rounds": 2,
+            "updates": 1,
+            "temperature": 1.0,
+            "rows": 8,
+            "row_length": 512,
+            "dtype": "float32",
+            "remat": False,
+            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+            "optimizer": {
+                "learning_rate": 1e-4,
+                "total_steps": 16,
+                "warmup_steps": 1,
+                "final_ratio": 1.0,
+                "weight_decay": 0.0,
+            },
+            "engine": engine,
+            "rollout": rollout,
+            "checkpoint_every": 4,
+        }
+    )
+    config.evaluate = ConfigDict(
+        {
+            "tasks": TASKS,
+            "split": "test",
+            "num_tasks": 300,
+            "samples": 1,
+            "seed": 0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "engine": engine,
+            "rollout": rollout,
+        }
+    )
+    return config

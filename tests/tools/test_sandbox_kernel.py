@@ -1,0 +1,123 @@
+"""The system call filter, interpreted here, and the numbers that it is made of."""
+
+from __future__ import annotations
+
+import errno
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.tools.sandbox import landlock, seccomp
+from coa_jax.tools.sandbox.limits import Job, Limits
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+REFUSE, MISSING = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+
+
+def verdict(code: bytes, number: int, arch: int, arguments: tuple[int, ...] = ()) -> int:
+    """A small interpreter of classic BPF."""
+    padded = (*arguments, *[0] * (6 - len(arguments)))
+    data = struct.pack("<IIQ6Q", number, arch, 0, *padded)
+    position, accumulator = 0, 0
+    while True:
+        operation, if_true, if_false, operand = struct.unpack_from("<HBBI", code, 8 * position)
+        position += 1
+        if operation == 0x06:
+            return operand
+        if operation == 0x20:
+            accumulator = struct.unpack_from("<I", data, operand)[0]
+            continue
+        holds = {
+            0x15: accumulator == operand,
+            0x25: accumulator > operand,
+            0x45: accumulator & operand != 0,
+        }[operation]
+        position += if_true if holds else if_false
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@given(number=st.integers(0, seccomp.NEWEST), metadata=st.booleans(), signals=st.booleans())
+def test_exactly_the_listed_calls_are_refused(machine, number, metadata, signals):
+    column, arch = MACHINES[machine]
+    code = seccomp.compile_filter(metadata, signals, machine)
+    tables = seccomp.FORBIDDEN
+    tables = tables | (seccomp.METADATA if metadata else {}) | (seccomp.SIGNALS if signals else {})
+    refused = {numbers[column] for numbers in tables.values()}
+    expected = REFUSE if number in refused else ALLOW
+    if number == seccomp.CLONE3[column]:
+        expected = MISSING
+    elif number == seccomp.SOCKETPAIR[column]:
+        expected = REFUSE  # domain 0 is not unix
+    assert verdict(code, number, arch) == expected
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_arguments_decide_where_they_have_to(machine):
+    column, arch = MACHINES[machine]
+    code = seccomp.compile_filter(True, False, machine)
+
+    def asks(call: tuple[int, int], *arguments: int) -> int:
+        return verdict(code, call[column], arch, arguments)
+
+    assert asks(seccomp.CLONE, 17) == asks(seccomp.CLONE, 0x3D0F00) == ALLOW  # fork, thread
+    for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert asks(seccomp.CLONE, 17 | flag) == REFUSE
+    assert (asks(seccomp.PRLIMIT64, 0, 7), asks(seccomp.PRLIMIT64, 1, 7)) == (ALLOW, REFUSE)
+    assert (asks(seccomp.SOCKETPAIR, 1), asks(seccomp.SOCKETPAIR, 2)) == (ALLOW, REFUSE)
+    assert (asks(seccomp.IOCTL, 0, 0x5401), asks(seccomp.IOCTL, 0, 0x5412)) == (ALLOW, REFUSE)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_foreign_and_future_calls_find_the_doors_closed(machine):
+    arch = MACHINES[machine][1]
+    code = seccomp.compile_filter(True, True, machine)
+    assert verdict(code, 0, 0x40000003) == KILL  # 32 bit
+    assert verdict(code, 0x40000000 | 41, arch) == KILL  # x32
+    assert verdict(code, seccomp.NEWEST + 1, arch) == MISSING
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.skipif(not HEADERS["x86_64"].exists(), reason="no kernel headers")
+def test_numbers_agree_with_the_kernel_headers(machine):
+    text = HEADERS[machine].read_text()
+    known = {
+        name: int(number)
+        for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)
+    }
+    listed = seccomp.FORBIDDEN | seccomp.METADATA | seccomp.SIGNALS
+    special = ("clone", "clone3", "socketpair", "prlimit64", "sched_setaffinity", "ioctl")
+    listed |= {name: getattr(seccomp, name.upper()) for name in special}
+    for name, numbers in listed.items():
+        number = numbers[MACHINES[machine][0]]
+        if name in known:
+            assert number == known[name], name
+        else:
+            assert number == -1 or number > 450, name  # newer than the headers
+
+
+def test_an_unknown_machine_is_refused():
+    with pytest.raises(OSError, match="riscv64"):
+        seccomp.compile_filter(True, True, "riscv64")
+
+
+def test_landlock_is_too_old_means_an_error(monkeypatch):
+    monkeypatch.setattr(landlock, "abi", lambda: 2)
+    with pytest.raises(OSError, match="ABI 2 is older than 3"):
+        landlock.restrict((), "/tmp")
+
+
+def test_a_job_survives_its_journey():
+    limits = Limits(wall_s=1.5, processes=3)
+    job = Job("landlock", "/usr/bin/python3", ("/usr",), (), (), "/tmp", "", False, limits)
+    back = Job.decode(job.encode())
+    assert back.encode() == job.encode()
+    assert back.limits == limits
