@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ml_collections
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
@@ -70,6 +70,9 @@ def run_main(
 
     def parse(argv: list[str]) -> list[str]:
         rest = _parse_flags(argv, positional)
+        if not flags.FLAGS["verbosity"].present:
+            # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
+            logging.set_verbosity(logging.WARNING)
         _join_processes()
         return rest
 
@@ -196,9 +199,7 @@ def config_flag(default: str) -> None:
     )
 
 
-def load_config(
-    spec: str, overrides: Mapping[str, Any] | None = None
-) -> ml_collections.ConfigDict:
+def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_collections.ConfigDict:
     """Loads a config file outside a command line (notebooks, tests, other commands).
 
     Args:

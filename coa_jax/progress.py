@@ -1,8 +1,8 @@
 """Progress of a long stage: a bar on a terminal, a line every ten seconds in a log.
 
-    with progress("SFT", total=400) as bar:
-        for step in range(400):
-            bar.update(loss=train(step))
+with progress("SFT", total=400) as bar:
+    for step in range(400):
+        bar.update(loss=train(step))
 """
 
 from __future__ import annotations

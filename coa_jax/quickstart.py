@@ -123,9 +123,12 @@ class Pipeline:
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs every stage that has not finished yet; returns the summary."""
     with RunDir(workdir) as run:
-        changes = run.write_config(config) if _unchanged(config, run) else []
-        if changes:
-            raise UserError(f"{workdir} holds a run with another config ({changes[0]})")
+        if changes := run.config_changes(config):
+            raise UserError(
+                f"{workdir} holds a run with another config ({changes[0]}): give the same one to "
+                "go on, or another --workdir"
+            )
+        run.write_config(config)
         pipeline = Pipeline(config, run)
         stages: list[tuple[str, Callable[[], None]]] = [
             ("distill", pipeline.distill),
@@ -149,10 +152,6 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             run.summary({"timings_s": timings})
         pipeline.report()
         return _summary(run)
-
-
-def _unchanged(config: ml_collections.ConfigDict, run: RunDir) -> bool:
-    return True
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

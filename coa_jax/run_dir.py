@@ -91,6 +91,11 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
+    def config_changes(self, config: Any) -> list[str]:
+        """Returns how a config differs from the one that is there, as `key: old -> new`."""
+        path = self.path / "config.json"
+        return _differences(files.read_json_object(path), _plain(config)) if path.exists() else []
+
     def write_config(self, config: Any) -> list[str]:
         """Writes the resolved config to `config.json`.
 
@@ -104,11 +109,10 @@ class RunDir:
         if not self.active:
             return []
         path = self.path / "config.json"
-        new = _plain(config)
-        changes = _differences(files.read_json_object(path), new) if path.exists() else []
+        changes = self.config_changes(config)
         for change in changes:
             logging.warning("%s: config differs from the earlier run: %s", path, change)
-        files.write_json(path, new)
+        files.write_json(path, _plain(config))
         return changes
 
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+from ml_collections import ConfigDict
 
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
 
 
-def build(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
+def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
     """Builds a dataclass, and those inside it, from a config of the same form.
 
     Args:
@@ -21,10 +23,11 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
         where: what error messages call it.
 
     Raises:
-        UserError: a key is unknown or missing.
+        UserError: a key is unknown or missing, or holds one value where a group of settings
+            belongs.
     """
     types = typing.get_type_hints(cls)
-    known = {field.name: field for field in dataclasses.fields(cls)}
+    known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise UserError(f"{where}.{unknown[0]} is not a setting; known are {', '.join(known)}")
@@ -39,10 +42,25 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
                 raise UserError(f"{where}.{name} is missing; give it in the config file")
             continue
         value = values[name]
-        if dataclasses.is_dataclass(types[name]) and isinstance(value, Mapping):
+        if dataclasses.is_dataclass(types[name]):
+            if not isinstance(value, Mapping | ConfigDict):
+                inner = ", ".join(f.name for f in dataclasses.fields(types[name]))
+                raise UserError(f"{where}.{name} is {value!r}; it is a group of settings: {inner}")
             value = build(types[name], value, f"{where}.{name}")
-        elif hasattr(value, "items"):
-            inner = types[name]
-            value = build(inner, dict(value.items()), f"{where}.{name}")
+        elif isinstance(value, list):
+            value = tuple(value)  # frozen dataclasses are static arguments and must hash
         arguments[name] = value
     return cls(**arguments)
+
+
+def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
+    """A config with every setting of a dataclass, so that a command line can override each.
+
+    Args:
+        cls: a dataclass; settings that ``values`` leaves out have its defaults.
+        values: as for `build`.
+
+    Raises:
+        UserError: a key is unknown or missing.
+    """
+    return ConfigDict(dataclasses.asdict(build(cls, values)))

@@ -30,4 +30,8 @@ case "$workdir" in
 esac
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" gguf tasks
+# Training on a CPU allocates and frees the same large buffers in every step: keeping them mapped
+# instead of returning them to the kernel makes a step about a quarter shorter.
+export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
+export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
 exec python -m coa_jax.quickstart --workdir "$workdir" ${rest[@]+"${rest[@]}"}

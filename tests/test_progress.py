@@ -45,9 +45,7 @@ def test_a_resumed_stage_counts_its_rate_from_where_it_resumed():
     with progress("RL", 100, initial=90, stream=stream, clock=clock) as bar:
         clock.now += 20
         bar.update(5, reward=jnp.float32(0.12345))
-    assert stream.getvalue().splitlines()[1] == (
-        "RL 95/100 95% 4s each 20.0s left, reward 0.1235"
-    )
+    assert stream.getvalue().splitlines()[1] == ("RL 95/100 95% 4s each 20.0s left, reward 0.1235")
 
 
 def test_a_stage_that_fails_says_how_far_it_got():

@@ -9,37 +9,27 @@ started again.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 from absl import flags
 
-from coa_jax import jsonl
 from coa_jax.cli import config_flag, run_main
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
+from coa_jax.progress import Bar, progress
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
-from coa_jax.tools.base import Tool
-from coa_jax.tools.code import CodeTool
-from coa_jax.tools.wiki_search import WikiSearch
+from coa_jax.tools.make import ToolsConfig, make_tools
 
 
-def _progress(name: str, total: int) -> Callable[[int], None]:
-    """Reports progress: one rewritten line on a terminal, a line per tenth elsewhere."""
-    live = sys.stderr.isatty()
-    step = max(1, total // (200 if live else 10))
-
-    def report(done: int) -> None:
-        if done % step == 0 or done == total:
-            line = f"{name}: {done}/{total} tasks"
-            print(f"\r{line}" if live else line, end="" if live and done < total else "\n",
-                  file=sys.stderr, flush=True)  # fmt: skip
-
-    return report
+def _show(bar: Bar, done: int) -> None:
+    bar.update(done - bar.done)
 
 
 def _describe(name: str, split: Split, seconds: float) -> str:
@@ -54,28 +44,28 @@ def _describe(name: str, split: Split, seconds: float) -> str:
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs the whole command; returns what it writes to ``summary.json``."""
-    teacher = DistillConfig(**config.teacher.to_dict())
-    search = WikiSearch(top_k=config.search.top_k, passage_chars=config.search.passage_chars)
-    tools: Mapping[str, Tool] = {search.name: search, "code": CodeTool()}
-    settings = {"top_k": config.search.top_k, "passage_chars": config.search.passage_chars}
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(config.to_json_best_effort(indent=1), encoding="utf-8")
+    teacher = build(DistillConfig, config.teacher, "config.teacher")
+    settings = config.tools.to_dict()
+    tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
-    for name in ("train", "validation"):
-        tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
-        start = time.monotonic()
-        progress = _progress(name, len(tasks))
-        split = distill_split(name, tasks, tools, teacher, workdir, settings, progress)
-        seconds = time.monotonic() - start
-        print(_describe(name, split, seconds), file=sys.stderr)
-        summary["timings_s"][name] = seconds
-        summary["data"][name] = {
-            **statistics_of(split.records),
-            "filters": split.report.to_json(),
-        }
-        if name == "validation":
-            summary["teacher"] = teacher_block(tasks, split.logs)
-    jsonl.write_lines(workdir / "summary.json", [summary])
+    with RunDir(workdir) as run:
+        run.write_config(config)
+        for name in ("train", "validation"):
+            tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
+            start = time.monotonic()
+            with progress(f"distil {name}", total=len(tasks)) as bar:
+                shown = functools.partial(_show, bar)
+                split = distill_split(name, tasks, tools, teacher, workdir, settings, shown)
+            seconds = time.monotonic() - start
+            print(_describe(name, split, seconds), file=sys.stderr)
+            summary["timings_s"][name] = seconds
+            summary["data"][name] = {
+                **statistics_of(split.records),
+                "filters": split.report.to_json(),
+            }
+            if name == "validation":
+                summary["teacher"] = teacher_block(tasks, split.logs)
+        run.summary(summary)
     return summary
 
 

@@ -148,7 +148,10 @@ class Engine:
                     f"slot {slot}: {start + len(tokens)} tokens exceed {self.config.max_length}"
                 )
             pieces.append(
-                [(slot, start + at, tokens[at : at + biggest]) for at in range(0, len(tokens), biggest)]
+                [
+                    (slot, start + at, tokens[at : at + biggest])
+                    for at in range(0, len(tokens), biggest)
+                ]
             )
             self.length[slot] = start + len(tokens)
             self._token[slot] = tokens[-1]

@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
     tokens: jax.Array
     logps: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     active: jax.Array
 
 
@@ -87,7 +87,9 @@ def decode_chunk(
         active=state.active,
     )
 
-    def step(carry):
+    def step(
+        carry: tuple[jax.Array, DecodeState, Chunk],
+    ) -> tuple[jax.Array, DecodeState, Chunk]:
         index, state, chunk = carry
         live = state.active
         # An idle slot feeds a token at a position outside the cache, which is not written.
@@ -95,6 +97,7 @@ def decode_chunk(
         hidden, cache = forward(
             params, config, state.token[:, None], positions, cache=state.cache, dtype=dtype
         )
+        assert cache is not None
         logits = unembed(params, config, hidden[:, 0], dtype)
         token, logp = sample(
             logits, state.key, state.length, state.temperature, state.top_p, state.top_k
@@ -111,7 +114,7 @@ def decode_chunk(
         )
         return index + 1, state, chunk
 
-    def goes_on(carry):
+    def goes_on(carry: tuple[jax.Array, DecodeState, Chunk]) -> jax.Array:
         index, state, _ = carry
         return (index < jnp.minimum(steps, capacity)) & jnp.any(state.active)
 
@@ -141,10 +144,11 @@ def extend(
         config, dtype: static.
     """
     rows = tuple((k[slots], v[slots]) for k, v in state.cache)
-    _, rows = forward(params, config, tokens, positions, cache=rows, dtype=dtype)
+    _, filled = forward(params, config, tokens, positions, cache=rows, dtype=dtype)
+    assert filled is not None
     cache = tuple(
         (k.at[slots].set(new_k, mode="drop"), v.at[slots].set(new_v, mode="drop"))
-        for (k, v), (new_k, new_v) in zip(state.cache, rows, strict=True)
+        for (k, v), (new_k, new_v) in zip(state.cache, filled, strict=True)
     )
     return state._replace(cache=cache)
 
@@ -152,13 +156,9 @@ def extend(
 @functools.partial(jax.jit, donate_argnames=("state",))
 def fork(state: DecodeState, source: jax.Array, targets: jax.Array) -> DecodeState:
     """Copies the cache of slot ``source`` into the slots ``targets [R]`` (out of range: none)."""
-    cache = tuple(
-        tuple(
-            buffer.at[targets].set(
-                jnp.broadcast_to(buffer[source], (targets.shape[0], *buffer.shape[1:])), mode="drop"
-            )
-            for buffer in layer
-        )
-        for layer in state.cache
-    )
-    return state._replace(cache=cache)
+
+    def copy(buffer: jax.Array) -> jax.Array:
+        row = jnp.broadcast_to(buffer[source], (targets.shape[0], *buffer.shape[1:]))
+        return buffer.at[targets].set(row, mode="drop")
+
+    return state._replace(cache=tuple((copy(k), copy(v)) for k, v in state.cache))

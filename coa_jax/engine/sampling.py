@@ -72,12 +72,10 @@ def sample(
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     log_z = jax.nn.logsumexp(scaled, axis=-1)
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
-    allowed = jax.lax.cond(
-        truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled
-    )
+    allowed = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
     weights = jnp.exp(allowed - jnp.max(allowed, axis=-1, keepdims=True))
 
-    def draw(key, position):
+    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
 
     drawn = inverse_cdf(weights, jax.vmap(draw)(keys, positions))

@@ -34,7 +34,10 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     p, z2 = successes / n, Z95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # The ends are exact where nothing or everything succeeded; rounding would leave 1e-17.
+    low = centre - half if successes > 0 else 0.0
+    high = centre + half if successes < n else 1.0
+    return low, high
 
 
 def mean_interval(rates: Sequence[float]) -> tuple[float, float]:
@@ -100,13 +103,13 @@ def details(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
     }
 
 
-def _graded(groups):
+def _graded(groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
     kept = [[t for t in g if t.reward is not None and t.reward.value is not None] for g in groups]
     return [group for group in kept if group]
 
 
 def _solved(trajectory: Trajectory) -> bool:
-    return trajectory.reward.value == 1.0
+    return trajectory.reward is not None and trajectory.reward.value == 1.0
 
 
 def _rate(group: Sequence[Trajectory]) -> float:

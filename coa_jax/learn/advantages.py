@@ -15,10 +15,10 @@ def group_advantages(rewards: Sequence[float | None], eps: float = 1e-6) -> np.n
     Returns:
         float32, one per reward; all zero where the graded rewards do not differ.
     """
+    if not has_signal(rewards):
+        return np.zeros(len(rewards), np.float32)
     graded = np.array([reward is not None for reward in rewards])
     values = np.array([0.0 if reward is None else reward for reward in rewards], np.float64)
-    if not graded.any():
-        return np.zeros(len(values), np.float32)
     mean = values[graded].mean()
     std = values[graded].std()
     return np.where(graded, (values - mean) / (std + eps), 0.0).astype(np.float32)

@@ -106,42 +106,40 @@ def trajectory_example(trajectory: Trajectory, advantage: float) -> Example:
 
 
 def pack(examples: Sequence[Example], length: int) -> Batch:
-    """Puts examples into as few rows of ``length`` as first-fit-decreasing finds.
+    """Puts sequences into rows of ``length``: the longest first, each into the first row with room.
 
     The result depends on the examples and their order only.
 
     Raises:
-        UserError: an example is longer than a row.
+        UserError: a sequence is longer than a row.
     """
-    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].tokens))
-    rows: list[list[int]] = []
+    rows: list[list[Example]] = []
     room: list[int] = []
-    for index in order:
-        size = len(examples[index].tokens)
+    for example in sorted(examples, key=lambda e: -len(e.tokens)):
+        size = len(example.tokens)
         if size > length:
             raise UserError(
-                f"a sequence has {size} tokens and the batch rows {length}: raise the row length "
-                "or drop long sequences"
+                f"a sequence has {size} tokens and the batch rows {length}: raise row_length or "
+                "drop long sequences"
             )
-        row = next((r for r, left in enumerate(room) if left >= size), None)
+        row = next((i for i, left in enumerate(room) if left >= size), None)
         if row is None:
             rows.append([])
             room.append(length)
             row = len(rows) - 1
-        rows[row].append(index)
+        rows[row].append(example)
         room[row] -= size
-    batch = empty_batch(len(rows), length)
+    batch = empty_batch(max(len(rows), 1), length)
     for row, members in enumerate(rows):
         at = 0
-        for segment, index in enumerate(members, start=1):
-            example = examples[index]
+        for segment, example in enumerate(members, start=1):
             span = slice(at, at + len(example.tokens))
             batch.tokens[row, span] = example.tokens
             batch.positions[row, span] = np.arange(len(example.tokens))
             batch.segment_ids[row, span] = segment
             batch.mask[row, span] = example.mask
             # The first token of a sequence has no predecessor to be predicted from.
-            batch.mask[row, at] = 0.0
+            batch.mask[row, at : at + 1] = 0.0
             batch.logp[row, span] = example.logp
             batch.advantage[row, span] = example.advantage
             at += len(example.tokens)
@@ -157,18 +155,11 @@ def empty_batch(rows: int, length: int) -> Batch:
     )
 
 
-def pad_rows(batch: Batch, multiple: int) -> Batch:
-    """Appends rows of padding until the number of rows is a multiple."""
-    rows, length = batch.tokens.shape
-    missing = -rows % multiple
-    if not missing:
-        return batch
-    padding = empty_batch(missing, length)
-    return Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
-
-
-def micro_batches(batch: Batch, rows: int) -> list[Batch]:
-    """Splits a batch into pieces of ``rows`` rows, the last one padded."""
-    batch = pad_rows(batch, rows)
+def split_rows(batch: Batch, rows: int) -> list[Batch]:
+    """Splits a batch into micro-batches of ``rows`` rows, the last one padded."""
+    missing = -batch.tokens.shape[0] % rows
+    if missing:
+        padding = empty_batch(missing, batch.tokens.shape[1])
+        batch = Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
     count = batch.tokens.shape[0] // rows
     return [Batch(*(x[i * rows : (i + 1) * rows] for x in batch)) for i in range(count)]

@@ -54,24 +54,24 @@ def token_logps(
     )
     rows, length = batch.tokens.shape
     flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    targets = batch.tokens[:, 1:].reshape(-1)
+    targets = jnp.asarray(batch.tokens[:, 1:].reshape(-1))
     padding = -flat.shape[0] % min(vocab_chunk, flat.shape[0])
     chunk = min(vocab_chunk, flat.shape[0])
     flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
 
     @jax.checkpoint
-    def score(pair):
+    def score(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, target = pair
         logps = jax.nn.log_softmax(unembed(params, config, h, dtype) / temperature, axis=-1)
         entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
         return jnp.take_along_axis(logps, target[:, None], axis=-1)[:, 0], entropy
 
-    scored = jax.lax.map(score, (flat, targets))
-    return tuple(
-        jnp.pad(x.reshape(-1)[: rows * (length - 1)].reshape(rows, -1), ((0, 0), (1, 0)))
-        for x in scored
-    )
+    def shaped(x: jax.Array) -> jax.Array:
+        return jnp.pad(x.reshape(-1)[: rows * (length - 1)].reshape(rows, -1), ((0, 0), (1, 0)))
+
+    logps, entropies = jax.lax.map(score, (flat, targets))
+    return shaped(logps), shaped(entropies)
 
 
 def sft_loss(

@@ -20,8 +20,9 @@ import numpy as np
 from absl import logging
 
 from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.errors import UserError
 from coa_jax.learn.advantages import group_advantages, has_signal
-from coa_jax.learn.batch import Example, micro_batches, pack, prompt_ids, trajectory_example
+from coa_jax.learn.batch import Example, pack, prompt_ids, split_rows, trajectory_example
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
@@ -81,7 +82,23 @@ class RLConfig:
     engine: EngineConfig
     rollout: RolloutConfig
     checkpoint_every: int
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        longest = min(self.rollout.max_tokens, self.engine.max_length)
+        if self.row_length < longest:
+            raise UserError(
+                f"rl config: row_length is {self.row_length}, trajectories have up to {longest} "
+                "tokens; raise row_length or lower rollout.max_tokens"
+            )
+        if self.temperature <= 0:
+            raise UserError(
+                f"rl config: temperature is {self.temperature}; without chance in the samples "
+                "there is nothing to learn from, give 1.0"
+            )
+        for name in ("groups", "group_size", "max_rounds", "updates", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"rl config: {name} is {getattr(self, name)}; give at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +198,7 @@ def sample_groups(
         for request, group in zip(requests, groups, strict=True):
             graded = [dataclasses.replace(t, reward=grade(request.task, t)) for t in group]
             everything.append(graded)
-            if has_signal([t.reward.value for t in graded]) and len(used) < config.groups:
+            if has_signal(_rewards(graded)) and len(used) < config.groups:
                 used.append(graded)
         if len(used) >= config.groups:
             break
@@ -201,12 +218,12 @@ def update(
     """
     examples: list[list[Example]] = []
     for group in groups:
-        advantages = group_advantages([t.reward.value for t in group])
+        advantages = group_advantages(_rewards(group))
         examples.append(
             [
                 trajectory_example(trajectory, float(advantage))
                 for trajectory, advantage in zip(group, advantages, strict=True)
-                if trajectory.reward.value is not None
+                if _rewards([trajectory])[0] is not None and trajectory.num_policy_tokens
             ]
         )
     loss_fn = bind(
@@ -221,7 +238,7 @@ def update(
         chosen = [example for group in examples[part :: config.updates] for example in group]
         if not chosen:
             continue
-        batches = micro_batches(pack(chosen, config.row_length), config.rows)
+        batches = split_rows(pack(chosen, config.row_length), config.rows)
         state, stats = train_step(
             state,
             [put_batch(batch, mesh) for batch in batches],
@@ -244,7 +261,7 @@ def describe(sampled: Sampled) -> dict[str, float]:
     calls = [call for trajectory in flat for call in trajectory.tool_calls]
     lengths = [trajectory.num_policy_tokens for trajectory in flat]
     stops = Counter(str(trajectory.stop_reason) for trajectory in flat)
-    unsure = sum(not has_signal([t.reward.value for t in group]) for group in groups)
+    unsure = sum(not has_signal(_rewards(group)) for group in groups)
     return {
         "reward/mean": float(np.mean(values)) if values else 0.0,
         "reward/std": float(np.std(values)) if values else 0.0,
@@ -263,8 +280,12 @@ def describe(sampled: Sampled) -> dict[str, float]:
 
 
 def _values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:
-    rewards = [trajectory.reward for group in groups for trajectory in group]
-    return [reward.value for reward in rewards if reward is not None and reward.value is not None]
+    return [value for group in groups for value in _rewards(group) if value is not None]
+
+
+def _rewards(group: Sequence[Trajectory]) -> list[float | None]:
+    """Rewards of graded or ungraded trajectories; None where there is none."""
+    return [None if t.reward is None else t.reward.value for t in group]
 
 
 def _rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax
 
+from coa_jax.learn.induction import add_induction
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
@@ -22,14 +24,18 @@ class ScratchConfig:
     """Size of a policy that is trained from nothing.
 
     Attributes:
+        architecture: family of the model.
         vocab_size: upper bound on the tokenizer's vocabulary.
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: as in
             `ModelConfig`.
+        rope_theta: base of the rotary frequencies.
+        induction: whether to start with an induction circuit, see `learn.induction`.
         common_word: share of the records in which a capitalised word must occur to become a token
             of its own; rarer ones are names, which are spelt so that copying them generalises.
         seed: of the parameters.
     """
 
+    architecture: Literal["llama", "qwen3"] = "llama"
     vocab_size: int = 768
     hidden_size: int = 256
     intermediate_size: int = 768
@@ -37,6 +43,8 @@ class ScratchConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
+    rope_theta: float = 1e6
+    induction: bool = True
     common_word: float = 0.1
     seed: int = 0
 
@@ -52,23 +60,20 @@ def write_policy(
         style: of the prompts, ``full`` or ``brief``.
         path: the directory.
     """
-    texts = [
-        render_prompt(get_protocol(record.protocol), record.question, style=style)
-        + "\n"
-        + record.text
-        for record in records
-    ]
+    texts = _texts(records, style)
     protocols = {record.protocol for record in records}
     roles = sorted({role for name in protocols for role in get_protocol(name).roles})
     tokenizer = train_bpe(
         texts,
         config.vocab_size,
         tags=[f"<{slash}{role}>" for role in roles for slash in ("", "/")],
-        merge_words="lowercase",
+        merge_words="pieces",
         keep_words=common_words(texts, config.common_word),
     )
     model = ModelConfig(
-        architecture="llama",
+        architecture=config.architecture,
+        qk_norm=config.architecture == "qwen3",
+        rope_theta=config.rope_theta,
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -78,7 +83,25 @@ def write_policy(
         head_dim=config.head_dim,
     )
     params = init_params(model, jax.random.key(config.seed))
+    if config.induction:
+        params = add_induction(params, model, config.seed)
     save_model(Model(model, params, tokenizer), path, overwrite=True)
+
+
+def template_words(
+    records: Sequence[DistilledRecord], style: str, share: float = 0.1
+) -> frozenset[str]:
+    """Capitalised words of the records that are not names: see `common_words`."""
+    return frozenset(common_words(_texts(records, style), share))
+
+
+def _texts(records: Sequence[DistilledRecord], style: str) -> list[str]:
+    return [
+        render_prompt(get_protocol(record.protocol), record.question, style=style)
+        + "\n"
+        + record.text
+        for record in records
+    ]
 
 
 def common_words(texts: Sequence[str], share: float) -> list[str]:

@@ -6,18 +6,21 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 
-from coa_jax.learn.batch import Batch, Example, micro_batches, pack
+from coa_jax.learn.batch import Batch, Example, pack, split_rows
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.data import example_stream, next_batches, tokenize_records
 from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
@@ -33,8 +36,10 @@ class SFTConfig:
         data: JSONL of distilled records to learn.
         validation: JSONL of records whose loss is measured; empty for none.
         prompt_style: ``full`` or ``brief``.
+        rename_share: share of the records whose names and numbers are replaced by random ones, see
+            `augment.rename`; 0 unless the policy starts from nothing.
         seed: order of the data.
-        batch_tokens: tokens of an update, prompts and observations included, at least.
+        batch_size: records of an update (paper §3.1: 256).
         rows: rows of a micro-batch.
         row_length: tokens of a row; longer records are left out and counted.
         dtype: operands of products; parameters and their sums stay float32.
@@ -49,8 +54,9 @@ class SFTConfig:
     data: str
     validation: str
     prompt_style: str
+    rename_share: float
     seed: int
-    batch_tokens: int
+    batch_size: int
     rows: int
     row_length: int
     dtype: str
@@ -58,7 +64,7 @@ class SFTConfig:
     optimizer: OptimizerConfig
     validate_every: int
     checkpoint_every: int
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
 def train(config: SFTConfig, run: RunDir, output: Path) -> None:
@@ -71,13 +77,16 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     records = read_records(config.data)
     held_out = read_records(config.validation) if config.validation else []
     model = load_model(config.model, mesh=mesh)
-    examples, dropped = tokenize_records(
+    _, kept = tokenize_records(
         model.tokenizer, records, style=config.prompt_style, length=config.row_length
     )
-    if dropped:
+    if dropped := len(records) - len(kept):
         logging.warning(
             "%s: %d of %d records have more than %d tokens and are left out",
-            config.data, dropped, len(records), config.row_length,
+            config.data,
+            dropped,
+            len(records),
+            config.row_length,
         )
     validation: Sequence[Example] = ()
     if held_out:
@@ -86,7 +95,15 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         )
     state, cursor, checkpoints = _resume(config, run, model)
     loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat)
-    stream = example_stream(examples, config.seed)
+    stream = example_stream(
+        model.tokenizer,
+        kept,
+        style=config.prompt_style,
+        length=config.row_length,
+        seed=config.seed,
+        rename_share=config.rename_share,
+        keep=template_words(kept, config.prompt_style) if config.rename_share else frozenset(),
+    )
     total = config.optimizer.total_steps
     with progress("SFT", total=total, initial=int(state.step)) as bar:
         while (step := int(state.step)) < total:
@@ -94,7 +111,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
             batches, cursor = next_batches(
                 stream,
                 cursor,
-                tokens=config.batch_tokens,
+                batch_size=config.batch_size,
                 rows=config.rows,
                 length=config.row_length,
             )
@@ -106,7 +123,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
                 optimizer=config.optimizer,
             )
             step += 1
-            stats["epoch"] = cursor / len(examples)
+            stats["epoch"] = cursor / len(kept)
             stats["time/step"] = time.monotonic() - began
             if validation and (step % config.validate_every == 0 or step == total):
                 stats["validation/loss"] = mean_loss(
@@ -120,9 +137,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     save_model(dataclasses.replace(model, params=state.params), output, overwrite=True)
 
 
-def _resume(
-    config: SFTConfig, run: RunDir, model: Model
-) -> tuple[TrainState, int, Checkpoints]:
+def _resume(config: SFTConfig, run: RunDir, model: Model) -> tuple[TrainState, int, Checkpoints]:
     state = init_state(model.params, config.optimizer)
     checkpoints = Checkpoints(run.checkpoints / "sft")
     step = checkpoints.latest()
@@ -140,17 +155,17 @@ def mean_loss(
     examples: Sequence[Example],
     config: SFTConfig,
     model: ModelConfig,
-    loss_fn: object,
+    loss_fn: Any,
 ) -> float:
     """Mean loss over the policy's tokens of all examples."""
     total, count = 0.0, 0.0
-    for batch in micro_batches(pack(examples, config.row_length), config.rows):
+    for batch in split_rows(pack(examples, config.row_length), config.rows):
         total += float(_loss_sum(state.params, batch, loss_fn=loss_fn, model=model))
         count += float(np.sum(batch.mask))
     return total / max(count, 1.0)
 
 
-def _loss_sum_program(params, batch: Batch, loss_fn, model):
+def _loss_sum_program(params: Params, batch: Batch, loss_fn: Any, model: ModelConfig) -> jax.Array:
     return loss_fn(params, model, batch)[0]
 
 

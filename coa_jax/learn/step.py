@@ -76,7 +76,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optimiser of a run."""
 
     def decays(params: Params) -> Any:
-        def is_matrix(path, _):
+        def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
             name = path[-1].key
             return not (name.endswith("norm") or name.endswith("bias"))
 
@@ -115,16 +115,20 @@ def accumulate(
     return jax.tree.map(jnp.add, sums, gradients), merged
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "sums"))
+@functools.partial(jax.jit, static_argnames=("loss_fn", "model"))
+def _statistics(params: Params, batch: Batch, *, loss_fn: Any, model: ModelConfig) -> Stats:
+    """Only asked for its shapes, which JAX remembers; a loss need not be traced each step."""
+    return loss_fn(params, model, batch)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state",))
 def apply_update(
     state: TrainState, sums: Params, count: jax.Array, *, optimizer: OptimizerConfig
 ) -> tuple[TrainState, jax.Array]:
     """One optimiser step on ``sums / count``; returns the state and the gradient norm."""
     gradients = jax.tree.map(lambda g: g / count, sums)
-    norm = optax.global_norm(gradients)
-    updates, opt_state = make_optimizer(optimizer).update(
-        gradients, state.opt_state, state.params
-    )
+    norm = optax.tree.norm(gradients)
+    updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return TrainState(params, opt_state, state.step + 1), norm
 
@@ -151,22 +155,18 @@ def train_step(
         ``optim/lr`` and ``tokens``.
     """
     count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
-    _, shapes = jax.eval_shape(
-        functools.partial(loss_fn, config=model), state.params, batch=batches[0]
-    )
+    names = _statistics.eval_shape(state.params, batches[0], loss_fn=loss_fn, model=model)
     total = (
         jax.tree.map(jnp.zeros_like, state.params),
-        {name: jnp.zeros((), jnp.float32) for name in shapes},
+        {name: jnp.zeros((), jnp.float32) for name in names},
     )
     for batch in batches:
         total = accumulate(state.params, total, batch, loss_fn=loss_fn, model=model)
-    sums, stats = total
+    sums, summed = total
     rate = float(schedule(optimizer)(int(state.step)))
-    state, norm = apply_update(
-        state, sums, jnp.float32(max(count, 1.0)), optimizer=optimizer
-    )
+    state, norm = apply_update(state, sums, jnp.float32(max(count, 1.0)), optimizer=optimizer)
     stats = {
         name: float(value) if name.endswith("max") else float(value) / max(count, 1.0)
-        for name, value in jax.device_get(stats).items()
+        for name, value in jax.device_get(summed).items()
     }
     return state, {**stats, "optim/grad_norm": float(norm), "optim/lr": rate, "tokens": count}

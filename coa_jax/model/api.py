@@ -21,6 +21,7 @@ from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.model.tokenizer import gguf_tokenizer, load_tokenizer
 from coa_jax.model.weights import Params
+from coa_jax.parallel.mesh import sharding_for
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -73,9 +74,6 @@ def load_model(
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         params = load_params(source, config, jnp.dtype(dtype), lambda spec: device)
     else:
-        # Only here does this room look at the next one, for callers that ask for a mesh.
-        from coa_jax.parallel.mesh import sharding_for
-
         params = load_params(
             source, config, jnp.dtype(dtype), lambda s: sharding_for(mesh, s.axes, shape=s.shape)
         )

@@ -21,8 +21,10 @@ SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAG = r"</?[a-z_]+>"
 _WORDS = (
     _TAG  # an isolated tag must survive the second split as well
-    + r"|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    + r"|'(?:s|t|re|ve|m|ll|d)|\p{Lu}\p{L}*| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
+_NAME_COUNT = 8
+"""What a name weighs among the words that merges are learnt from in mode ``pieces``."""
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -35,7 +37,7 @@ def train_bpe(
     path: str | Path | None = None,
     *,
     tags: Sequence[str] = (),
-    merge_words: Literal["all", "lowercase"] = "all",
+    merge_words: Literal["all", "lowercase", "pieces"] = "all",
     min_word_count: int = 1,
     keep_words: Sequence[str] = (),
     max_length: int = 4096,
@@ -53,7 +55,9 @@ def train_bpe(
         tags: texts of the form ``<name>`` or ``</name>`` that are one token each, however rare.
         merge_words: which words merges are learnt from.  ``"lowercase"`` leaves out words with
             an upper-case letter, so that names are spelt by characters and by the short pieces
-            of common words; ``"all"`` learns from names too.
+            of common words; ``"pieces"`` counts each of them once, without the space before it,
+            so that what names have in common becomes tokens and no name does; ``"all"`` learns
+            from names as from any word.
         min_word_count: words seen less often are left out as well.
         keep_words: words that are merged in spite of both rules, e.g. ``"Question"``.
         max_length: ``model_max_length`` of the result.
@@ -67,8 +71,9 @@ def train_bpe(
     base = len(SPECIAL_TOKENS) + 256 + len(set(tags))
     if vocab_size < base:
         raise UserError(f"vocab_size {vocab_size} is too small: bytes and tags take {base}")
-    if merge_words not in ("all", "lowercase"):
-        raise UserError(f"merge_words {merge_words!r} is unknown: use 'all' or 'lowercase'")
+    if merge_words not in ("all", "lowercase", "pieces"):
+        known = "'all', 'lowercase' or 'pieces'"
+        raise UserError(f"merge_words {merge_words!r} is unknown: use {known}")
     for tag in tags:
         if not re.fullmatch(_TAG, tag):
             raise UserError(f"tag {tag!r} is not of the form <name> or </name> in a-z and _")
@@ -79,6 +84,9 @@ def train_bpe(
         if word in kept
         or (count >= min_word_count and (merge_words == "all" or word == word.lower()))
     }
+    if merge_words == "pieces":
+        names = {word.strip() for word in _count_words(texts) if word != word.lower()} - kept
+        counts |= dict.fromkeys(sorted(names - set(counts)), _NAME_COUNT)
     num_merges = vocab_size - base
     tokenizer = _wrap(_assemble(_learn_merges(counts, num_merges), tags), max_length)
     if path is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params
@@ -35,11 +36,15 @@ def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
 
 
-def _einsum_fwd(spec, x, w):
+def _einsum_fwd(
+    spec: str, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _einsum(spec, x, w), (x, w)
 
 
-def _einsum_bwd(spec, operands, g):
+def _einsum_bwd(
+    spec: str, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     # Without this the backward products would mix a float32 cotangent with bfloat16 operands
     # and run at float32 speed.
     x, w = operands
@@ -93,7 +98,25 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
-def _attend(q, k, v, mask, dtype):
+_BLOCK = 128
+"""Queries that are attended together without a cache: later keys are not even multiplied."""
+
+
+def _attend_causal(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
+) -> jax.Array:
+    """As `_attend` for a lower triangular mask: a block of queries reads the keys up to its end."""
+    length = q.shape[1]
+    if length % _BLOCK:
+        return _attend(q, k, v, mask, dtype)
+    blocks = []
+    for end in range(_BLOCK, length + 1, _BLOCK):
+        rows = slice(end - _BLOCK, end)
+        blocks.append(_attend(q[:, rows], k[:, :, :end], v[:, :, :end], mask[:, rows, :end], dtype))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
     """q ``[B,T,N,G,K]``, k/v ``[B,N,S,K]``, mask ``[B,T,S]`` -> ``[B,T,N,G,K]``."""
     b, t, n, g, width = q.shape
     # The queries of a group are rows of one product with their head's keys.
@@ -104,7 +127,17 @@ def _attend(q, k, v, mask, dtype):
     return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
-def _layer(config, dtype, x, layer, cos, sin, mask, cache, positions):
+def _layer(
+    config: ModelConfig,
+    dtype: Any,
+    x: jax.Array,
+    layer: dict[str, jax.Array],
+    cos: jax.Array,
+    sin: jax.Array,
+    mask: jax.Array,
+    cache: tuple[jax.Array, jax.Array] | None,
+    positions: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache."""
     c = config
     h = rms_norm(x, layer["attn_norm"], c.rms_eps)
@@ -117,9 +150,11 @@ def _layer(config, dtype, x, layer, cos, sin, mask, cache, positions):
         k = rms_norm(k, layer["k_norm"], c.rms_eps)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     k, v = (jnp.swapaxes(part[:, :, :, 0], 1, 2) for part in (k, v))
-    if cache is not None:
+    if cache is None:
+        attended = _attend_causal(q, k, v, mask, dtype)
+    else:
         k, v = cache = _write(cache, k, v, positions)
-    attended = _attend(q, k, v, mask, dtype)
+        attended = _attend(q, k, v, mask, dtype)
     x = x + project("btngk,ngkd->btd", attended, layer["out"], dtype)
     h = rms_norm(x, layer["mlp_norm"], c.rms_eps)
     gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
@@ -127,11 +162,13 @@ def _layer(config, dtype, x, layer, cos, sin, mask, cache, positions):
     return x + project("btf,fd->btd", h, layer["down"], dtype), cache
 
 
-def _write(cache, k, v, positions):
+def _write(
+    cache: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Puts new keys and values ``[B,N,T,K]`` at their positions; those out of range are dropped."""
     rows = jnp.arange(positions.shape[0])[:, None]
 
-    def put(buffer, new):
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         new = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
         return buffer.at[rows, :, positions].set(new, mode="drop")
 
@@ -141,9 +178,9 @@ def _write(cache, k, v, positions):
 def forward(
     params: Params,
     config: ModelConfig,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array | None = None,
+    tokens: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    segment_ids: jax.Array | np.ndarray | None = None,
     cache: Cache | None = None,
     dtype: Any = jnp.float32,
     remat: bool = False,
@@ -166,6 +203,7 @@ def forward(
     Returns:
         Final hidden states, float32 ``[B, T, D]``, and the new cache (None without one).
     """
+    positions = jnp.asarray(positions)
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = (f(angles)[:, :, None, None] for f in (jnp.cos, jnp.sin))
     if cache is None:
@@ -178,11 +216,12 @@ def forward(
     x = params["embed"][tokens].astype(jnp.float32)
     step = functools.partial(_layer, config, dtype)
     if isinstance(params["layers"], tuple):
-        new_cache = []
-        for i, layer in enumerate(params["layers"]):
-            x, entry = step(x, layer, cos, sin, mask, cache and cache[i], positions)
-            new_cache.append(entry)
-        cache = tuple(new_cache) if cache is not None else None
+        old = cache if cache is not None else (None,) * len(params["layers"])
+        new = []
+        for layer, entry in zip(params["layers"], old, strict=True):
+            x, entry = step(x, layer, cos, sin, mask, entry, positions)
+            new.append(entry)
+        cache = tuple(entry for entry in new if entry is not None) or None
     elif cache is not None:
         raise ValueError("a cache needs unstacked layers: see weights.unstack_layers")
     else:

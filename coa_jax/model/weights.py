@@ -21,6 +21,9 @@ Params = dict[str, Any]
 """Nested dict of arrays, keyed as the paths of the table are."""
 
 
+_STD = 0.02
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
     """One array of the policy.
@@ -41,30 +44,32 @@ class WeightSpec:
 def weight_table(config: ModelConfig) -> tuple[WeightSpec, ...]:
     """All arrays of a model, in a fixed order.
 
-    Products start with variance 1/fan_in; those that write to the residual stream are scaled
-    down by sqrt(2 L), so that the stream's variance does not grow with depth.
+    Initial values are as small as the embeddings, and those that write to the residual stream
+    smaller by sqrt(2 L): at first the stream is what the tokens are, not what random layers add.
     """
     c = config
     layers, d, f = c.num_layers, c.hidden_size, c.intermediate_size
     n, g, k = c.num_kv_heads, c.num_groups, c.head_dim
     residual = (2 * layers) ** -0.5
 
-    def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float | None):
+    def layer(
+        name: str, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float | None
+    ) -> WeightSpec:
         return WeightSpec(("layers", name), (layers, *shape), ("layers", *axes), stddev)
 
     table = [
-        WeightSpec(("embed",), (c.vocab_size, d), ("vocab", "embed"), 0.02),
+        WeightSpec(("embed",), (c.vocab_size, d), ("vocab", "embed"), _STD),
         layer("attn_norm", (d,), ("embed",), None),
-        layer("qkv", (d, n, g + 2, k), ("embed", "kv_heads", "qkv", "head"), d**-0.5),
+        layer("qkv", (d, n, g + 2, k), ("embed", "kv_heads", "qkv", "head"), _STD),
         layer(
             "out",
             (n, g, k, d),
             ("kv_heads", "groups", "head", "embed"),
-            (c.num_heads * k) ** -0.5 * residual,
+            _STD * residual,
         ),
         layer("mlp_norm", (d,), ("embed",), None),
-        layer("gate_up", (d, 2, f), ("embed", "gate", "mlp"), d**-0.5),
-        layer("down", (f, d), ("mlp", "embed"), f**-0.5 * residual),
+        layer("gate_up", (d, 2, f), ("embed", "gate", "mlp"), _STD),
+        layer("down", (f, d), ("mlp", "embed"), _STD * residual),
         WeightSpec(("final_norm",), (d,), ("embed",), None),
     ]
     if c.qkv_bias:
@@ -73,7 +78,7 @@ def weight_table(config: ModelConfig) -> tuple[WeightSpec, ...]:
         table.append(layer("q_norm", (k,), ("head",), None))
         table.append(layer("k_norm", (k,), ("head",), None))
     if not c.tie_embeddings:
-        table.append(WeightSpec(("head",), (d, c.vocab_size), ("embed", "vocab"), d**-0.5))
+        table.append(WeightSpec(("head",), (d, c.vocab_size), ("embed", "vocab"), _STD))
     return tuple(table)
 
 

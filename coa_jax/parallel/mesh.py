@@ -14,8 +14,6 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.errors import UserError
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import Params, from_paths, weight_table
 
 AXES = ("data", "fsdp", "tensor")
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -102,18 +100,3 @@ def sharding_for(
         used.update(names)
         spec.append(tuple(names) if len(names) > 1 else names[0] if names else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Params:
-    """A pytree of shardings in the form of the params."""
-    return from_paths(
-        {
-            spec.path: sharding_for(mesh, spec.axes, rules, spec.shape)
-            for spec in weight_table(config)
-        }
-    )
-
-
-def shard_params(params: Params, config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Params:
-    """Places stacked params on the mesh; values and dtypes are kept."""
-    return jax.device_put(params, param_shardings(config, mesh, rules))

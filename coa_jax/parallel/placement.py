@@ -6,6 +6,7 @@ import dataclasses
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from coa_jax.parallel.mesh import make_mesh, sharding_for
@@ -37,7 +38,7 @@ def put_batch(batch: T, mesh: Mesh | None) -> T:
     if mesh is None:
         return batch
 
-    def place(array):
+    def place(array: np.ndarray) -> jax.Array:
         sharding = sharding_for(mesh, ("batch", None), shape=array.shape)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

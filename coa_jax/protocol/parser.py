@@ -94,6 +94,15 @@ class Parser:
         """Role of the segment that is open now, None between segments."""
         return self._role
 
+    @property
+    def open_body(self) -> str:
+        """Body so far of what is open now, without what may be the beginning of a tag.
+
+        It is a prefix of the body of the segment that ``feed`` or ``finish`` will return.
+        """
+        text = "".join(self._pieces)
+        return text if self._role is None else text[len(self._role) + 2 :]
+
     def feed(self, chunk: str) -> list[Segment]:
         """Reads more text; returns the segments that it completed, in order."""
         if self._finished:

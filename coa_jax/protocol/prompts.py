@@ -1,14 +1,13 @@
 """The instructions that the user message begins with, written from the protocol's own tables.
 
 The wording is ours; functions, tags and formats are those of the paper (App D).  The ``full``
-style tells a pretrained model everything it is held to; the ``brief`` style only names the tags,
-for small policies that learn the protocol from data and pay for every prompt token.
+style tells a pretrained model everything it is held to; the ``brief`` style only names the
+protocol, for small policies that learn it from data and pay for every prompt token.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
+from coa_jax.errors import UserError
 from coa_jax.protocol.bodies import CRITERIA
 from coa_jax.protocol.spec import START, THINK, Protocol
 
@@ -54,20 +53,20 @@ _ANSWERS = {
 }
 
 
-def render_prompt(
-    protocol: Protocol, question: str, style: Literal["full", "brief"] = "full"
-) -> str:
-    """The user message of a task: instructions, a blank line, ``Question: `` and the question."""
+def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
+    """The user message of a task: instructions, a blank line, ``Question: `` and the question.
+
+    Raises:
+        UserError: ``style`` is neither ``"full"`` nor ``"brief"``.
+    """
     if style not in ("full", "brief"):
-        raise ValueError(f"prompt style {style!r} is neither 'full' nor 'brief'")
+        raise UserError(f"prompt style {style!r} is unknown; use 'full' or 'brief'")
     instructions = _full(protocol) if style == "full" else _brief(protocol)
     return f"{instructions}\n\nQuestion: {question}"
 
 
 def _brief(protocol: Protocol) -> str:
-    tags = ", ".join(f"<{role}>" for role in protocol.roles if role != protocol.observation)
-    tools = " or ".join(f"<{tool}>" for tool in protocol.tools)
-    return f"Answer with the tags {tags}. Each {tools} is answered by an <{protocol.observation}>."
+    return f"Follow the {protocol.name} protocol."
 
 
 def _full(protocol: Protocol) -> str:

@@ -31,6 +31,7 @@ th, td { text-align: right; padding: 8px 14px; border-bottom: 1px solid var(--ru
   white-space: nowrap; }
 th { font-weight: 600; color: var(--dim); font-size: 13px; }
 th:first-child, td:first-child { text-align: left; } tr:last-child td { border-bottom: 0; }
+.detail td, .detail th { padding: 4px 14px; } .detail { font-size: 14px; }
 td strong { font-size: 17px; } td.plot { width: 220px; text-align: left; }
 .interval { width: 200px; height: 22px; display: block; }
 .interval .bar { stroke: var(--accent); stroke-width: 4; stroke-linecap: round; opacity: .45; }

@@ -18,6 +18,7 @@ from typing import Any
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.report.assets import SCRIPT, STYLE
+from coa_jax.report.breakdown import breakdown
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
 from coa_jax.report.traces import (
     STAGES,
@@ -151,6 +152,7 @@ def _results(summary: Mapping[str, Any]) -> str:
             "<th>tool calls per task</th><th>format valid</th></tr></thead>"
             f"<tbody>{body}</tbody></table></div>"
         )
+        parts.append(breakdown(summary, order, _STAGE_TITLES))
     else:
         parts.append('<p class="dim">No evaluation in summary.json yet.</p>')
     times = summary.get("timings_s")

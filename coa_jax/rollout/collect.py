@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def collect(
     Args:
         runner: the event loop; the same one for all calls with the same tools.
         engine, tokenizer, tools, config: see `rollout`.
-        requests: each with its own task id.
+        requests: each with its own prompt id.
         on_finish: called with each trajectory as it ends.
 
     Returns:
@@ -36,10 +37,13 @@ def collect(
 
     async def run() -> dict[tuple[int, int], Trajectory]:
         finished = {}
-        async for trajectory in rollout(engine, tokenizer, requests, tools, config):
-            finished[trajectory.metadata["prompt_id"], trajectory.sample_id] = trajectory
-            if on_finish:
-                on_finish(trajectory)
+        stream = rollout(engine, tokenizer, requests, tools, config)
+        # Closed here, not some time later: the engine must be free when this ends by an error.
+        async with contextlib.aclosing(stream):
+            async for trajectory in stream:
+                finished[trajectory.metadata["prompt_id"], trajectory.sample_id] = trajectory
+                if on_finish:
+                    on_finish(trajectory)
         return finished
 
     finished = runner.run(run())

@@ -28,16 +28,16 @@ class TokenTable:
         }
         stand_ins = _byte_of_character()
         self._bytes: list[bytes] = []
-        for token_id, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
+        # The largest id, not the number of tokens: a vocabulary may have gaps.
+        size = max(tokenizer.get_vocab().values()) + 1
+        for token_id, token in enumerate(tokenizer.convert_ids_to_tokens(range(size))):
             if token_id in added:
                 self._bytes.append(added[token_id])
             elif token is None:
                 self._bytes.append(b"")
             else:
                 self._bytes.append(
-                    b"".join(
-                        bytes([stand_ins[c]]) if c in stand_ins else c.encode() for c in token
-                    )
+                    b"".join(bytes([stand_ins[c]]) if c in stand_ins else c.encode() for c in token)
                 )
 
     def __getitem__(self, token_id: int) -> bytes:

@@ -52,6 +52,7 @@ class Episode:
         self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
         self._spans: list[SegmentSpan] = []
         self._emitted = 0  # policy characters that are in spans
+        self._taken = 0  # policy characters that take_text gave out
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Takes one sampled token.
@@ -74,6 +75,12 @@ class Episode:
             if segment.role == self.protocol.answer:
                 return StopReason.ANSWER
         return None
+
+    def take_text(self) -> str:
+        """What the policy wrote since the last call, for those who watch."""
+        text = self._policy_text[self._taken :]
+        self._taken = len(self._policy_text)
+        return text
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
         """Adds what a tool returned, in its surface form, as environment tokens."""

@@ -11,17 +11,17 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.engine import Engine, SamplingParams
-from coa_jax.model.tokenizer import encode_plain
-from coa_jax.protocol import Protocol, get_protocol
+from coa_jax.model.tokenizer import decode_ids, encode_plain
+from coa_jax.protocol import Protocol, get_protocol, quote_tool_text
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
-from coa_jax.trajectory import StopReason, ToolCall, Trajectory
+from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Request:
     seed: int
     prompt_id: int
     samples: tuple[int, ...]
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -77,6 +77,24 @@ class _Running:
     tool_request: ToolRequest | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Text of a sample, as soon as it is there; a sample's texts join to `Trajectory.text`.
+
+    Attributes:
+        task_id, sample_id: the sample.
+        author: the policy, whose text comes token by token, or the environment.
+        text: whole characters; what the policy sampled beyond a closing tag is never among them.
+        call: the call that the environment answers, None for the policy.
+    """
+
+    task_id: str
+    sample_id: int
+    author: Author
+    text: str
+    call: ToolCall | None = None
+
+
 def observation_text(protocol: Protocol, text: str) -> str:
     """The surface form in which the environment's text follows a call."""
     return f"\n<{protocol.observation}>\n{text}\n</{protocol.observation}>\n\n"
@@ -85,18 +103,18 @@ def observation_text(protocol: Protocol, text: str) -> str:
 def encode_observation(
     tokenizer: Any, protocol: Protocol, text: str, max_tokens: int
 ) -> tuple[list[int], str]:
-    """Ids and text of an observation whose body takes at most ``max_tokens``.
+    """Ids and body of an observation whose body takes at most ``max_tokens``.
 
     The three parts are encoded one by one and as plain text, so that no tool can produce a control
     token and SFT, which encodes the same parts, sees the same ids.
     """
     head, tail = observation_text(protocol, "\0").split("\0")
+    text = quote_tool_text(protocol, text)
     body = encode_plain(tokenizer, text)
     if len(body) > max_tokens:
         body = body[:max_tokens]
-        text = tokenizer.decode(body)
-    ids = [*encode_plain(tokenizer, head), *body, *encode_plain(tokenizer, tail)]
-    return ids, head + text + tail
+        text = decode_ids(tokenizer, body)
+    return [*encode_plain(tokenizer, head), *body, *encode_plain(tokenizer, tail)], text
 
 
 async def rollout(
@@ -106,8 +124,8 @@ async def rollout(
     tools: Sequence[Tool],
     config: RolloutConfig,
     table: TokenTable | None = None,
-    on_segment: Any = None,
-) -> AsyncIterator[Trajectory]:
+    on_text: Callable[[Arrival], None] | None = None,
+) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends and yields trajectories as they finish.
 
     Args:
@@ -117,14 +135,14 @@ async def rollout(
         tools: found by name; a protocol's tool that is not given answers that it is unavailable.
         config: budgets.
         table: the tokenizer's bytes, when the caller has them already.
-        on_segment: called with (task id, sample id, text) as policy and environment text arrives.
+        on_text: called with the text of policy and environment as it arrives.
 
     Yields:
         Ungraded trajectories, in the order in which they finish.
     """
-    loop = _Loop(engine, tokenizer, requests, tools, config, table, on_segment)
+    loop = _Loop(engine, tokenizer, requests, tools, config, table, on_text)
     try:
-        while loop.admit():
+        while await loop.admit():
             for trajectory in await loop.turn():
                 yield trajectory
     finally:
@@ -132,7 +150,16 @@ async def rollout(
 
 
 class _Loop:
-    def __init__(self, engine, tokenizer, requests, tools, config, table, on_text):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        requests: Iterable[Request],
+        tools: Sequence[Tool],
+        config: RolloutConfig,
+        table: TokenTable | None,
+        on_text: Callable[[Arrival], None] | None,
+    ):
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.table = table or TokenTable(tokenizer)
         self.tools = {tool.name: tool for tool in tools}
@@ -142,8 +169,11 @@ class _Loop:
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, _Running] = {}
         self.waiting: deque[tuple[Request, int]] = deque()
+        self.limit = min(config.max_tokens, engine.config.max_length)
+        self.refused: list[Trajectory] = []
+        self.device_call: asyncio.Future[Any] | None = None
 
-    def admit(self) -> bool:
+    async def admit(self) -> bool:
         """Fills free slots; returns whether anything is left to do."""
         placed: dict[int, list[tuple[Request, int, int]]] = {}
         while self.free:
@@ -154,6 +184,9 @@ class _Loop:
                 self.waiting.extend((request, sample) for sample in request.samples)
                 continue
             request, sample = self.waiting.popleft()
+            if len(request.prompt) >= self.limit:  # no room for a single token
+                self.refused.append(self._refuse(request, sample))
+                continue
             placed.setdefault(id(request), []).append((request, sample, self.free.popleft()))
         prefills, forks = [], []
         for group in placed.values():
@@ -165,42 +198,65 @@ class _Loop:
                 prefills.append((source, 0, request.prompt))
             if slots:
                 forks.append((source, slots))
-        self.engine.extend(prefills)
-        for source, slots in forks:
-            self.engine.fork(source, slots)
+        if placed:
+            await self._on_device(self._prefill, prefills, forks)
         for group in placed.values():
             for request, sample, slot in group:
                 self._start(request, sample, slot)
-        return bool(self.running)
+        return bool(self.running or self.refused)
 
-    def _start(self, request: Request, sample: int, slot: int) -> None:
-        prompt = request.prompt
-        episode = Episode(
+    def _prefill(
+        self,
+        prefills: list[tuple[int, int, Sequence[int]]],
+        forks: list[tuple[int, list[int]]],
+    ) -> None:
+        self.engine.extend(prefills)
+        for source, slots in forks:
+            self.engine.fork(source, slots)
+
+    async def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a call of the engine in a thread: tools go on while the device works.
+
+        A thread cannot be stopped.  When the rollout is cancelled, `close` waits for the call,
+        which would otherwise wake up slots that are free again.
+        """
+        self.device_call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        return await asyncio.shield(self.device_call)
+
+    def _episode(self, request: Request, sample: int) -> Episode:
+        return Episode(
             task_id=request.task.id,
             sample_id=sample,
             question=request.task.question,
             protocol=get_protocol(request.task.protocol),
-            prompt=prompt,
+            prompt=request.prompt,
             table=self.table,
             end_tokens=self.end_tokens,
         )
+
+    def _refuse(self, request: Request, sample: int) -> Trajectory:
+        episode = self._episode(request, sample)
+        return episode.finish(StopReason.LENGTH, request.task.gold, _metadata(request, 0.0))
+
+    def _start(self, request: Request, sample: int, slot: int) -> None:
+        prompt, episode = request.prompt, self._episode(request, sample)
         self.engine.start(
             slot,
             len(prompt),
             last_token=prompt[-1],
-            limit=self.config.max_tokens,
+            limit=self.limit,
             key=(request.seed, request.prompt_id, sample),
             sampling=request.sampling,
         )
-        self.engine.set_active(slot, len(prompt) < self.config.max_tokens)
+        self.engine.set_active(slot, True)
         self.running[slot] = _Running(request, episode, slot, time.monotonic())
 
     async def turn(self) -> list[Trajectory]:
         """Collects finished tools, decodes one chunk, starts new tools."""
-        finished = self._collect()
+        finished, self.refused = self.refused, []
+        finished += await self._collect()
         if self.engine.any_active:
-            # In a thread: tools go on while the device decodes.
-            chunk = await asyncio.to_thread(self.engine.decode)
+            chunk = await self._on_device(self.engine.decode)
             for run in list(self.running.values()):
                 if run.tool is None and chunk.count[run.slot]:
                     count = int(chunk.count[run.slot])
@@ -210,20 +266,16 @@ class _Loop:
             await asyncio.sleep(0)
         elif not finished and self.running:
             calls = [run.tool for run in self.running.values() if run.tool is not None]
-            if calls:
-                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            else:
-                # Prompts that leave no room for a token.
-                for run in list(self.running.values()):
-                    finished.append(self._finish(run, StopReason.LENGTH))
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         return finished
 
-    def _advance(self, run: _Running, tokens, logps) -> list[Trajectory]:
+    def _advance(
+        self, run: _Running, tokens: Sequence[int], logps: Sequence[float]
+    ) -> list[Trajectory]:
         episode = run.episode
         for token, logp in zip(tokens, logps, strict=True):
             event = episode.feed(token, logp)
-            if self.on_text:
-                self.on_text(run.request.task.id, episode.sample_id, "policy", self.table[token])
+            self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
             if event is None:
                 continue
             if isinstance(event, StopReason):
@@ -236,7 +288,7 @@ class _Loop:
             run.tool_request = event
             run.tool = asyncio.create_task(self._call(run, event))
             return []
-        if len(episode.tokens) >= min(self.config.max_tokens, self.engine.config.max_length):
+        if len(episode.tokens) >= self.limit:
             return [self._finish(run, StopReason.LENGTH)]
         if self._late(run):
             return [self._finish(run, StopReason.DEADLINE)]
@@ -249,23 +301,27 @@ class _Loop:
             text = f"The {request.tool} tool is not available."
             return Observation(text, False, "bad_call", 0.0), start
         calls = run.episode.tool_calls
+        limit = self.config.max_seconds
         context = ToolContext(
             trajectory_id=f"{run.request.task.id}/{run.episode.sample_id}",
             call_index=len(calls),
+            deadline=max(limit - (start - run.began), 0.0) if limit else None,
             history=tuple((c.tool, c.arguments) for c in calls),
         )
         return await call(tool, request.arguments, context), start
 
-    def _collect(self) -> list[Trajectory]:
+    async def _collect(self) -> list[Trajectory]:
         """Turns finished tool calls into environment tokens and cache entries."""
-        feeds, finished = [], []
+        feeds: list[tuple[int, int, Sequence[int]]] = []
+        finished: list[Trajectory] = []
         for run in list(self.running.values()):
-            if run.tool is None or not run.tool.done():
+            request = run.tool_request
+            if run.tool is None or request is None or not run.tool.done():
                 continue
             observation, start = run.tool.result()
-            request, run.tool, run.tool_request = run.tool_request, None, None
+            run.tool, run.tool_request = None, None
             episode = run.episode
-            ids, text = encode_observation(
+            ids, body = encode_observation(
                 self.tokenizer,
                 episode.protocol,
                 observation.text,
@@ -275,26 +331,32 @@ class _Loop:
             record = ToolCall(
                 tool=request.tool,
                 arguments=request.arguments,
-                observation=observation.text,
+                observation=body,
                 outcome=observation.outcome,
                 ok=observation.ok,
                 start=start - run.began,
                 end=start - run.began + observation.seconds,
                 detail=observation.detail,
             )
+            text = observation_text(episode.protocol, body)
             episode.observe(ids, text, record)
-            if self.on_text:
-                self.on_text(run.request.task.id, episode.sample_id, "environment", text.encode())
-            if len(episode.tokens) >= min(self.config.max_tokens, self.engine.config.max_length):
+            self._tell(run, Author.ENVIRONMENT, text, record)
+            if len(episode.tokens) >= self.limit:
                 finished.append(self._finish(run, StopReason.LENGTH))
             elif self._late(run):
                 finished.append(self._finish(run, StopReason.DEADLINE))
             else:
                 feeds.append((run.slot, before - 1, episode.tokens[before - 1 :]))
-        self.engine.extend(feeds)
+        if feeds:
+            await self._on_device(self.engine.extend, feeds)
         for slot, _, _ in feeds:
             self.engine.set_active(slot, True)
         return finished
+
+    def _tell(self, run: _Running, author: Author, text: str, call: ToolCall | None = None) -> None:
+        if self.on_text and text:
+            task, sample = run.request.task, run.episode.sample_id
+            self.on_text(Arrival(task.id, sample, author, text, call))
 
     def _late(self, run: _Running) -> bool:
         limit = self.config.max_seconds
@@ -304,18 +366,16 @@ class _Loop:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
-        task = run.request.task
-        metadata = {
-            **task.metadata,
-            **run.request.metadata,
-            "source": task.source,
-            "prompt_id": run.request.prompt_id,
-        }
-        metadata["seconds"] = round(time.monotonic() - run.began, 3)
-        return run.episode.finish(reason, task.gold, metadata)
+        metadata = _metadata(run.request, time.monotonic() - run.began)
+        trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
+        # The last bytes may have been half a character.
+        self._tell(run, Author.POLICY, run.episode.take_text())
+        return trajectory
 
     async def close(self) -> None:
         """Cancels tools that still run, and leaves every slot free."""
+        if self.device_call is not None:
+            await asyncio.wait([self.device_call])
         calls = [run.tool for run in self.running.values() if run.tool is not None]
         for task in calls:
             task.cancel()
@@ -323,3 +383,13 @@ class _Loop:
         for slot in list(self.running):
             self.engine.set_active(slot, False)
         self.running.clear()
+
+
+def _metadata(request: Request, seconds: float) -> dict[str, Any]:
+    return {
+        **request.task.metadata,
+        **request.metadata,
+        "source": request.task.source,
+        "prompt_id": request.prompt_id,
+        "seconds": round(seconds, 3),
+    }

@@ -21,7 +21,7 @@ SOURCES = ("factbook", "arithmetic")
 """Named sources; besides them any path that ends in ``.jsonl``."""
 
 
-def load_tasks(source: str, split: Split, n: int | None = None, seed: int = 0) -> list[Task]:
+def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
     """Loads tasks of a source; the same arguments give the same tasks.
 
     Args:

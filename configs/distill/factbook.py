@@ -3,39 +3,36 @@ r"""Distil multi-hop questions about the World Factbook from the scripted teache
     python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
 
 Needs: nothing beyond the package (the Factbook is a dependency; programs run in the sandbox).
-Takes: about half a minute on 2 CPU cores.
-Gives: ~3,000 training and ~200 validation trajectories, about a quarter with a call of the
-sandbox.  The teacher's minds are scripted, so its pass@1 is near 1 by design: it is the upper
-bound that a policy is compared with, not a finding.
+Takes: as long as the stage ``distill`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: the trajectories that the quickstart learns from; some call the sandbox, some contain a slip
+of the teacher and its correction.  The teacher's minds are scripted, so its pass@1 is near 1 by
+design: it is the upper bound that a policy is compared with, not a finding.
+
+The mistake rate is for a decision: a trajectory has many, so several times as many have a mistake.
+``--config.teacher.min_interactions`` is the complexity filter of the paper (§3.2.1),
+``plain_fraction`` and ``corrected_copies`` its third and fourth filter; a small policy needs the
+plain cases as well.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
+from coa_jax.cli import load_config
+from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
 
 def get_config() -> ml_collections.ConfigDict:
     """The configuration."""
+    quickstart = load_config("configs/quickstart/factbook.py")
     config = ml_collections.ConfigDict()
-
     config.tasks = ml_collections.ConfigDict()
-    config.tasks.source = "factbook"
-    config.tasks.train = 3000
-    config.tasks.validation = 200
-    config.tasks.seed = 0
-
-    config.search = ml_collections.ConfigDict()
-    config.search.top_k = 2  # short observations: the right page is nearly always the first
-    config.search.passage_chars = 300
-
-    config.teacher = ml_collections.ConfigDict()
-    config.teacher.mistake_rate = 0.06  # a decision; about one trajectory in four has a mistake
-    config.teacher.unrecovered_rate = 0.02
-    config.teacher.seed = 0
-    config.teacher.concurrency = 16
-    config.teacher.max_messages = 80
-    config.teacher.max_chars = 8000
-    config.teacher.min_interactions = 5  # paper §3.2.1
-    config.teacher.plain_fraction = 1.0  # a small policy needs the plain cases as well
-    config.teacher.corrected_copies = 1
+    config.tasks.source = quickstart.distill.tasks
+    config.tasks.train = quickstart.distill.train
+    config.tasks.validation = quickstart.distill.validation
+    config.tasks.seed = quickstart.distill.seed
+    config.teacher = complete(DistillConfig, quickstart.teacher)
+    config.tools = complete(ToolsConfig, quickstart.tools)
     return config

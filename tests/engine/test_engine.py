@@ -15,9 +15,7 @@ from coa_jax.model.weights import init_params
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
-SHAPES = EngineConfig(
-    slots=4, max_length=96, chunk=8, extend_rows=2, extend_buckets=(8, 32)
-)
+SHAPES = EngineConfig(slots=4, max_length=96, chunk=8, extend_rows=2, extend_buckets=(8, 32))
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 17, 3, 120, 44, 9, 9, 61, 2, 77, 31]
 
@@ -27,9 +25,7 @@ def make(**changes):
 
 
 def begin(engine, slot, prompt, limit, sampling=GREEDY, key=(0, 0, 0)):
-    engine.start(
-        slot, len(prompt), last_token=prompt[-1], limit=limit, key=key, sampling=sampling
-    )
+    engine.start(slot, len(prompt), last_token=prompt[-1], limit=limit, key=key, sampling=sampling)
     engine.set_active(slot, True)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_key
 
-
 jitted_inverse_cdf = jax.jit(inverse_cdf)
 jitted_filter = jax.jit(filter_logits)
 

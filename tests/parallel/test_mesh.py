@@ -15,14 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import param_shardings, shard_params
 from coa_jax.model.weights import init_params, weight_table
 from coa_jax.parallel.mesh import (
     AXES,
     DECODE_RULES,
     RULES,
     make_mesh,
-    param_shardings,
-    shard_params,
     sharding_for,
 )
 
@@ -79,7 +78,8 @@ def test_meshes_that_do_not_fit_are_refused(sizes):
 PROGRAM = """
 import sys, jax, numpy as np
 from coa_jax.model.api import load_model, logits, save_model
-from coa_jax.parallel.mesh import DECODE_RULES, make_mesh, shard_params
+from coa_jax.model.sharding import shard_params
+from coa_jax.parallel.mesh import DECODE_RULES, make_mesh
 assert jax.device_count() == 8
 path, out = sys.argv[1:]
 tokens = np.random.default_rng(0).integers(0, 384, (4, 33))

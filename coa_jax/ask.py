@@ -1,0 +1,193 @@
+"""Asks a policy questions and shows its chain of agents while it is written.
+
+    python -m coa_jax.ask "What is the capital of Lesotho?" --model=runs/quickstart/models/rl
+
+Without a question it reads questions, one a line: from a prompt on a terminal (Ctrl-D ends), or
+from a pipe.  The budgets and ``--top_k`` should be those that the policy was trained with; the
+defaults are those of the quickstart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
+
+from absl import flags
+
+from coa_jax.cli import run_main
+from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.errors import UserError
+from coa_jax.learn.batch import prompt_ids
+from coa_jax.model.api import Model, load_model
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.protocol import Protocol, get_protocol
+from coa_jax.report.terminal import Screen, Show
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.loop import Arrival, Request, RolloutConfig, rollout
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Tool
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.trajectory import Trajectory
+
+# --- the policy ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """A policy that is ready to be asked."""
+
+    model: Model
+    engine: Engine
+    table: TokenTable
+    tools: Sequence[Tool]
+    protocol: Protocol
+    sampling: SamplingParams
+    seed: int
+    rollout: RolloutConfig
+
+
+def make_agent(
+    path: str,
+    protocol: str,
+    tools: ToolsConfig,
+    sampling: SamplingParams,
+    seed: int,
+    config: RolloutConfig,
+) -> Agent:
+    """Loads a policy and compiles its programs, so that no question waits for that.
+
+    Raises:
+        UserError: no such protocol, a model that cannot be loaded, or no isolation for programs.
+    """
+    rules = get_protocol(protocol)
+    tools = dataclasses.replace(tools, names=tuple(n for n in tools.names if n in rules.tools))
+    model = load_model(path)
+    length = config.max_tokens
+    buckets = tuple(size for size in (64, 256, 1024) if size < length) or (length,)
+    shapes = EngineConfig(
+        slots=1, max_length=length, chunk=8, extend_rows=1, extend_buckets=buckets
+    )
+    engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
+    for size in buckets:
+        engine.extend([(0, 0, [0] * size)])
+    engine.start(0, 1, last_token=0, limit=2, key=(0, 0, 0), sampling=sampling)
+    engine.set_active(0, True)
+    engine.decode()
+    engine.set_active(0, False)
+    table = TokenTable(model.tokenizer)
+    return Agent(model, engine, table, make_tools(tools), rules, sampling, seed, config)
+
+
+async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -> Trajectory:
+    """The trajectory in which the policy answers a question.
+
+    Args:
+        agent: the policy.
+        question: in plain text.
+        on_text: called with text as it arrives.
+
+    Raises:
+        UserError: the question leaves no room for an answer.
+    """
+    tokenizer, budget = agent.model.tokenizer, agent.rollout.max_tokens
+    prompt = prompt_ids(tokenizer, agent.protocol.name, question, agent.rollout.prompt_style)
+    if len(prompt) >= budget:
+        raise UserError(f"the prompt has {len(prompt)} tokens; give --max_tokens more than that")
+    task = Task("ask", question, agent.protocol.name, (), "ask")
+    request = Request(task, prompt, agent.seed, 0, (0,), agent.sampling)
+    stream = rollout(
+        agent.engine, tokenizer, [request], agent.tools, agent.rollout, agent.table, on_text
+    )
+    async with contextlib.aclosing(stream) as trajectories:
+        return await anext(trajectories)
+
+
+# --- the command ---------------------------------------------------------------------------
+
+
+def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
+    """Yields (question, whether it was typed at a prompt).
+
+    Raises:
+        UserError: the question on the command line is blank.
+    """
+    if arguments:
+        question = " ".join(arguments).strip()
+        if not question:
+            raise UserError('the question is empty; write python -m coa_jax.ask "QUESTION"')
+        yield question, False
+        return
+    if not stream.isatty():
+        for line in stream:
+            if line.strip():
+                yield line.strip(), False
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - line editing for input()
+    while True:
+        try:
+            line = input("question> ").strip()
+        except EOFError:
+            print()
+            return
+        if line:
+            yield line, True
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_string("model", "runs/quickstart/models/rl", "Hugging Face directory or GGUF file")
+    flags.DEFINE_string("protocol", "generalist", "protocol in which it answers")
+    flags.DEFINE_enum("prompt_style", "brief", ["brief", "full"], "as in its training")
+    flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
+    flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0)
+    flags.DEFINE_integer("max_tokens", 512, "tokens of prompt and answer together", lower_bound=2)
+    flags.DEFINE_integer("max_tool_calls", 8, "calls before it is stopped", lower_bound=0)
+    flags.DEFINE_integer("max_observation_tokens", 160, "an observation is cut", lower_bound=1)
+    flags.DEFINE_list("tools", ["wiki_search", "code"], "tools that it may use")
+    flags.DEFINE_integer("top_k", 1, "passages in an observation of wiki_search", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    for stream in (sys.stdout, sys.stdin):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    asked = questions(argv[1:], sys.stdin)
+    first = next(asked, None) if argv[1:] else None
+    if sys.stderr.isatty():
+        print(f"loading {values.model} ...", file=sys.stderr)
+    agent = make_agent(
+        values.model,
+        values.protocol,
+        ToolsConfig(names=tuple(values.tools), top_k=values.top_k),
+        SamplingParams(values.temperature, values.top_p),
+        values.seed,
+        RolloutConfig(
+            max_tokens=values.max_tokens,
+            max_tool_calls=values.max_tool_calls,
+            max_observation_tokens=values.max_observation_tokens,
+            prompt_style=values.prompt_style,
+        ),
+    )
+    screen = Screen(sys.stdout)
+    with asyncio.Runner() as runner:
+        for question, typed in [first] if first else asked:
+            question = question.encode("utf-8", "replace").decode()
+            if not typed:
+                screen.begin("question")
+                screen.write(question)
+            show, start = Show(screen, agent.protocol), time.monotonic()
+            trajectory = runner.run(ask(agent, question, show.arrive))
+            show.finish(trajectory, time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags, positional=True)

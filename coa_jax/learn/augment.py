@@ -1,0 +1,88 @@
+"""Renaming in distilled records, so that a policy learns to copy names instead of knowing them.
+
+A corpus has a few hundred entities.  A policy that is trained from nothing memorises them sooner
+than it learns to copy a name from its question into a query, and then fails on every entity that it
+has not seen.  Renaming replaces the names and the numbers of a record by random ones, the same
+everywhere in the record, observations included: what the policy must do stays the same, what it
+could remember does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from coa_jax.trajectory import DistilledRecord
+
+_WORD = re.compile(r"[^\W\d_]+")
+_NUMBER = re.compile(r"\d[\d,]{2,}\d")
+_CONSONANTS = [*"bcdfghjklmnprstvwz", "br", "ch", "dr", "gr", "kh", "kr", "l", "m", "n"]
+_CONSONANTS += ["nd", "ng", "nt", "r", "s", "sh", "st", "t", "th", "tr"]
+_VOWELS = ["a", "a", "a", "e", "e", "i", "i", "o", "o", "u", "ai", "ia", "ue", "y"]
+
+
+def rename(
+    record: DistilledRecord, keep: frozenset[str], rng: np.random.Generator
+) -> DistilledRecord:
+    """Replaces the record's names and long numbers.
+
+    Names are words with a capital letter that the policy copies: they occur in its parts and in the
+    question or an observation.  Numbers have four digits or more, and keep their length and commas,
+    so that "19,416" and "19416" stay the same number.
+
+    Args:
+        record: a record.
+        keep: words that are not names.
+        rng: source of the new ones.
+    """
+    whole = "\n".join((record.question, *(text for _, text in record.parts)))
+    written = _words(text for author, text in record.parts if author == "policy")
+    given = _words([record.question, *(t for author, t in record.parts if author != "policy")])
+    names = sorted(w for w in written & given if w not in keep and w != w.lower())
+    table = {name: _new_name(name, rng) for name in names}
+    numbers = dict.fromkeys(m.replace(",", "") for m in _NUMBER.findall(whole))
+    digits = {number: _new_number(number, rng) for number in numbers}
+
+    def replace(text: str) -> str:
+        text = _WORD.sub(lambda match: table.get(match[0], match[0]), text)
+        return _NUMBER.sub(lambda match: _like(match[0], digits), text)
+
+    return dataclasses.replace(
+        record,
+        question=replace(record.question),
+        parts=tuple((author, replace(text)) for author, text in record.parts),
+        answer=replace(record.answer),
+        gold=tuple(replace(text) for text in record.gold),
+        metadata={**record.metadata, "renamed": True},
+    )
+
+
+def _words(texts: Iterable[str]) -> set[str]:
+    return {word for text in texts for word in _WORD.findall(text)}
+
+
+def _new_name(name: str, rng: np.random.Generator) -> str:
+    if name.isupper():
+        return "".join(chr(ord("A") + int(i)) for i in rng.integers(0, 26, len(name)))
+    size = max(3, len(name) + int(rng.integers(-2, 3)))
+    parts: list[str] = []
+    vowel = bool(rng.integers(0, 2))
+    while sum(map(len, parts)) < size:
+        choices = _VOWELS if vowel else _CONSONANTS
+        parts.append(choices[int(rng.integers(0, len(choices)))])
+        vowel = not vowel
+    return "".join(parts).capitalize()
+
+
+def _new_number(number: str, rng: np.random.Generator) -> str:
+    first = str(rng.integers(1, 10))
+    return first + "".join(str(d) for d in rng.integers(0, 10, len(number) - 1))
+
+
+def _like(number: str, table: dict[str, str]) -> str:
+    """The replacement of a number with the commas where they were."""
+    digits = iter(table[number.replace(",", "")])
+    return "".join(c if c == "," else next(digits) for c in number)

@@ -1,0 +1,138 @@
+"""Initial values that already copy: an induction circuit in the first two layers.
+
+What a policy with tools does most is to copy: a name from the question into a query, a value from
+an observation into the answer.  Transformers do this by induction, a head that writes to each
+position what stood before it, and a head in a later layer that looks for the position after the
+last occurrence of the current token (Olsson et al. 2022, arXiv 2209.11895).  From random values the
+circuit takes millions of tokens to appear, more than a run of minutes on a CPU can afford, so that
+small policies which start from nothing start with it.  All values stay trainable.
+
+Layer 0, every key/value head: query head 0 of the group attends one position back, query head 1 two
+positions back.  Both read one dimension of the stream that is the same for all tokens: rotary
+positions turn a constant query and a constant key into a function of their distance.  Layer 1, every
+key/value head: keys are what those heads wrote, queries are the current token (and the one before
+it); the value is the token found, written back as itself.  Content is matched in the slow rotary
+dimensions, which distance hardly turns.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.forward import rope_frequencies
+from coa_jax.model.weights import Params
+
+_FAST = 12
+"""Rotary pairs that tell positions apart."""
+_TURN = 2e-3
+"""Radians a position up to which a pair may turn and still match content far away."""
+
+
+def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
+    """Replaces the attention of the first two layers by the circuit.
+
+    Args:
+        params: stacked parameters of a model with two query heads or more per key/value head.
+        config: its architecture; the larger ``rope_theta``, the more dimensions can match.
+        seed: of the random projections.
+
+    Raises:
+        UserError: the architecture has no room for the circuit.
+    """
+    if config.num_groups < 2 or config.num_layers < 2 or config.head_dim < 4 * _FAST:
+        raise UserError(
+            "an induction circuit needs two layers, two query heads for each key/value head and "
+            f"heads of {4 * _FAST} dimensions or more: change the policy's sizes or set "
+            "induction to False"
+        )
+    rng = np.random.default_rng(seed)
+    d, n, half = config.hidden_size, config.num_kv_heads, config.head_dim // 2
+    slow = np.flatnonzero(np.asarray(rope_frequencies(config)) < _TURN)
+    slow = np.concatenate([slow, slow + half])
+    # Tokens live in the first half of the stream; the second holds the two tokens before, and in
+    # its last dimension the constant.
+    tokens, size = d // 2, min((d - d // 2 - 1) // 2, config.head_dim)
+    if len(slow) < 8 or size < len(slow):
+        raise UserError(
+            f"an induction circuit has {len(slow)} slow rotary dimensions and room for {size}: "
+            "change rope_theta or hidden_size, or set induction to False"
+        )
+    embed = np.array(params["embed"])
+    embed[:, tokens:] = 0.0
+    embed *= np.sqrt(2.0)
+    norm = float(np.linalg.norm(embed, axis=1).mean())
+    embed[:, -1] = norm / 4
+    places = (np.arange(tokens, tokens + size), np.arange(tokens + size, tokens + 2 * size))
+    qkv, out = np.array(params["layers"]["qkv"]), np.array(params["layers"]["out"])
+    code = _orthonormal(rng, tokens, size)  # what a position remembers of a token
+    for head in range(n):
+        _previous_token_heads(config, qkv, out, head, code, places, norm / n)
+        _match_heads(qkv, out, head, code, places, slow, rng, norm / n)
+    layers = {**params["layers"], "qkv": jnp.asarray(qkv), "out": jnp.asarray(out)}
+    return {**params, "embed": jnp.asarray(embed), "layers": layers}
+
+
+def _previous_token_heads(
+    config: ModelConfig,
+    qkv: np.ndarray,
+    out: np.ndarray,
+    head: int,
+    code: np.ndarray,
+    places: tuple[np.ndarray, np.ndarray],
+    norm: float,
+) -> None:
+    """Layer 0: attention by distance, and the code of the token found into its place."""
+    half, (tokens, size), key = config.head_dim // 2, code.shape, config.num_groups
+    # The normalised constant is sqrt(D) / 4 over sqrt(17/16); scores then reach about 14.
+    sharpness = 7.0 * 4 / np.sqrt(config.hidden_size)
+    angles = np.asarray(rope_frequencies(config))[:_FAST]
+    qkv[0, :, head] = 0.0
+    out[0, head] = 0.0
+    qkv[0, -1, head, key, :_FAST] = sharpness
+    qkv[0, :tokens, head, key + 1, :size] = code
+    # A normalised token has norm sqrt(D), its code sqrt(D size / tokens).
+    gain = norm / np.sqrt(config.hidden_size * size / tokens)
+    for group, offset in enumerate((1, 2)):
+        qkv[0, -1, head, group, :_FAST] = sharpness * np.cos(offset * angles)
+        qkv[0, -1, head, group, half : half + _FAST] = -sharpness * np.sin(offset * angles)
+        out[0, head, group, :size, places[group]] = gain * np.eye(size)
+
+
+def _match_heads(
+    qkv: np.ndarray,
+    out: np.ndarray,
+    head: int,
+    code: np.ndarray,
+    places: tuple[np.ndarray, np.ndarray],
+    slow: np.ndarray,
+    rng: np.random.Generator,
+    norm: float,
+) -> None:
+    """Layer 1: attention to what followed the current token before, written back as that token."""
+    tokens, size = code.shape
+    groups = qkv.shape[3] - 2
+    key, value, width = groups, groups + 1, qkv.shape[-1]
+    qkv[1, :, head] = 0.0
+    # Two thirds of the dimensions match the token, the rest the one before it.
+    split = 2 * len(slow) // 3
+    first, second = _orthonormal(rng, size, split), _orthonormal(rng, size, len(slow) - split)
+    strength = 2.2
+    here, before = places
+    qkv[1, here[:, None], head, key, slow[:split]] = strength * first
+    qkv[1, before[:, None], head, key, slow[split:]] = strength * second
+    for group in range(groups):
+        qkv[1, np.arange(tokens)[:, None], head, group, slow[:split]] = strength * (code @ first)
+        qkv[1, here[:, None], head, group, slow[split:]] = strength * second
+    found = _orthonormal(rng, tokens, min(width, tokens))
+    qkv[1, :tokens, head, value, : found.shape[1]] = found
+    out[1, head] = 0.0
+    for group in range(groups):
+        out[1, head, group, : found.shape[1], :tokens] = found.T * norm / 4
+
+
+def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Random columns of length 1 at right angles, ``[rows, columns]``."""
+    return np.linalg.qr(rng.normal(size=(rows, max(columns, 1))))[0][:, :columns]

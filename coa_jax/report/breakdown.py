@@ -1,0 +1,120 @@
+"""Where the points come from: the ``{stage}_details`` blocks of summary.json as one table.
+
+A column is a policy, a row is a kind of question, a tool or an end, so that policies compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.report.charts import number
+from coa_jax.report.traces import escape
+
+_NONE = "\u2013"
+
+
+def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping[str, str]) -> str:
+    """The table for the stages that have details; empty if none has.
+
+    Args:
+        summary: what summary.json holds.
+        stages: names of stages, in the order of the columns.
+        titles: what a stage is called.
+    """
+    found = {stage: summary.get(f"{stage}_details") for stage in stages}
+    details = {stage: block for stage, block in found.items() if isinstance(block, Mapping)}
+    if not details:
+        return ""
+    head = "".join(f"<th>{escape(titles.get(stage, stage))}</th>" for stage in details)
+    rows = [
+        *_rows(details, "pass_at_k", lambda k: f"pass@{k}", _number3, skip=("1",)),
+        *_rows(details, "by_hops", _hops, _rate),
+        *_tools(details),
+        *_rows(details, "stops", lambda name: f"ends: {name}", number),
+        *_single(details, "tokens_per_solved", "tokens per solved task"),
+        *_single(details, "ungraded", "samples without a grade"),
+    ]
+    kinds = _rows(details, "by_kind", str, _rate)
+    more = ""
+    if kinds:
+        more = (
+            f'<details class="more"><summary>pass@1 by kind of question ({len(kinds)})</summary>'
+            f"{_table(head, kinds)}</details>"
+        )
+    shown = _table(head, rows) if rows else ""
+    return f"<h3>In detail</h3>{shown}{more}" if shown or more else ""
+
+
+def _table(head: str, rows: Sequence[str]) -> str:
+    return (
+        '<div class="card scroll"><table class="detail"><thead><tr><th></th>'
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _rows(
+    details: Mapping[str, Mapping[str, Any]],
+    group: str,
+    title: Callable[[str], str],
+    show: Callable[[Any], str],
+    skip: Sequence[str] = (),
+) -> list[str]:
+    """A row for each name in a group of the details."""
+    groups = {stage: _mapping(block.get(group)) for stage, block in details.items()}
+    names = dict.fromkeys(name for values in groups.values() for name in values)
+    return [
+        _row(title(name), [show(values[name]) if name in values else _NONE
+                           for values in groups.values()])
+        for name in sorted(names, key=lambda name: (len(name) if name.isdigit() else 0, name))
+        if name not in skip
+    ]  # fmt: skip
+
+
+def _single(details: Mapping[str, Mapping[str, Any]], key: str, title: str) -> list[str]:
+    values = [block.get(key) for block in details.values()]
+    return [_row(title, [_amount(v) for v in values])] if any(values) else []
+
+
+def _tools(details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A row for each tool: its calls, and the share of each outcome but ``ok``."""
+    return _rows(details, "tools", lambda name: f"{name}: calls", _calls)
+
+
+def _calls(entry: Any) -> str:
+    entry = _mapping(entry)
+    calls, outcomes = entry.get("calls"), _mapping(entry.get("outcomes"))
+    if not isinstance(calls, int) or not calls:
+        return _NONE
+    bad = [
+        f"{count / calls:.1%} {escape(str(name))}"
+        for name, count in sorted(outcomes.items())
+        if name != "ok" and isinstance(count, int) and count
+    ]
+    return f"{calls:,}" + (f' <span class="dim">({", ".join(bad)})</span>' if bad else "")
+
+
+def _rate(entry: Any) -> str:
+    entry = _mapping(entry)
+    tasks = f' <span class="dim">of {_amount(entry.get("n"))}</span>'
+    return _number3(entry.get("pass_at_1")) + tasks
+
+
+def _hops(name: str) -> str:
+    return f"pass@1, {name} search{'' if name == '1' else 'es'}"
+
+
+def _number3(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else _NONE
+
+
+def _amount(value: Any) -> str:
+    return number(value) if isinstance(value, int | float) else _NONE
+
+
+def _row(title: str, cells: Sequence[str]) -> str:
+    return f"<tr><td>{escape(title)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

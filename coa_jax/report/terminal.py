@@ -1,0 +1,287 @@
+"""A trajectory on a terminal while it is written: roles in colour, tools apart, figures below.
+
+What the policy and its tools write is untrusted: it is shown as text, and nothing in it reaches the
+terminal as a control character.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from rich.cells import cell_len
+from rich.console import COLOR_SYSTEMS, Console
+from rich.style import Style
+
+from coa_jax.protocol import Parser, Protocol, Segment
+from coa_jax.rollout.loop import Arrival
+from coa_jax.trajectory import Author, ToolCall, Trajectory, trajectory_violations
+
+# Colours of middle luminance, which can be read on a dark and on a light ground.
+COLOURS = {
+    "think": "#767676",
+    "plan": "#8a63d2",
+    "wiki_search": "#0b7fc4",
+    "web_search": "#0b7fc4",
+    "crawl_page": "#0b7fc4",
+    "visual_inspector": "#0b7fc4",
+    "code": "#0a8573",
+    "observation": "#8f7430",
+    "reflection": "#b06a00",
+    "suggested_answer": "#b8489f",
+    "double_check": "#cf4f16",
+    "answer": "#1a8550",
+    "question": "#767676",
+    "fault": "#d6453b",
+}
+MAX_FAULTS = 5
+"""Broken rules that are named below an answer."""
+
+ANSWER = Style.parse("bold #ffffff on #1a7f4b")
+
+# What a terminal would obey or what would reorder its text: control characters but line end and
+# tab, halves of surrogate pairs, and the marks that set the direction of writing.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+
+
+def clean(text: str) -> str:
+    """Text that is safe to show: nothing in it can move the cursor or change a colour."""
+    return _UNSAFE.sub("\ufffd", text.replace("\r", ""))
+
+
+# --- reading the policy's text while it is written -----------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some text of a segment: ``role`` is None outside of tags; ``last`` if the segment ends."""
+
+    role: str | None
+    text: str
+    last: bool
+
+
+class RoleStream:
+    """Splits the policy's text by role as it arrives; never gives out a part of a tag."""
+
+    def __init__(self, protocol: Protocol):
+        self._parser = Parser(protocol)
+        self._shown = 0  # characters of the open body that were given out
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text completes."""
+        pieces = self._closed(self._parser.feed(text))
+        role, body = self._parser.open_role, self._parser.open_body
+        if role is not None or body:
+            pieces.append(Piece(role, body[self._shown :], False))
+            self._shown = len(body)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What is left when the policy has ended."""
+        return self._closed(self._parser.finish())
+
+    def _closed(self, segments: Sequence[Segment]) -> list[Piece]:
+        pieces = []
+        for segment in segments:
+            pieces.append(Piece(segment.role, segment.body[self._shown :], True))
+            self._shown = 0
+        return pieces
+
+
+# --- the terminal --------------------------------------------------------------------------
+
+
+class Paragraph:
+    """Text behind a gutter, broken between words; blank lines around it are dropped."""
+
+    def __init__(self, put: Callable[[str, bool], None], width: int | None):
+        """Starts one.
+
+        Args:
+            put: writes text; its second argument says whether the text begins a line.
+            width: cells of a line, None to break no lines and hold nothing back.
+        """
+        self._put, self._width = put, width
+        self._word = self._blanks = ""
+        self._column = 0
+        self._line_ends = 1  # before the first word
+
+    def write(self, text: str) -> None:
+        """Adds text; its last word waits for its end."""
+        for character in text:
+            if character == "\n":
+                self._flush()
+                self._line_ends += 1
+                self._blanks = ""
+            elif character.isspace():
+                self._flush()
+                self._blanks += "    " if character == "\t" else " "
+            else:
+                self._word += character
+        if self._width is None or len(self._word) >= self._width:
+            self._flush()
+
+    def end(self) -> None:
+        """Writes what waits."""
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self._word:
+            return
+        text = self._blanks + self._word
+        size = cell_len(text)
+        full = self._width is not None and self._column > 0 and self._column + size > self._width
+        if full and not self._line_ends:
+            text, size = self._word, cell_len(self._word)
+        # A first word has no empty lines before it, later ones at most one.
+        begins = bool(self._line_ends or full)
+        if self._line_ends > 1 and self._column:
+            self._put("", True)
+        if begins:
+            self._column = 0
+        self._put(text, begins)
+        self._column += size
+        self._word, self._blanks, self._line_ends = "", "", 0
+
+
+class Screen:
+    """Shows segments one after the other, each under a line with its role."""
+
+    def __init__(self, stream: IO[str]):
+        """Writes to a stream, in colour where it is a terminal and NO_COLOR is not set."""
+        console = Console(file=stream)
+        self._stream, self._console = stream, console
+        colour = console.is_terminal and not console.no_color
+        self._system = COLOR_SYSTEMS.get(console.color_system or "") if colour else None
+        ascii_only = console.options.ascii_only
+        self._bars = ("| ", "  : ", "> ") if ascii_only else ("│ ", "  ║ ", "┃ ")
+        self._paragraph: Paragraph | None = None
+
+    def begin(self, name: str, note: str = "") -> None:
+        """Opens a segment of a role; ``note`` stands behind its name."""
+        self.end()
+        by_tool = name == "observation"
+        bar = self._bars[1 if by_tool else 2 if name == "answer" else 0]
+        colour = COLOURS.get(name, COLOURS["fault"])
+        head, gutter = Style(color=colour, bold=True), Style(color=colour)
+        body = {"answer": ANSWER, "think": gutter, "observation": gutter}.get(name, Style())
+        self._write("  " if by_tool else "", Style())
+        self._write(name, head)
+        self._write(f"  {note}" if note else "", gutter)
+        started = False
+
+        def put(text: str, begins: bool) -> None:
+            nonlocal started
+            if begins:
+                self._stream.write("\n")
+                self._write(bar if text or started else "", gutter)
+            started = True
+            self._write(text, body)
+
+        terminal = self._console.is_terminal
+        width = max(20, self._console.width - len(bar) - 1) if terminal else None
+        self._paragraph = Paragraph(put, width)
+
+    def write(self, text: str) -> None:
+        """Adds text to the open segment."""
+        if self._paragraph is not None:
+            self._paragraph.write(clean(text))
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Closes the open segment, if there is one."""
+        if self._paragraph is not None:
+            self._paragraph.end()
+            self._paragraph = None
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def line(self, text: str, name: str) -> None:
+        """A line in the colour of a role."""
+        self.end()
+        self._write(clean(text), Style(color=COLOURS[name]))
+        self._stream.write("\n")
+        self._stream.flush()
+
+    def _write(self, text: str, style: Style) -> None:
+        if text:
+            coloured = self._system is not None and bool(style)
+            self._stream.write(style.render(text, color_system=self._system) if coloured else text)
+
+
+class Show:
+    """Shows one trajectory on a screen while it arrives."""
+
+    def __init__(self, screen: Screen, protocol: Protocol):
+        self._screen, self._roles = screen, RoleStream(protocol)
+        self._open: str | None = None
+        self._waiting = ""  # blank text outside of tags, shown only if more follows
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Shows text of the policy or of a tool; pass it to `rollout` as ``on_text``."""
+        if arrival.author == Author.POLICY:
+            self._show(self._roles.feed(arrival.text))
+        elif arrival.call is not None:
+            self._observation(arrival.call)
+
+    def finish(self, trajectory: Trajectory, seconds: float) -> None:
+        """Shows what is left, and the figures of a trajectory that took ``seconds``."""
+        self._show(self._roles.finish())
+        for line, name in footer(trajectory, seconds):
+            self._screen.line(line, name)
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            name, text = piece.role or "outside of tags", piece.text
+            if piece.role is None and self._open is None:
+                self._waiting += text
+                text = self._waiting
+                if not text.strip():
+                    self._waiting = "" if piece.last else self._waiting
+                    continue
+            self._waiting = ""
+            if self._open != name:
+                self._screen.begin(name)
+                self._open = name
+            self._screen.write(text)
+            if piece.last:
+                self._screen.end()
+                self._open = None
+
+    def _observation(self, call: ToolCall) -> None:
+        self._open = None
+        note = f"{call.tool}  {max(0.0, call.end - call.start):.2f} s"
+        self._screen.begin("observation", note if call.ok else f"{note}  {call.outcome}")
+        self._screen.write(call.observation)
+        self._screen.end()
+
+
+def footer(trajectory: Trajectory, seconds: float) -> list[tuple[str, str]]:
+    """Lines of figures about a trajectory, each with the name of its colour."""
+    count, calls = trajectory.num_policy_tokens, trajectory.tool_calls
+    in_tools = sum(call.end - call.start for call in calls)
+    tools = f"{len(calls)} tool call{'' if len(calls) == 1 else 's'}"
+    tools += f" ({in_tools:.2f} s)" if calls else ""
+    rate = count / max(seconds - in_tools, 1e-9)
+    lines = [
+        (
+            f"{count} tokens, {tools}, {seconds:.1f} s, {rate:.0f} tokens/s, "
+            f"stop: {trajectory.stop_reason}",
+            "question",
+        )
+    ]
+    if trajectory.answer is None:
+        lines.insert(0, ("no answer", "fault"))
+    broken = Counter(f"{v.kind}: {v.message}" for v in trajectory_violations(trajectory))
+    for text, times in broken.most_common(MAX_FAULTS):
+        more = f" ({times} times)" if times > 1 else ""
+        lines.append((f"breaks the protocol: {text}{more}", "fault"))
+    if len(broken) > MAX_FAULTS:
+        lines.append((f"breaks the protocol: {len(broken) - MAX_FAULTS} more rules", "fault"))
+    return lines

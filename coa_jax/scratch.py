@@ -1,0 +1,40 @@
+"""Makes a policy from nothing: a tokenizer learnt from distilled text, and random parameters.
+
+    python -m coa_jax.scratch --config=configs/scratch/factbook.py --workdir=runs/scratch
+
+Reads the output of ``python -m coa_jax.distill`` and writes a Hugging Face directory to
+``WORKDIR/model``, from which ``python -m coa_jax.sft`` starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+from coa_jax.cli import config_flag, run_main
+from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
+from coa_jax.trajectory import read_records
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/scratch/factbook.py")
+    flags.DEFINE_string("workdir", None, "where the policy is written", required=True)
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    config = flags.FLAGS.config
+    policy = build(ScratchConfig, config.policy, "config.policy")
+    records = read_records(config.data)
+    with RunDir(Path(flags.FLAGS.workdir)) as run:
+        run.write_config(config)
+        write_policy(policy, records, config.prompt_style, run.path / "model")
+    print(f"model -> {run.path / 'model'}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,29 @@
+r"""Measures a small policy on questions about places that are in no training question.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
+
+Needs: the policy of configs/rl/factbook.py in runs/rl; another one by its directory and a name for
+the results, as in ``--config.model=runs/sft/model --config.stage=sft``.  Stages that are measured
+into one work directory stand side by side in its summary.json and in its report.
+Takes: as long as the stage ``evaluate_rl`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took.
+``--config.samples=8`` gives pass@2, 4 and 8 as well.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    quickstart = load_config("configs/quickstart/factbook.py")
+    config = complete(EvaluateConfig, quickstart.evaluate)
+    config.model, config.stage = "runs/rl/model", "rl"
+    config.tools = complete(ToolsConfig, quickstart.tools)
+    return config

@@ -1,0 +1,45 @@
+r"""Measures SmolLM2-135M-Instruct after RL on places that are in no training question.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/smollm2.py --workdir=runs/smollm2-evaluate
+
+Needs: the policy of configs/rl/smollm2.py in runs/smollm2-rl; the model before it by
+``--config.model=weights/SmolLM2-135M-Instruct --config.stage=base`` or
+``--config.model=runs/smollm2-sft/model --config.stage=sft``.
+Takes: no figure yet; 100 questions in 32 slots are about three times the rollouts of a step of
+configs/rl/smollm2.py.
+Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took.
+The untouched model has never seen the protocol and the brief prompt does not explain it: a pass@1
+of 0 says nothing about what it knows.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    trained = load_config("configs/rl/smollm2.py")
+    config = complete(
+        EvaluateConfig,
+        {
+            "tasks": trained.tasks,
+            "split": "test",
+            "num_tasks": 100,
+            "samples": 1,
+            "seed": 0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "engine": trained.engine,
+            "rollout": trained.rollout,
+        },
+    )
+    config.model, config.stage = "runs/smollm2-rl/model", "rl"
+    config.tools = complete(ToolsConfig, trained.tools)
+    return config

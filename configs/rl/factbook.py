@@ -1,0 +1,28 @@
+r"""Reinforces the fine-tuned small policy with live tools: GRPO with dynamic sampling.
+
+    python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
+
+Needs: the policy of configs/sft/factbook.py in runs/sft.
+Takes: as long as the stage ``rl`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: runs/rl/model.  Read in metrics.jsonl: ``reward/mean`` (share of right answers in training,
+rises), ``group/frac_zero_std`` (tasks whose samples are all right or all wrong and teach nothing),
+``format/valid`` (stays near 1; if it falls, the learning rate is too high) and
+``mismatch/abs_logp_mean`` (sampler against trainer: below 1e-4 with float32 on a CPU).
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.learn.rl import RLConfig
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    quickstart = load_config("configs/quickstart/factbook.py")
+    config = complete(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
+    config.tools = complete(ToolsConfig, quickstart.tools)
+    return config

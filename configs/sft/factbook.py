@@ -1,0 +1,31 @@
+r"""Fine-tunes the small policy of the quickstart on the teacher's trajectories.
+
+    python -m coa_jax.sft --config=configs/sft/factbook.py --workdir=runs/sft
+
+Needs: the data of configs/distill/factbook.py in runs/distill and the policy of
+configs/scratch/factbook.py in runs/scratch.
+Takes: as long as the stage ``sft`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: runs/sft/model.  The loss counts the tokens that the policy writes itself; observations are
+read and never learned.  ``validation/loss`` is about places that are in no training question: it
+falls only as far as the policy copies names and figures out of what it reads instead of knowing
+them.  Fewer updates give a policy that writes the form of a trajectory and answers wrongly.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.settings import complete
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    quickstart = load_config("configs/quickstart/factbook.py")
+    values = quickstart.sft.to_dict()
+    values["model"] = "runs/scratch/model"
+    values["data"] = "runs/distill/train.jsonl"
+    values["validation"] = "runs/distill/validation.jsonl"
+    values["prompt_style"] = quickstart.prompt_style
+    return complete(SFTConfig, values)

@@ -1,0 +1,44 @@
+"""Group-relative advantages."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.learn.advantages import group_advantages, has_signal
+
+rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0, 0.1, 0.25, 0.7]), min_size=1, max_size=9)
+
+
+@given(rewards)
+def test_advantages_are_standard_scores_of_the_graded_samples(values):
+    graded = [value for value in values if value is not None]
+    expected = np.zeros(len(values))
+    if len(set(graded)) > 1:
+        mean = sum(graded) / len(graded)
+        std = (sum((v - mean) ** 2 for v in graded) / len(graded)) ** 0.5
+        for i, value in enumerate(values):
+            if value is not None:
+                expected[i] = (value - mean) / (std + 1e-6)
+    np.testing.assert_allclose(group_advantages(values), expected, rtol=1e-6, atol=1e-7)
+    assert group_advantages(values).dtype == np.float32
+
+
+@given(rewards)
+def test_ungraded_samples_change_nobody_else(values):
+    graded = [value for value in values if value is not None]
+    kept = [i for i, value in enumerate(values) if value is not None]
+    assert group_advantages(values)[kept].tolist() == group_advantages(graded).tolist()
+
+
+@given(rewards)
+def test_a_group_has_a_signal_exactly_when_an_advantage_is_not_zero(values):
+    assert has_signal(values) == bool(group_advantages(values).any())
+
+
+def test_equal_rewards_teach_exactly_nothing():
+    # The mean of three times 0.1 is not 0.1 in floating point.
+    assert group_advantages([0.1, 0.1, 0.1]).tolist() == [0.0, 0.0, 0.0]
+    assert group_advantages([None, None]).tolist() == [0.0, 0.0]
+    assert group_advantages([None, 1.0]).tolist() == [0.0, 0.0]

@@ -1,0 +1,99 @@
+"""The input pipeline: every record once an epoch, and a position that is one integer."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.learn.batch import record_example
+from coa_jax.learn.data import example_stream, next_batches, tokenize_records
+from coa_jax.model.bpe import train_bpe
+from coa_jax.trajectory import DistilledRecord
+
+RECORDS = [
+    DistilledRecord(
+        str(i),
+        f"Who is number {i}?",
+        "generalist",
+        (f"Name{i}",),
+        (("policy", f"<think>{'so ' * (i % 4)}</think>\n<answer>Xabier {i}</answer>"),),
+        f"{i}",
+    )
+    for i in range(12)
+]
+
+
+@functools.cache
+def tokenizer():
+    return train_bpe(["who is the number"], 300)
+
+
+def stream(seed=0, rename_share=0.0, keep=frozenset()):
+    return example_stream(
+        tokenizer(),
+        RECORDS,
+        style="brief",
+        length=200,
+        seed=seed,
+        rename_share=rename_share,
+        keep=keep,
+    )
+
+
+def epoch(of, number):
+    return [tuple(of[number * 12 + i].tokens.tolist()) for i in range(12)]
+
+
+def test_each_epoch_has_every_record_once_in_another_order():
+    expected = {tuple(record_example(tokenizer(), r, "brief").tokens.tolist()) for r in RECORDS}
+    epochs = [epoch(stream(), number) for number in range(3)]
+    for one in epochs:
+        assert len(one) == 12
+        assert set(one) == expected
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] == epoch(stream(), 0)
+    assert epochs[0] != epoch(stream(seed=1), 0)
+
+
+def test_the_cursor_alone_says_where_a_run_goes_on():
+    def batches(of, cursor, count):
+        for _ in range(count):
+            parts, cursor = next_batches(of, cursor, batch_size=5, rows=2, length=200)
+            yield cursor, parts
+
+    whole = list(batches(stream(), 0, 5))
+    again = list(batches(stream(), whole[1][0], 3))
+    for (cursor, parts), (expected_cursor, expected) in zip(again, whole[2:], strict=True):
+        assert cursor == expected_cursor
+        for part, other in zip(parts, expected, strict=True):
+            for left, right in zip(part, other, strict=True):
+                np.testing.assert_array_equal(left, right)
+    assert whole[-1][0] == 25
+
+
+def test_an_update_holds_each_of_its_examples_once():
+    of = stream()
+    parts, cursor = next_batches(of, 7, batch_size=6, rows=2, length=200)
+    packed = sum(int(part.segment_ids.astype(bool).sum()) for part in parts)
+    assert packed == sum(len(of[i].tokens) for i in range(7, 13))
+    assert cursor == 13
+    assert {part.tokens.shape for part in parts} == {(2, 200)}
+
+
+def test_renaming_depends_on_the_position_alone():
+    left, right = stream(rename_share=1.0), stream(rename_share=1.0)
+    assert epoch(left, 1) == epoch(right, 1)[::1]
+    assert left[30].tokens.tolist() == right[30].tokens.tolist()
+
+
+def test_records_that_are_too_long_are_left_out():
+    lengths = [len(record_example(tokenizer(), r, "brief").tokens) for r in RECORDS]
+    limit = sorted(lengths)[5]
+    examples, kept = tokenize_records(tokenizer(), RECORDS, style="brief", length=limit)
+    assert [len(e.tokens) for e in examples] == [n for n in lengths if n <= limit]
+    assert kept == [r for r, n in zip(RECORDS, lengths, strict=True) if n <= limit]
+    with pytest.raises(UserError, match="none of the 12 training records fits in 9 tokens"):
+        tokenize_records(tokenizer(), RECORDS, style="brief", length=9)

@@ -1,0 +1,266 @@
+"""Losses and their gradients against independent float64 references."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.learn import step
+from coa_jax.learn.batch import Batch, Example, pack, split_rows
+from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss, sft_loss, token_logps
+from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params
+
+MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
+PARAMS = init_params(MODEL, jax.random.key(1))
+SFT = bind(sft_loss, dtype="float32", remat=False)
+
+
+def examples(sizes=(12, 7, 19, 3, 16), seed=0, advantages=None):
+    rng = np.random.default_rng(seed)
+    made = []
+    for i, size in enumerate(sizes):
+        mask = (rng.random(size) < 0.6).astype(np.float32)
+        mask[0] = 0
+        advantage = advantages[i] if advantages else 0.0
+        made.append(
+            Example(
+                rng.integers(0, MODEL.vocab_size, size).astype(np.int32),
+                mask,
+                (-rng.uniform(2, 7, size) * mask).astype(np.float32),
+                (mask * advantage).astype(np.float32),
+            )
+        )
+    return made
+
+
+@functools.partial(jax.jit, static_argnames=("loss_fn",))
+def loss_and_gradient(params, batch, loss_fn):
+    return jax.value_and_grad(lambda p: loss_fn(p, MODEL, batch)[0])(params)
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "vocab_chunk"))
+def scores(batch, temperature=1.0, vocab_chunk=2048):
+    return token_logps(
+        PARAMS,
+        MODEL,
+        batch,
+        dtype="float32",
+        remat=False,
+        temperature=temperature,
+        vocab_chunk=vocab_chunk,
+    )
+
+
+def assert_same_tree(left, right, **tolerance):
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, **({"rtol": 2e-5, "atol": 1e-5} | tolerance)),
+        left,
+        right,
+    )
+
+
+def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from coa_jax.model.api import load_model
+    from coa_jax.model.bpe import train_bpe
+
+    torch.manual_seed(0)
+    reference = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+    reference.save_pretrained(tmp_path)
+    train_bpe(["words"], 300, tmp_path)
+    model = load_model(tmp_path)
+    members = [e for e in examples() if e.mask.any()]
+    batch = pack(members, 32)
+    assert batch.tokens.shape[0] < len(members)  # some share a row
+    (loss, _), gradients = jax.jit(
+        jax.value_and_grad(lambda p: SFT(p, model.config, batch), has_aux=True)
+    )(model.params)
+    expected = 0.0
+    for e in members:
+        labels = torch.tensor(np.where(e.mask > 0, e.tokens, -100), dtype=torch.long)
+        logits = reference(torch.tensor(e.tokens[None], dtype=torch.long)).logits[0]
+        expected = expected + torch.nn.functional.cross_entropy(
+            logits[:-1].double(), labels[1:], reduction="sum", ignore_index=-100
+        )
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
+    np.testing.assert_allclose(
+        gradients["embed"], reference.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_packed_losses_are_the_sum_of_separate_losses():
+    members = examples()
+    packed, gradient = loss_and_gradient(PARAMS, pack(members, 32), SFT)
+    # Both have as many rows, so that one program serves them.
+    rows = pack(members, 32).tokens.shape[0]
+    separate = [split_rows(pack([e], 32), rows)[0] for e in members]
+    alone = [loss_and_gradient(PARAMS, batch, SFT) for batch in separate]
+    assert float(packed) == pytest.approx(sum(float(loss) for loss, _ in alone), rel=1e-5)
+    assert_same_tree(gradient, jax.tree.map(lambda *g: sum(g), *(g for _, g in alone)))
+
+
+def rows_of(batch, groups):
+    """Micro-batches of two rows each: the given rows, filled up with padding."""
+    return [split_rows(Batch(*(x[np.asarray(group)] for x in batch)), 2)[0] for group in groups]
+
+
+def test_an_update_does_not_depend_on_micro_batches():
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=9, clip_norm=1e9)
+    batch = pack(examples(), 20)
+    assert batch.tokens.shape[0] == 3
+    results, programs = [], []
+    for groups in ([[0, 1], [2]], [[2], [1], [0]], [[2, 0], [1]]):
+        state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer)
+        parts = rows_of(batch, groups)
+        state, stats = train_step(state, parts, loss_fn=SFT, model=MODEL, optimizer=optimizer)
+        results.append((state.opt_state, stats))
+        programs.append((step.accumulate._cache_size(), step.apply_update._cache_size()))
+    for moments, stats in results[1:]:
+        # Adam's first step hardly depends on the size of a gradient; its moments do.
+        assert_same_tree(moments, results[0][0])
+        assert stats == pytest.approx(results[0][1], rel=1e-5)
+    assert results[0][1]["tokens"] == batch.mask.sum()
+    assert programs[0] == programs[1] == programs[2]  # any number of them, one compilation
+
+
+def test_rematerialisation_and_chunks_of_the_vocabulary_change_nothing():
+    batch = pack(examples(), 32)
+    plain = loss_and_gradient(PARAMS, batch, SFT)
+    assert_same_tree(
+        plain, loss_and_gradient(PARAMS, batch, bind(sft_loss, dtype="float32", remat=True))
+    )
+    for left, right in zip(scores(batch), scores(batch, vocab_chunk=7), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+def test_the_entropy_is_that_of_the_distribution_at_the_temperature():
+    batch = pack(examples((9,)), 9)
+    _, entropy = scores(batch, temperature=0.7)
+    from coa_jax.model.api import _logits
+
+    logits = np.asarray(_logits(PARAMS, MODEL, batch.tokens, "float32"), np.float64)[0] / 0.7
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    expected = -(probs * np.log(probs)).sum(-1)
+    np.testing.assert_allclose(entropy[0, 1:], expected[:-1], rtol=1e-5)
+    assert entropy[0, 0] == 0
+
+
+@jax.jit
+@jax.grad
+def weighted_gradient(params, batch, slope):
+    logps, _ = token_logps(params, MODEL, batch, dtype="float32", remat=False, temperature=0.9)
+    return jnp.sum(logps * slope)
+
+
+def reference_policy_loss(logp, batch, clip):
+    """Loss and its derivative by each log-probability, token by token in float64."""
+    loss, low, high = 0.0, 0, 0
+    slope = np.zeros(logp.shape)
+    for at in zip(*np.nonzero(batch.mask), strict=True):
+        a = float(batch.advantage[at])
+        ratio = np.exp(logp[at] - float(batch.logp[at]))
+        bounded = min(max(ratio, 1 - clip.clip_low), 1 + clip.clip_high)
+        objective, moves = a * ratio, True
+        if a * bounded < objective:
+            objective, moves = a * bounded, False
+        if clip.dual_clip and a < 0 and a * clip.dual_clip > objective:
+            objective, moves = a * clip.dual_clip, False
+        loss -= objective
+        slope[at] = -a * ratio if moves else 0.0
+        low += a < 0 and ratio < 1 - clip.clip_low
+        high += a > 0 and ratio > 1 + clip.clip_high
+    return loss, slope, low, high
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [PolicyLossConfig(), PolicyLossConfig(0.1, 0.25, 0.0)],
+)
+def test_policy_loss_is_the_clipped_objective(clip):
+    members = examples(advantages=[1.0, -1.0, 0.5, 2.0, -0.7])
+    batch = pack(members, 32)
+    old, _ = scores(batch, temperature=0.9)
+    # Ratios on both sides of every bound, the dual one too.
+    shift = np.random.default_rng(2).choice([-1.6, -0.3, -0.15, 0.0, 0.15, 0.3], old.shape)
+    batch = batch._replace(logp=((np.asarray(old) + shift) * batch.mask).astype(np.float32))
+    loss_fn = bind(policy_loss, clip=clip, temperature=0.9, dtype="float32", remat=False)
+    (loss, stats), gradient = jax.jit(
+        jax.value_and_grad(lambda p: loss_fn(p, MODEL, batch), has_aux=True)
+    )(PARAMS)
+    logp = np.asarray(old, np.float64)
+    expected, slope, low, high = reference_policy_loss(logp, batch, clip)
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+    assert (float(stats["policy/clip_low"]), float(stats["policy/clip_high"])) == (low, high)
+    assert low > 0
+    assert high > 0
+    gap = np.abs((logp - batch.logp) * batch.mask)
+    assert float(stats["mismatch/abs_logp_mean"]) == pytest.approx(gap.sum(), rel=1e-4)
+    assert float(stats["mismatch/abs_logp_max"]) == pytest.approx(gap.max(), rel=1e-4)
+
+    expected_gradient = weighted_gradient(PARAMS, batch, slope)
+    assert_same_tree(gradient, expected_gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_a_token_without_loss_has_no_influence():
+    members = examples((10, 8), advantages=[1.0, -1.0])
+    loss_fn = bind(
+        policy_loss, clip=PolicyLossConfig(), temperature=1.0, dtype="float32", remat=False
+    )
+    batch = pack(members, 20)
+    noise = np.where(batch.mask > 0, 0, 9.0).astype(np.float32)
+    other = batch._replace(advantage=batch.advantage + noise, logp=batch.logp - noise)
+    assert_same_tree(
+        loss_and_gradient(PARAMS, batch, loss_fn), loss_and_gradient(PARAMS, other, loss_fn)
+    )
+
+
+@pytest.mark.parametrize(
+    ("warmup", "ratio", "total"), [(0, 0.0, 10), (4, 0.1, 20), (1, 1.0, 16), (3, 0.5, 3)]
+)
+def test_the_rate_rises_linearly_and_falls_as_a_cosine(warmup, ratio, total):
+    config = OptimizerConfig(0.02, total, warmup_steps=warmup, final_ratio=ratio)
+    rates = [float(schedule(config)(s)) for s in range(total + 3)]
+    start = 0.02 / (warmup + 1)
+    for s, rate in enumerate(rates):
+        if s < warmup:
+            expected = start + (0.02 - start) * s / warmup
+        else:
+            done = min((s - warmup) / max(total - warmup, 1), 1.0)
+            expected = 0.02 * (ratio + (1 - ratio) * (1 + np.cos(np.pi * done)) / 2)
+        assert rate == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert rates[0] > 0  # the first update is not wasted
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    names = ("attn_norm", "q_norm", "qkv_bias", "qkv", "down")
+    layers = {name: jnp.ones(3) for name in names}
+    params = {"layers": layers, "embed": jnp.ones(3), "final_norm": jnp.ones(3)}
+    optimizer = make_optimizer(OptimizerConfig(1.0, 10, final_ratio=1.0, weight_decay=0.5))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    decayed = {
+        path[-1].key
+        for path, update in jax.tree_util.tree_leaves_with_path(updates)
+        if np.allclose(update, -0.5) or update.any()
+    }
+    assert decayed == {"qkv", "down", "embed"}

@@ -1,0 +1,145 @@
+"""Reinforcement learning with live tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.errors import UserError
+from coa_jax.learn import rl
+from coa_jax.model.api import Model, save_model
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import Reward, read_trajectories
+from tests import tiny_policy
+from tests.learn.tiny_runs import rl_config, rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rl")
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def train(folder, name, **changes):
+    config = rl_config(folder / "model", folder / "tasks.jsonl", **changes)
+    with RunDir(folder / name) as run:
+        rl.train(config, run, folder / name / "model", list(tiny_policy.tools().values()))
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    return train(folder, "whole")
+
+
+def test_a_step_samples_with_tools_and_learns_on_policy(finished, folder):
+    history = rows(finished, "rl")
+    assert [row["step"] for row in history] == [1, 2, 3]
+    for row in history:
+        assert row["mismatch/abs_logp_max"] < 1e-4
+        assert row["mismatch/abs_logp_mean"] <= row["mismatch/abs_logp_max"]
+        # Before the first update every ratio is 1.
+        assert row["policy/clip_low"] == row["policy/clip_high"] == 0
+        assert row["policy/entropy"] > 0
+        assert row["optim/grad_norm"] > 0
+        assert row["tool/calls"] > 0
+        assert 0 < row["reward/mean"] < 1
+        assert 1 <= row["group/used"] <= 2
+        assert sum(v for k, v in row.items() if k.startswith("stop/")) == pytest.approx(1)
+    left, right = (
+        load_file(p / "model.safetensors") for p in (folder / "model", finished / "model")
+    )
+    assert any((left[name] != right[name]).any() for name in left)
+
+
+def test_every_trajectory_is_kept_with_its_grade(finished):
+    kept = read_trajectories(finished / "traces.jsonl")
+    history = rows(finished, "rl")
+    assert len(kept) == 4 * sum(row["group/sampled"] for row in history)
+    for row in history:
+        values = [t.reward.value for t in kept if t.metadata["step"] == row["step"]]
+        assert np.mean(values) == pytest.approx(row["reward/mean"])
+    samples = {(t.metadata["prompt_id"], t.sample_id) for t in kept}
+    assert len(samples) == len(kept)  # nothing was sampled twice
+
+
+def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder):
+    class Stopped(Exception):
+        pass
+
+    def stop(self, step, phase, **scalars):
+        original(self, step, phase, **scalars)
+        if step == 2:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = RunDir.metrics
+        patch.setattr(RunDir, "metrics", stop)
+        with pytest.raises(Stopped):
+            train(folder, "parts", checkpoint_every=1)
+    train(folder, "parts")
+    left, right = (
+        load_file(p / "model" / "model.safetensors") for p in (folder / "parts", finished)
+    )
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+    tokens = [
+        [(t.task_id, t.sample_id, t.tokens.tolist()) for t in read_trajectories(p / "traces.jsonl")]
+        for p in (folder / "parts", finished)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_samples_without_a_grade_do_not_learn(finished, folder):
+    kept = read_trajectories(finished / "traces.jsonl")[:4]
+    values = [1.0, 0.0, None, 0.0]
+    group = [
+        dataclasses.replace(t, reward=Reward(value)) for t, value in zip(kept, values, strict=True)
+    ]
+    model = tiny_policy.policy()
+    config = rl_config(folder / "model", folder / "tasks.jsonl")
+
+    def learnt(members):
+        import jax
+        import jax.numpy as jnp
+
+        state = rl.init_state(jax.tree.map(jnp.copy, model.params), config.optimizer)
+        return rl.update(config, state, model, [members])
+
+    (state, stats), (other, other_stats) = learnt(group), learnt([*group[:2], group[3]])
+    assert stats["tokens"] == sum(t.num_policy_tokens for t in group if t.reward.value is not None)
+    assert stats == other_stats
+    np.testing.assert_array_equal(state.params["embed"], other.params["embed"])
+
+
+def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
+    model = tiny_policy.policy()
+    config = rl_config(folder / "model", folder / "tasks.jsonl")
+    state = rl.init_state(model.params, config.optimizer)
+    after, stats = rl.update(config, state, model, [])
+    assert stats == {}
+    assert after is state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_length": 100}, "row_length is 100, trajectories have up to 192 tokens"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"group_size": 0}, "group_size is 0; give at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(folder, changes, message):
+    with pytest.raises(UserError, match=message):
+        rl_config(folder / "model", folder / "tasks.jsonl", **changes)

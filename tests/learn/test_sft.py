@@ -1,0 +1,123 @@
+"""Fine-tuning runs: what they learn, and that killing them changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.errors import UserError
+from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.step import init_state
+from coa_jax.model.api import load_model
+from coa_jax.trajectory import write_records
+from tests import tiny_policy
+from tests.learn.tiny_runs import SFT_STEPS, rows, run_sft, sft_config
+from tests.tiny_policy import HEAD_DIM, KV_HEADS, LAYERS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sft")
+    tiny_policy.write_untrained(path / "base")
+    write_records(path / "data.jsonl", tiny_policy.records())
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """The run that nobody interrupted."""
+    run_sft(folder / "whole", sft_config(folder / "base", folder / "data.jsonl"))
+    return folder / "whole"
+
+
+def weights(workdir):
+    return load_file(workdir / "model" / "model.safetensors")
+
+
+def test_a_run_learns_and_writes_its_model(finished, folder):
+    history = rows(finished, "sft")
+    assert [row["step"] for row in history] == list(range(1, SFT_STEPS + 1))
+    assert history[-1]["loss"] < history[0]["loss"] / 2
+    assert history[-1]["validation/loss"] < history[0]["loss"]
+    assert {"tokens", "optim/lr", "optim/grad_norm", "epoch", "time/step"} <= history[0].keys()
+    model = load_model(finished / "model")
+    assert model.config == load_model(folder / "base").config
+    assert any(
+        (weights(finished)[k] != v).any()
+        for k, v in load_file(folder / "base" / "model.safetensors").items()
+    )
+
+
+def test_a_killed_run_ends_with_bit_identical_parameters(finished, folder):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.learn.tiny_runs", str(folder)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        # An odd number: a step after the last checkpoint is done again.
+        while len(rows(folder / "run", "sft")) < 5 and process.poll() is None:
+            time.sleep(0.005)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()[-2000:]
+    done = len(rows(folder / "run", "sft"))
+    assert 5 <= done < SFT_STEPS
+    run_sft(folder / "run", sft_config(folder / "base", folder / "data.jsonl"))
+    resumed, whole = rows(folder / "run", "sft"), rows(finished, "sft")
+    assert [row["step"] for row in resumed] == list(range(1, SFT_STEPS + 1))
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
+    left, right = weights(folder / "run"), weights(finished)
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+
+
+def test_a_finished_run_trains_no_further(finished, folder):
+    before = (finished / "metrics.jsonl").read_bytes(), weights(finished)
+    run_sft(finished, sft_config(folder / "base", folder / "data.jsonl"))
+    assert (finished / "metrics.jsonl").read_bytes() == before[0]
+    for name, value in weights(finished).items():
+        np.testing.assert_array_equal(value, before[1][name])
+
+
+@pytest.mark.parametrize("change", ["shape", "more", "fewer"])
+def test_a_checkpoint_of_another_model_is_refused(finished, folder, change):
+    config = sft_config(folder / "base", folder / "data.jsonl")
+    state = init_state(load_model(folder / "base").params, config.optimizer)
+    params = dict(state.params)
+    if change == "shape":
+        params["embed"] = params["embed"][:, :-1]
+    elif change == "more":
+        bias = jnp.zeros((LAYERS, KV_HEADS, 4, HEAD_DIM))
+        params["layers"] = {**params["layers"], "qkv_bias": bias}
+    else:
+        del params["final_norm"]
+    checkpoints = Checkpoints(finished / "checkpoints" / "sft")
+    with (
+        contextlib.closing(checkpoints),
+        pytest.raises(UserError, match="does not fit this configuration"),
+    ):
+        checkpoints.restore(SFT_STEPS, state._replace(params=params))
+
+
+def test_records_that_are_too_long_are_said_to_be(folder):
+    config = sft_config(folder / "base", folder / "data.jsonl", row_length=16)
+    with pytest.raises(UserError, match="fits in 16 tokens"):
+        run_sft(folder / "short", config)

@@ -1,0 +1,69 @@
+"""A small engine, requests for the tiny policy, and a rollout of them with real tools."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+
+from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.learn.batch import prompt_ids
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.rollout.collect import collect
+from coa_jax.rollout.loop import Request, RolloutConfig
+from coa_jax.tools.base import Observation
+from coa_jax.trajectory import Trajectory
+from tests import tiny_policy
+from tests.tiny_policy import TASKS
+
+SHAPES = EngineConfig(slots=4, max_length=192, chunk=8, extend_rows=4, extend_buckets=(32, 64))
+BUDGET = RolloutConfig(max_tokens=192, max_tool_calls=3, max_observation_tokens=48)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@functools.cache
+def engine(slots=4, chunk=8):
+    model = tiny_policy.policy()
+    shapes = dataclasses.replace(SHAPES, slots=slots, chunk=chunk)
+    return Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
+
+
+def requests(samples=1, sampling=GREEDY, tasks=TASKS):
+    tokenizer = tiny_policy.policy().tokenizer
+    return [
+        Request(
+            task=task,
+            prompt=prompt_ids(tokenizer, task.protocol, task.question, "brief"),
+            seed=7,
+            prompt_id=TASKS.index(task),
+            samples=tuple(range(samples)),
+            sampling=sampling,
+            metadata={"stage": "test"},
+        )
+        for task in tasks
+    ]
+
+
+def run(wanted, *, tools=None, config=BUDGET, on=None, runner=None):
+    """Trajectories of each request, with the real tools where no other is given."""
+    replaced = {tool.name: tool for tool in tools or ()}
+    given = list({**tiny_policy.tools(), **replaced}.values())
+    on = on or engine()
+    with asyncio.Runner() as loop:
+        return collect(runner or loop, on, tiny_policy.policy().tokenizer, wanted, given, config)
+
+
+def tokens_of(groups: list[list[Trajectory]]) -> list[list[list[int]]]:
+    return [[t.tokens.tolist() for t in group] for group in groups]
+
+
+@dataclasses.dataclass
+class Says:
+    """A tool that answers with a fixed text."""
+
+    name: str
+    text: str
+    deadline: float = 5.0
+
+    async def __call__(self, arguments, context):
+        return Observation(self.text, True, "ok", 0.0)

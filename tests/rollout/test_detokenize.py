@@ -1,0 +1,70 @@
+"""Streamed text is the decoded text, whatever bytes the tokens break characters into."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.model.bpe import train_bpe
+from coa_jax.model.tokenizer import decode_ids, encode_plain
+from coa_jax.rollout.detokenize import TextStream, TokenTable
+
+
+@functools.cache
+def tokenizer():
+    texts = ["über den Fluß, 北京の川 and the river 🏞️ again"] * 3
+    return train_bpe(texts, 400, tags=("<think>", "</think>"))
+
+
+@functools.cache
+def table():
+    return TokenTable(tokenizer())
+
+
+def streamed(ids):
+    stream = TextStream(table())
+    return "".join(map(stream.feed, ids)) + stream.flush()
+
+
+@given(st.text() | st.text("aü北🏞\ufe0f<think>/ \n"))
+def test_the_stream_of_encoded_text_is_the_text(text):
+    ids = encode_plain(tokenizer(), text)
+    assert streamed(ids) == text
+
+
+@given(st.lists(st.integers(0, 399)))
+def test_the_stream_of_any_tokens_is_what_the_tokenizer_decodes(ids):
+    ids = [i for i in ids if i < len(tokenizer())]
+    assert streamed(ids) == decode_ids(tokenizer(), ids)
+
+
+@given(st.text(alphabet="ü北🏞", min_size=1), st.data())
+def test_text_never_waits_longer_than_its_last_character(text, data):
+    ids = encode_plain(tokenizer(), text)
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = TextStream(table())
+    seen = "".join(map(stream.feed, ids[:cut]))
+    whole = b"".join(table()[i] for i in ids[:cut]).decode("utf-8", "ignore")
+    assert seen == whole
+    assert text.startswith(seen)
+
+
+def test_a_character_that_never_ends_becomes_a_replacement_sign():
+    stream = TextStream(table())
+    (euro,) = (i for i in range(len(tokenizer())) if table()[i] == b"\xe2")
+    assert stream.feed(euro) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.feed(encode_plain(tokenizer(), "a")[0]) == "a"
+
+
+def test_ids_beyond_the_vocabulary_have_no_text():
+    assert table()[len(tokenizer()) + 1000] == b""
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|endoftext|>", "<think>"])
+def test_control_tokens_and_tags_are_spelt_out(token):
+    token_id = tokenizer().get_vocab()[token]
+    assert table()[token_id] == token.encode()

@@ -1,0 +1,153 @@
+"""The agent loop with a real policy and real tools."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from coa_jax.engine import programs
+from coa_jax.engine.engine import Engine, SamplingParams
+from coa_jax.learn.batch import pack, record_example, trajectory_example
+from coa_jax.learn.losses import token_logps
+from coa_jax.rollout.loop import rollout
+from coa_jax.tasks import grade
+from coa_jax.trajectory import Author, StopReason, format_valid
+from tests import tiny_policy
+from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
+from tests.tiny_policy import TASKS
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    return [group[0] for group in run(requests())]
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    return run(requests(4, SamplingParams(temperature=1.3)))
+
+
+def test_the_policy_solves_its_tasks_with_the_real_tools(greedy):
+    for task, trajectory in zip(TASKS, greedy, strict=True):
+        assert trajectory.stop_reason is StopReason.ANSWER
+        assert grade(task, trajectory).value == 1.0
+        assert format_valid(trajectory)
+        (call,) = trajectory.tool_calls
+        assert (call.tool, call.outcome) == (task.metadata["kind"], "ok")
+        assert 0 <= call.start <= call.end
+        assert call.observation in trajectory.text
+        assert trajectory.metadata["prompt_id"] == TASKS.index(task)
+        assert trajectory.metadata["stage"] == "test"
+    assert "84" in greedy[2].tool_calls[0].observation
+
+
+def test_a_rollout_has_the_ids_and_the_authors_of_the_distilled_record(greedy):
+    tokenizer = tiny_policy.policy().tokenizer
+    for record, trajectory in zip(tiny_policy.records(), greedy, strict=True):
+        example = record_example(tokenizer, record, "brief")
+        # The record goes on with the end of the turn, which nobody needs after an answer.
+        assert trajectory.tokens.tolist() == example.tokens[:-1].tolist()
+        assert (trajectory.author == Author.POLICY).tolist() == (example.mask[:-1] == 1).tolist()
+        assert np.count_nonzero(trajectory.author == Author.ENVIRONMENT) > 10
+        assert not trajectory.logp[trajectory.author != Author.POLICY].any()
+
+
+def test_log_probabilities_are_those_of_the_full_forward_pass(greedy, sampled):
+    model = tiny_policy.policy()
+    for temperature, group in ((1.0, greedy), (1.3, [t for g in sampled for t in g])):
+        batch = pack([trajectory_example(t, 1.0) for t in group], SHAPES.max_length)
+        score = jax.jit(
+            functools.partial(token_logps, dtype="float32", remat=False, temperature=temperature),
+            static_argnames=("config",),
+        )
+        logps, _ = score(model.params, config=model.config, batch=batch)
+        gap = np.abs((np.asarray(logps) - batch.logp) * batch.mask)
+        assert batch.mask.sum() > 100
+        assert gap.max() < 1e-4
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(4, 1), (4, 32), (16, 8)])
+def test_trajectories_do_not_depend_on_slots_and_chunks(sampled, slots, chunk):
+    again = run(requests(4, SamplingParams(temperature=1.3)), on=engine(slots, chunk))
+    assert tokens_of(again) == tokens_of(sampled)
+    assert len({tuple(t) for group in tokens_of(sampled) for t in group}) > len(TASKS)
+
+
+def test_trajectories_do_not_depend_on_the_order_of_the_requests(sampled):
+    again = run(requests(4, SamplingParams(temperature=1.3))[::-1])
+    assert tokens_of(again[::-1]) == tokens_of(sampled)
+
+
+def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
+    fed, forked = [], []
+    extend, fork = Engine.extend, Engine.fork
+
+    def count_extend(self, feeds):
+        fed.extend((slot, start, len(tokens)) for slot, start, tokens in feeds)
+        return extend(self, feeds)
+
+    def count_fork(self, source, targets):
+        forked.extend(targets)
+        return fork(self, source, targets)
+
+    monkeypatch.setattr(Engine, "extend", count_extend)
+    monkeypatch.setattr(Engine, "fork", count_fork)
+    wanted = requests(4, tasks=TASKS[:1])
+    ((*group,),) = run(wanted)
+    prefills = [feed for feed in fed if feed[1] == 0]
+    assert [size for _, _, size in prefills] == [len(wanted[0].prompt)]
+    assert len(forked) == 3
+    # Beyond the prompt only observations are fed, each with the token before it.
+    observed = sum(int(np.count_nonzero(t.author == Author.ENVIRONMENT)) + 1 for t in group)
+    assert sum(size for _, start, size in fed if start) == observed
+
+
+def test_decoding_compiles_once_for_a_whole_run():
+    fresh = engine()
+    run(requests(), on=fresh, tools=[Says("code", "x " * 300)])
+    before = programs.decode_chunk._cache_size(), programs.extend._cache_size()
+    run(requests(3, SamplingParams(temperature=1.2)), on=fresh)
+    run(requests(2), on=fresh, tools=[Says("code", "x " * 300)])
+    assert (programs.decode_chunk._cache_size(), programs.extend._cache_size()) == before
+
+
+def test_watchers_see_the_text_of_the_trajectory_as_it_comes(greedy):
+    arrivals = []
+
+    async def go():
+        tokenizer, tools = tiny_policy.policy().tokenizer, list(tiny_policy.tools().values())
+        stream = rollout(engine(), tokenizer, requests(), tools, BUDGET, on_text=arrivals.append)
+        async for _ in stream:
+            pass
+
+    asyncio.run(go())
+    for task, trajectory in zip(TASKS, greedy, strict=True):
+        mine = [arrival for arrival in arrivals if arrival.task_id == task.id]
+        assert "".join(arrival.text for arrival in mine) == trajectory.text
+        (shown,) = (a for a in mine if a.author == Author.ENVIRONMENT)
+        assert shown.call is not None
+        assert shown.call.tool == task.metadata["kind"]
+
+
+def test_requests_are_taken_only_as_slots_become_free():
+    taken = []
+
+    def lazily():
+        for request in requests(2):
+            taken.append(request.prompt_id)
+            yield request
+
+    async def go():
+        tokenizer, tools = tiny_policy.policy().tokenizer, list(tiny_policy.tools().values())
+        seen = []
+        async for _ in rollout(engine(), tokenizer, lazily(), tools, BUDGET):
+            seen.append(len(taken))
+        return seen
+
+    seen = asyncio.run(go())
+    assert seen[0] == 2  # four slots hold two groups of two
+    assert len(seen) == 6

@@ -1,0 +1,212 @@
+"""Asking a policy: the command on a terminal, in a pipe and from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax.ask import Agent, ask, make_agent, questions
+from coa_jax.distill import DistillConfig, distill_tasks
+from coa_jax.engine.engine import SamplingParams
+from coa_jax.errors import UserError
+from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.learn.sft import SFTConfig, train
+from coa_jax.protocol import get_protocol, parse
+from coa_jax.report.terminal import Screen, Show, footer
+from coa_jax.rollout.loop import Arrival, RolloutConfig
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
+from coa_jax.tasks import load_tasks
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.trajectory import Author, trajectory_violations, write_records
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PROTOCOL = get_protocol("generalist")
+BUDGET = RolloutConfig(max_tokens=400, max_tool_calls=4, max_observation_tokens=120)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learnt:
+    """A policy that knows one trajectory by heart, and that trajectory."""
+
+    path: Path
+    question: str
+    text: str
+    answer: str
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory) -> Learnt:
+    root = tmp_path_factory.mktemp("learnt")
+    tools = {tool.name: tool for tool in make_tools(ToolsConfig(("wiki_search",), top_k=1))}
+    tasks = load_tasks("factbook:hops=1,arithmetic=0", "train", 40, 0)
+    records, _ = distill_tasks(tasks, tools, DistillConfig(mistake_rate=0.0))
+    record = min(records, key=lambda r: len(r.text))
+    write_records(root / "one.jsonl", [record])
+    size = ScratchConfig(
+        vocab_size=400, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2,
+        num_kv_heads=1, head_dim=32,
+    )  # fmt: skip
+    write_policy(size, records, "brief", root / "base")
+    values = {
+        "model": str(root / "base"), "data": str(root / "one.jsonl"), "validation": "",
+        "prompt_style": "brief", "rename_share": 0.0, "seed": 0, "rows": 1, "batch_size": 1,
+        "row_length": 400, "dtype": "float32", "remat": False, "validate_every": 1000,
+        "checkpoint_every": 1000,
+        "optimizer": {"learning_rate": 3e-3, "total_steps": 150, "warmup_steps": 5},
+    }  # fmt: skip
+    with RunDir(root / "run") as run:
+        train(build(SFTConfig, values), run, root / "model")
+    return Learnt(root / "model", record.question, record.text, record.answer)
+
+
+def agent_of(learnt: Learnt, config: RolloutConfig = BUDGET, temperature: float = 0.0) -> Agent:
+    tools = ToolsConfig(("wiki_search", "code"), top_k=1)
+    sampling = SamplingParams(temperature)
+    return make_agent(str(learnt.path), "generalist", tools, sampling, 0, config)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "coa_jax.ask", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    return {**kept, "JAX_PLATFORMS": "cpu", "TERM": "xterm-256color", **more}
+
+
+# --- the whole command ---------------------------------------------------------------------
+
+
+def test_the_chain_is_shown_as_it_was_learnt(learnt):
+    arrivals: list[Arrival] = []
+    trajectory = asyncio.run(ask(agent_of(learnt), learnt.question, arrivals.append))
+    assert "".join(a.text for a in arrivals) == trajectory.text == learnt.text
+    assert trajectory.answer == learnt.answer
+    assert [a.call is not None for a in arrivals] == [
+        a.author == Author.ENVIRONMENT for a in arrivals
+    ]
+    # Tokens come one by one, not in chunks of a whole segment.
+    assert max(len(a.text) for a in arrivals if a.author == Author.POLICY) < 20
+    stream = io.StringIO()
+    show = Show(Screen(stream), PROTOCOL)
+    for arrival in arrivals:
+        show.arrive(arrival)
+    show.finish(trajectory, 2.0)
+    shown = stream.getvalue()
+    for segment in parse(PROTOCOL, learnt.text).segments:
+        if segment.role:
+            body = segment.body.strip().splitlines()
+            assert f"{segment.role}" in shown
+            assert all(line in shown for line in body)
+    assert "  observation  wiki_search  0." in shown
+    assert f"answer\n┃ {learnt.answer}\n" in shown
+    assert f"{trajectory.num_policy_tokens} tokens, 1 tool call (0." in shown
+    assert "stop: answer" in shown
+    assert "breaks the protocol" not in shown
+
+
+def test_a_pipe_gets_plain_text_and_several_answers(learnt):
+    done = subprocess.run(
+        command(f"--model={learnt.path}", "--max_tokens=400"),
+        input=f"{learnt.question}\n\n  {learnt.question}\n",
+        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert done.stdout.count(f"question\n│ {learnt.question}\n") == 2
+    assert done.stdout.count(f"answer\n┃ {learnt.answer}\n") == 2
+
+
+def test_a_terminal_gets_colours_and_ctrl_c_is_130(learnt):
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        command(f"--model={learnt.path}", "--max_tokens=400"),
+        cwd=REPOSITORY, env=environment(), stdin=terminal, stdout=terminal,
+        stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    read_until(controller, b"question> ")
+    os.write(controller, learnt.question.encode() + b"\n")
+    shown = read_until(controller, b"question> ").decode()
+    assert "\x1b[1" in shown
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert f"┃ {learnt.answer}\r\n" in text
+    assert "tokens/s, stop: answer" in text
+    for _ in range(10):
+        # readline shows its prompt just before it can be interrupted.
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(6)
+            break
+    assert process.returncode == 130
+    assert process.stderr is not None
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+    os.close(controller)
+
+
+def read_until(descriptor: int, wanted: bytes) -> bytes:
+    seen, end = b"", time.monotonic() + 60
+    while wanted not in seen:
+        assert time.monotonic() < end, seen
+        if select.select([descriptor], [], [], 1.0)[0]:
+            seen += os.read(descriptor, 4096)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["q", "--model=/no/such/model"], "error: /no/such/model does not exist"),
+        (["q", "--protocol=cod", "--model=x"], "error: protocol 'cod' is unknown"),
+        (["  ", "--model=x"], "error: the question is empty"),
+        (["q", "--temperature=-1"], "error: --temperature=-1: -1.0 is not"),
+        (["q", "--prompt_style=long"], "error: --prompt_style=long: value should"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
+    done = subprocess.run(
+        command(*arguments), cwd=REPOSITORY, env=environment(), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(message)
+    assert done.stdout == ""
+
+
+def test_a_question_without_room_for_an_answer_is_refused(learnt):
+    agent = agent_of(learnt, dataclasses.replace(BUDGET, max_tokens=30))
+    with pytest.raises(UserError, match=r"the prompt has \d+ tokens; give --max_tokens more"):
+        asyncio.run(ask(agent, "why? " * 50, lambda arrival: None))
+
+
+def test_questions_come_from_the_command_line_or_the_pipe():
+    assert list(questions(["Who", "is  it?"], io.StringIO("no"))) == [("Who is  it?", False)]
+    lines = list(questions([], io.StringIO("a?\n\n  b? \n")))
+    assert lines == [("a?", False), ("b?", False)]
+
+
+def test_the_footer_names_what_is_wrong(learnt):
+    agent = agent_of(learnt, dataclasses.replace(BUDGET, max_tokens=80))
+    trajectory = asyncio.run(ask(agent, learnt.question, lambda arrival: None))
+    lines = [line for line, _ in footer(trajectory, 2.0)]
+    assert lines[0] == "no answer"
+    assert "stop: length" in lines[1]
+    rules = {v.kind for v in trajectory_violations(trajectory)}
+    assert rules
+    assert {line.split(": ")[1] for line in lines[2:]} <= rules | {"1 more rules"}

@@ -1,0 +1,194 @@
+"""Every config file: it loads, says how it is run, and fits the code that it configures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coa_jax.cli import load_config
+from coa_jax.distill import DistillConfig
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.rl import RLConfig
+from coa_jax.learn.scratch import ScratchConfig
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.settings import build
+from coa_jax.tools.make import ToolsConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))
+STAGES = ("distill", "scratch", "sft", "rl", "evaluate")
+PIPELINE = [f"configs/{stage}/factbook.py" for stage in STAGES]
+
+# Loads a config as a command does, with overrides, and prints it.
+PRINT = """
+import json, sys
+from absl import flags
+from coa_jax.cli import config_flag, run_main
+def define_flags():
+    config_flag("configs/quickstart/factbook.py")
+    flags.DEFINE_string("workdir", None, "where to write")
+run_main(lambda argv: print(flags.FLAGS.config.to_json()), define_flags)
+"""
+
+
+def leaves(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{key}{name}.")
+        else:
+            yield f"{key}{name}", value
+
+
+def build_all(stage: str, values: dict[str, Any]) -> None:
+    """Builds what the entry point of a stage builds, from the same keys."""
+    if "tools" in values:
+        build(ToolsConfig, values.pop("tools"), "config.tools")
+    if stage == "sft":
+        build(SFTConfig, values)
+    elif stage == "rl":
+        build(RLConfig, values)
+    elif stage == "evaluate":
+        assert {type(values.pop(name)) for name in ("model", "stage")} == {str}
+        build(EvaluateConfig, values)
+    elif stage == "scratch":
+        build(ScratchConfig, values.pop("policy"))
+        assert set(values) == {"data", "prompt_style"}
+    elif stage == "distill":
+        build(DistillConfig, values.pop("teacher"))
+        assert set(values.pop("tasks")) == {"source", "train", "validation", "seed"}
+        assert not values
+    else:
+        assert stage == "quickstart", f"say here how configs/{stage} are built"
+        style = values["prompt_style"]
+        files = {"model": "m", "data": "d", "validation": "v", "prompt_style": style}
+        build(DistillConfig, values["teacher"])
+        build(ScratchConfig, values["policy"])
+        build(SFTConfig, {**values["sft"], **files})
+        build(RLConfig, {**values["rl"], "model": "m"})
+        build(EvaluateConfig, values["evaluate"])
+
+
+def test_each_stage_has_configs():
+    assert set(PIPELINE) <= set(CONFIGS)
+    assert {Path(path).parts[1] for path in CONFIGS} == {*STAGES, "quickstart"}
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_the_docstring_gives_the_command(path):
+    stage = Path(path).parts[1]
+    spec = importlib.util.spec_from_file_location("config", REPOSITORY / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = module.__doc__ or ""
+    if stage == "quickstart":
+        assert "    bash launch/quickstart.sh" in text
+    else:
+        assert re.search(rf"^    python -m coa_jax\.{stage} --config={path} --workdir=\S+$",
+                         text, re.MULTILINE)  # fmt: skip
+    assert "Needs: " in text
+    assert module.get_config.__doc__
+    for named in re.findall(r"configs/\w+/\w+\.py", text):
+        assert (REPOSITORY / named).is_file(), named
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_values_can_be_overridden_by_type(path):
+    for key, value in leaves(load_config(path).to_dict()):
+        assert isinstance(value, bool | int | float | str | tuple), f"{key} is {value!r}"
+        assert not isinstance(value, tuple) or value, f"{key} is empty: its type is unknown"
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_the_code_takes_every_setting(path):
+    build_all(Path(path).parts[1], load_config(path).to_dict())
+
+
+def other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value / 2 + 0.125
+    if isinstance(value, str):
+        return value + " other"
+    return (*value, value[-1])
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_setting_can_be_overridden(path):
+    wanted = {key: other(value) for key, value in leaves(load_config(path).to_dict())}
+    overrides = [f"--config.{key}={value}" for key, value in wanted.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT, f"--config={path}", *overrides],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = dict(leaves(json.loads(done.stdout)))
+    assert printed == json.loads(json.dumps(wanted))
+
+
+def test_the_stages_read_what_the_earlier_ones_write():
+    configs = {stage: load_config(f"configs/{stage}/factbook.py") for stage in STAGES}
+    assert configs["scratch"].data == configs["sft"].data == "runs/distill/train.jsonl"
+    assert configs["sft"].validation == "runs/distill/validation.jsonl"
+    assert configs["sft"].model == "runs/scratch/model"
+    assert configs["rl"].model == "runs/sft/model"
+    assert configs["evaluate"].model == "runs/rl/model"
+    small = {stage: load_config(f"configs/{stage}/smollm2.py") for stage in STAGES[2:]}
+    assert small["rl"].model == "runs/smollm2-sft/model"
+    assert small["evaluate"].model == "runs/smollm2-rl/model"
+
+
+def test_the_stages_are_those_of_the_quickstart():
+    quickstart = load_config("configs/quickstart/factbook.py")
+    rl = load_config("configs/rl/factbook.py")
+    assert {key: rl[key] for key in ("groups", "group_size", "tasks", "dtype")} == {
+        key: quickstart.rl[key] for key in ("groups", "group_size", "tasks", "dtype")
+    }
+    assert load_config("configs/distill/factbook.py").tasks.train == quickstart.distill.train
+
+
+# --- commands in the documentation ---------------------------------------------------------
+
+
+def commands() -> list[str]:
+    """Lines of the bash blocks of README.md and CONTRIBUTING.md, without comments."""
+    found = []
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (REPOSITORY / name).read_text()
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [line.split(" #")[0].strip() for line in lines]
+    return [line for line in found if line and not line.startswith("#")]
+
+
+def test_commands_in_the_documentation_name_what_exists():
+    lines = commands()
+    assert any("python -m coa_jax.sft" in line for line in lines)
+    for line in lines:
+        for module in re.findall(r"python -m (coa_jax[.\w]*)", line):
+            spec = importlib.util.find_spec(module)
+            assert spec is not None, line
+            package = bool(spec.submodule_search_locations)
+            assert not package or importlib.util.find_spec(f"{module}.__main__"), line
+        for path in re.findall(r"\b(?:configs|launch|notebooks|tests)/[\w./-]*", line):
+            assert (REPOSITORY / path).exists(), line
+
+
+@pytest.mark.parametrize("path", PIPELINE)
+def test_the_readme_shows_the_pipeline(path):
+    stage = Path(path).parts[1]
+    pattern = rf"python -m coa_jax\.{stage}\s+--config={path}\s+--workdir=runs/{stage}"
+    assert any(re.fullmatch(pattern, line) for line in commands())

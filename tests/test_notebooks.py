@@ -1,0 +1,78 @@
+"""The notebooks run on the directory of a run, and are stored without outputs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import Trajectory
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+
+_SPEC = importlib.util.spec_from_file_location(
+    "notebook_run_files", Path(__file__).parent / "report" / "run_files.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+run_files = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(run_files)
+
+
+def write_run(root: Path) -> Path:
+    """A run directory as the entry points write it; three of four stages have trajectories."""
+    with RunDir(root) as run:
+        for row in run_files.metric_rows():
+            scalars = {k: v for k, v in row.items() if k not in ("step", "phase")}
+            scalars = {k: float("nan") if v is None else v for k, v in scalars.items()}
+            run.metrics(row["step"], row["phase"], **scalars)
+        rates = {"teacher": 1.0, "base": 0.0, "sft": 0.5, "rl": 0.75}
+        run.summary({stage: run_files.block(rate, 200) for stage, rate in rates.items()})
+        for stage in ("base", "sft", "rl"):
+            episodes: list[Trajectory] = [
+                run_files.episode(
+                    place, stage, k / len(run_files.PLACES) < rates[stage],
+                    task_id=str(k), metadata={"stage": stage, "hops": 1 + k % 3},
+                )
+                for k, place in enumerate(run_files.PLACES)
+            ]  # fmt: skip
+            run.traces(1, f"evaluate-{stage}", [t.to_json() for t in episodes])
+    return root
+
+
+def test_there_is_a_notebook():
+    assert [path.name for path in NOTEBOOKS] == ["explore_run.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+def test_explore_run_shows_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("COA_JAX_RUN", str(write_run(tmp_path / "a run")))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    notebook = nbformat.read(REPOSITORY / "notebooks" / "explore_run.ipynb", as_version=4)
+    client = NotebookClient(
+        notebook, timeout=60, resources={"metadata": {"path": str(REPOSITORY / "notebooks")}}
+    )
+    client.execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    pages = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    assert sum("image/png" in o.data for o in outputs if "data" in o) == 4
+    assert "0.750" in pages and "0.690 to 0.810" in pages
+    assert "What is half of the area of" in pages
+    assert "base: wrong" in pages and "rl: right" in pages
+    assert "wiki_search</td><td>8</td>" in pages
+    # Text of tools is shown and not obeyed.
+    assert "&lt;script&gt;document.title" in pages
+    assert "<script>" not in pages and "<img" not in pages

@@ -1,0 +1,64 @@
+"""Configs become frozen dataclasses, and mistakes in them are named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from ml_collections import ConfigDict
+
+from coa_jax.errors import UserError
+from coa_jax.settings import build
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    width: int
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    name: str
+    inner: Inner
+    table: dict[str, int] = dataclasses.field(default_factory=dict)
+    other: Inner = dataclasses.field(default_factory=lambda: Inner(7))
+
+
+VALUES = {"name": "a", "inner": {"width": 3, "sizes": [4, 5]}}
+
+
+@pytest.mark.parametrize("values", [VALUES, ConfigDict(VALUES)], ids=["mapping", "ConfigDict"])
+def test_groups_become_dataclasses_and_lists_become_tuples(values):
+    built = build(Outer, values)
+    assert built == Outer("a", Inner(3, (4, 5)), {}, Inner(7))
+    assert hash(built.inner) == hash(Inner(3, (4, 5)))
+
+
+def test_a_table_that_is_no_group_stays_a_table():
+    assert build(Outer, {**VALUES, "table": {"x": 1}}).table == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {**VALUES, "nmae": "b"},
+            r"config\.nmae is not a setting; known are name, inner, table, other",
+        ),
+        ({"name": "a"}, r"config\.inner is missing; give it in the config file"),
+        ({**VALUES, "inner": {}}, r"config\.inner\.width is missing"),
+        ({**VALUES, "inner": {"width": 1, "hieght": 2}}, r"config\.inner\.hieght is not a setting"),
+        ({**VALUES, "inner": 3}, r"config\.inner is 3; it is a group of settings: width, sizes"),
+        ({**VALUES, "inner": None}, r"config\.inner is None; it is a group"),
+    ],
+)
+@pytest.mark.parametrize("form", [dict, ConfigDict])
+def test_mistakes_name_the_setting(form, values, message):
+    with pytest.raises(UserError, match=message):
+        build(Outer, form(values))
+
+
+def test_the_place_of_a_part_is_named():
+    with pytest.raises(UserError, match=r"config\.rl\.width is missing"):
+        build(Inner, {}, "config.rl")

@@ -1,0 +1,120 @@
+"""A tiny policy that has learnt a few episodes by heart, so that it really calls real tools.
+
+It is trained from nothing in seconds, once for all tests of a session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from coa_jax.learn.batch import pack, record_example, split_rows
+from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.bpe import train_bpe
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.rollout.loop import observation_text
+from coa_jax.tasks import Task
+from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.code import CodeTool
+from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.wiki_search import WikiSearch
+from coa_jax.trajectory import DistilledRecord, part_violations
+
+ROW_LENGTH = 192
+PROTOCOL = "generalist"
+PASSAGES = (
+    Passage("Norrland", "The river Ume runs through Norrland."),
+    Passage("Skane", "The lake Ivo lies in Skane."),
+)
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+
+_END = (
+    "<think>found</think>\n<suggested_answer>{0}</suggested_answer>\n<think>it holds</think>\n"
+    "<double_check>The score is 4.</double_check>\n<answer>{0}</answer>"
+)
+_SCRIPTS = (
+    ("Which river runs through Norrland?", "Ume", "wiki_search", "river Norrland"),
+    ("Which lake lies in Skane?", "Ivo", "wiki_search", "lake Skane"),
+    ("What is 12 times 7?", "84", "code", "\n```py\nprint(12 * 7)\n```\n"),
+)
+TASKS = tuple(
+    Task(f"task-{i}", question, PROTOCOL, (answer,), "tests", {"hops": 1, "kind": tool})
+    for i, (question, answer, tool, _) in enumerate(_SCRIPTS)
+)
+
+
+@functools.cache
+def tools() -> dict[str, Any]:
+    """The real tools, over a corpus of two passages."""
+    with tempfile.TemporaryDirectory() as cache:
+        search = WikiSearch(top_k=1, passages=PASSAGES, cache_dir=cache)
+        search.warm_up()
+    return {"wiki_search": search, "code": CodeTool(concurrency=2)}
+
+
+@functools.cache
+def records() -> tuple[DistilledRecord, ...]:
+    """An episode for each task; the observations are what the tools return."""
+
+    async def made() -> list[DistilledRecord]:
+        return [await record(*script) for script in _SCRIPTS]
+
+    async def record(question: str, answer: str, tool: str, arguments: str) -> DistilledRecord:
+        seen = await call(tools()[tool], arguments, ToolContext())
+        assert seen.ok, seen
+        head = (
+            f"<think>plan it</think>\n<plan>use {tool}</plan>\n<think>call it</think>\n"
+            f"<{tool}>{arguments}</{tool}>"
+        )
+        parts = (
+            ("policy", head),
+            ("environment", observation_text(get_protocol(PROTOCOL), seen.text)),
+            ("policy", _END.format(answer)),
+        )
+        assert part_violations(PROTOCOL, parts) == []
+        return DistilledRecord(question, question, PROTOCOL, (answer,), parts, answer)
+
+    return tuple(asyncio.run(made()))
+
+
+def write_untrained(path: Path) -> Path:
+    """Writes the policy before training."""
+    protocol = get_protocol(PROTOCOL)
+    tokenizer = train_bpe(
+        [render_prompt(protocol, r.question, "brief") + "\n" + r.text for r in records()],
+        500,
+        tags=[f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")],
+    )
+    config = ModelConfig("llama", len(tokenizer), 64, 128, LAYERS, 4, KV_HEADS, HEAD_DIM)
+    params = init_params(config, jax.random.key(0))
+    save_model(Model(config, params, tokenizer), path)
+    return path
+
+
+@functools.cache
+def policy() -> Model:
+    """The trained policy.  Its parameters are shared: hand them to nothing that donates them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_model(write_untrained(Path(folder) / "model"))
+    examples = [record_example(model.tokenizer, record, "brief") for record in records()]
+    batches = split_rows(pack(examples, ROW_LENGTH), 1)
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=90, warmup_steps=5)
+    loss_fn = bind(sft_loss, dtype="float32", remat=False)
+    state = init_state(model.params, optimizer)
+    for _ in range(optimizer.total_steps):
+        state, stats = train_step(
+            state, batches, loss_fn=loss_fn, model=model.config, optimizer=optimizer
+        )
+    assert stats["loss"] < 0.05, stats
+    assert np.isfinite(stats["optim/grad_norm"])
+    return Model(model.config, state.params, model.tokenizer)

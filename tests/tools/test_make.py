@@ -1,0 +1,67 @@
+"""The tools of a run from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.settings import build
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.make import ToolsConfig, make_tools
+
+
+def test_the_default_tools_work_at_once():
+    search, code = make_tools(ToolsConfig(top_k=2, code_output_chars=40))
+    assert isinstance(search, Tool)
+    assert isinstance(code, Tool)
+
+    async def use():
+        return (
+            await call(search, "capital of Norway", ToolContext()),
+            await call(code, "```py\nprint(6 * 7)\nprint('x' * 500)\n```", ToolContext()),
+        )
+
+    found, ran = asyncio.run(use())
+    assert (found.outcome, ran.outcome) == ("ok", "ok")
+    assert "Norway" in found.text
+    assert found.text.count("Doc ") == 2
+    assert "42" in ran.text
+    assert "x" * 41 not in ran.text
+
+
+def test_only_the_named_tools_are_made_in_their_order():
+    assert [tool.name for tool in make_tools(ToolsConfig(names=("code",)))] == ["code"]
+    assert [t.name for t in make_tools(ToolsConfig(names=("code", "wiki_search")))] == [
+        "code",
+        "wiki_search",
+    ]
+    assert make_tools(ToolsConfig(names=())) == []
+
+
+def test_limits_reach_the_programs():
+    (code,) = make_tools(ToolsConfig(names=("code",), code_timeout_s=1.0))
+    assert code.timeout_s == 1.0
+    seen = asyncio.run(call(code, "```py\nwhile True: pass\n```", ToolContext()))
+    assert seen.outcome == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"names": ("code", "telepathy")}, r"tools.names: 'telepathy' is unknown"),
+        ({"names": ("wiki_search",), "top_k": 0}, "top_k is 0; give 1 or more"),
+        ({"names": ("code",), "code_memory_mb": 0}, "memory_mb must be positive"),
+        ({"nmaes": ("code",)}, r"config\.tools\.nmaes is not a setting"),
+    ],
+)
+def test_mistakes_are_named(values, message):
+    with pytest.raises(UserError, match=message):
+        make_tools(build(ToolsConfig, values, "config.tools"))
+
+
+def test_programs_run_without_isolation_only_with_the_environments_consent(monkeypatch):
+    monkeypatch.delenv("COA_JAX_ALLOW_UNSAFE_CODE", raising=False)
+    with pytest.raises(UserError, match="COA_JAX_ALLOW_UNSAFE_CODE"):
+        make_tools(ToolsConfig(names=("code",), code_unsafe=True))
