@@ -8,6 +8,7 @@ one that finished, and within SFT and RL after the last checkpoint.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from coa_jax.learn import rl, sft
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
-from coa_jax.progress import progress
+from coa_jax.progress import Bar, progress
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -66,7 +67,7 @@ class Pipeline:
                     self.teacher,
                     self.data,
                     self.config["tools"],
-                    lambda done, bar=bar: bar.update(done - bar.done),
+                    functools.partial(_show, bar),
                 )
 
     def base(self) -> None:
@@ -152,6 +153,10 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             run.summary({"timings_s": timings})
         pipeline.report()
         return _summary(run)
+
+
+def _show(bar: Bar, done: int) -> None:
+    bar.update(done - bar.done)
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

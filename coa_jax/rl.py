@@ -15,7 +15,7 @@ from absl import flags
 from coa_jax.cli import config_flag, run_main
 from coa_jax.learn.rl import RLConfig, train
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
+from coa_jax.settings import build, take
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -28,7 +28,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS.config.to_dict()
-    tools = build(ToolsConfig, values.pop("tools"), "config.tools")
+    tools = build(ToolsConfig, take(values, "tools"), "config.tools")
     config = build(RLConfig, values)
     workdir = Path(flags.FLAGS.workdir)
     with RunDir(workdir) as run:

@@ -14,6 +14,17 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 
+def take(values: dict[str, Any], key: str) -> Any:
+    """Removes a setting that an entry point uses itself, and returns it.
+
+    Raises:
+        UserError: it is missing.
+    """
+    if key not in values:
+        raise UserError(f"config.{key} is missing; give it in the config file")
+    return values.pop(key)
+
+
 def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
     """Builds a dataclass, and those inside it, from a config of the same form.
 

@@ -15,7 +15,7 @@ from coa_jax.cli import config_flag, run_main
 from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
 from coa_jax.model.api import load_model
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
+from coa_jax.settings import build, take
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 
@@ -29,8 +29,8 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS.config.to_dict()
-    tools = build(ToolsConfig, values.pop("tools"), "config.tools")
-    path, stage = values.pop("model"), values.pop("stage")
+    tools = build(ToolsConfig, take(values, "tools"), "config.tools")
+    path, stage = take(values, "model"), take(values, "stage")
     config = build(EvaluateConfig, values)
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)

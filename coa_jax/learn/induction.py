@@ -7,12 +7,12 @@ last occurrence of the current token (Olsson et al. 2022, arXiv 2209.11895).  Fr
 circuit takes millions of tokens to appear, more than a run of minutes on a CPU can afford, so that
 small policies which start from nothing start with it.  All values stay trainable.
 
-Layer 0, every key/value head: query head 0 of the group attends one position back, query head 1 two
-positions back.  Both read one dimension of the stream that is the same for all tokens: rotary
-positions turn a constant query and a constant key into a function of their distance.  Layer 1, every
-key/value head: keys are what those heads wrote, queries are the current token (and the one before
-it); the value is the token found, written back as itself.  Content is matched in the slow rotary
-dimensions, which distance hardly turns.
+Layer 0, every key/value head: query head 0 of the group attends one position back, query head 1
+two positions back.  Both read one dimension of the stream that is the same for all tokens: rotary
+positions turn a constant query and a constant key into a function of their distance.  Layer 1,
+every key/value head: keys are what those heads wrote, queries are the current token (and the one
+before it); the value is the token found, written back as itself.  Content is matched in the slow
+rotary dimensions, which distance hardly turns.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from absl import logging
 
 from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
 from coa_jax.errors import UserError
@@ -131,11 +130,11 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     if step:
         state, extra = checkpoints.restore(step, state)
         cursor = int(extra["cursor"])
-        logging.info("RL goes on after step %d", step)
     run.rewind("rl", step)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     engine = Engine(state.params, model.config, config.engine, eos_ids(model.tokenizer))
     total = config.optimizer.total_steps // config.updates
+    saving = 0.0  # seconds of the checkpoint before this step
     with asyncio.Runner() as runner, progress("RL", total=total, initial=step) as bar:
         while step < total:
             clock = _Clock()
@@ -147,11 +146,13 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             engine.publish(state.params)
             clock.lap("publish")
             step += 1
+            # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             run.traces(step, "rl", _rows(sampled.everything))
+            times = {**clock.report(), "time/checkpoint": saving}
+            run.metrics(step, "rl", **stats, **describe(sampled), **times)
             if step % config.checkpoint_every == 0 or step == total:
                 checkpoints.save(step, state, {"cursor": cursor})
-            clock.lap("checkpoint")
-            run.metrics(step, "rl", **stats, **describe(sampled), **clock.report())
+            saving = clock.lap("checkpoint")
             bar.update(reward=float(np.mean(_values(sampled.everything) or [0.0])))
     checkpoints.close()
     save_model(dataclasses.replace(model, params=state.params), output, overwrite=True)
@@ -299,10 +300,11 @@ class _Clock:
         self._start = self._last = time.monotonic()
         self._laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def lap(self, name: str) -> float:
         now = time.monotonic()
-        self._laps[f"time/{name}"] = now - self._last
+        seconds = self._laps[f"time/{name}"] = now - self._last
         self._last = now
+        return seconds
 
     def report(self) -> dict[str, float]:
         return {**self._laps, "time/step": self._last - self._start}

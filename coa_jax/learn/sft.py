@@ -146,7 +146,6 @@ def _resume(config: SFTConfig, run: RunDir, model: Model) -> tuple[TrainState, i
         return state, 0, checkpoints
     state, extra = checkpoints.restore(step, state)
     run.rewind("sft", step)
-    logging.info("SFT goes on after step %d", step)
     return state, int(extra["cursor"]), checkpoints
 
 

@@ -36,8 +36,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft = ConfigDict(
         {
             "seed": 0,
-            "rename_share": 0.2,
-            "rows": 2,
+            "rename_share": 0.3,
+            "rows": 1,
             "batch_size": 8,
             "row_length": 512,
             "dtype": "bfloat16",
@@ -46,7 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
             "checkpoint_every": 300,
             "optimizer": {
                 "learning_rate": 1e-3,
-                "total_steps": 850,
+                "total_steps": 1100,
                 "warmup_steps": 40,
                 "final_ratio": 0.05,
                 "weight_decay": 0.01,

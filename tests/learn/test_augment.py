@@ -1,0 +1,70 @@
+"""Renaming changes what could be remembered and nothing of what has to be done."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.learn.augment import rename
+from coa_jax.trajectory import DistilledRecord, part_violations
+
+RECORD = DistilledRecord(
+    id="x",
+    question="Add the populations of Chad and Peru.",
+    protocol="generalist",
+    gold=("1,234,569",),
+    parts=(
+        (
+            "policy",
+            "<think>Find both.</think>\n<plan>1. Chad\n2. Peru</plan>\n<think>Step 1.</think>\n"
+            "<wiki_search>population of Chad</wiki_search>",
+        ),
+        (
+            "environment",
+            "\n<observation>\nDoc 1 (Title: Chad: Population)\nChad has 1,234,567.\n"
+            "</observation>\n\n",
+        ),
+        (
+            "policy",
+            "<think>#1 is 1,234,567. Add 2.</think>\n<code>```py\nprint(1234567 + 2)\n```</code>",
+        ),
+        ("environment", "\n<observation>\n[EXECUTED]\n1234569\n</observation>\n\n"),
+        (
+            "policy",
+            "<think>Done.</think>\n<reflection>information_conflict: Good\n"
+            "tool_effectiveness: Fair\ntrajectory_monitoring: Good</reflection>\n"
+            "<think>So.</think>\n<suggested_answer>1234569</suggested_answer>\n"
+            "<think>Right.</think>\n<double_check>The score of the suggested answer is 4."
+            "</double_check>\n<answer>1234569</answer>",
+        ),
+    ),
+    answer="1234569",
+)
+KEEP = frozenset({"Step", "The", "Add"})
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_renamed_record_is_consistent_and_obeys_the_protocol(seed):
+    renamed = rename(RECORD, KEEP, np.random.default_rng(seed))
+    assert part_violations("generalist", renamed.parts) == part_violations(
+        "generalist", RECORD.parts
+    )
+    whole = renamed.question + renamed.text
+    assert "Chad" not in whole and "Peru" not in whole and "1234567" not in whole
+    name = renamed.parts[0][1].split("population of ")[1].split("<")[0]
+    assert f"Title: {name}: " in renamed.parts[1][1] and f"of {name} and" in renamed.question
+    number = renamed.parts[1][1].split("has ")[1].split(".")[0]
+    assert f"#1 is {number}." in renamed.parts[2][1]
+    assert f"print({number.replace(',', '')} + 2)" in renamed.parts[2][1]
+    assert renamed.answer == renamed.gold[0].replace(",", "") != RECORD.answer
+
+
+def test_template_words_grades_and_authors_stay():
+    renamed = rename(RECORD, KEEP, np.random.default_rng(0))
+    assert [author for author, _ in renamed.parts] == [author for author, _ in RECORD.parts]
+    for word in ("Step 1.", "Add the", "Doc 1 (Title: ", "[EXECUTED]", ": Fair", "The score"):
+        assert word in renamed.question + renamed.text
+
+
+def test_the_same_generator_gives_the_same_record():
+    first, second = (rename(RECORD, KEEP, np.random.default_rng(7)) for _ in range(2))
+    assert first == second

@@ -1,0 +1,85 @@
+"""The whole pipeline in small: every stage runs, writes its block, and is not run twice."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.cli import load_config
+from coa_jax.errors import UserError
+from coa_jax.quickstart import run_pipeline
+
+SMALL = {
+    "distill.train": 30,
+    "distill.validation": 4,
+    "policy.hidden_size": 32,
+    "policy.intermediate_size": 48,
+    "policy.num_layers": 1,
+    "policy.head_dim": 16,
+    "policy.induction": False,
+    "sft.optimizer.total_steps": 2,
+    "sft.optimizer.warmup_steps": 0,
+    "sft.validate_every": 1,
+    "rl.num_tasks": 4,
+    "rl.groups": 2,
+    "rl.group_size": 2,
+    "rl.max_rounds": 1,
+    "rl.optimizer.total_steps": 1,
+    "evaluate.num_tasks": 6,
+}
+BLOCK = {
+    "pass_at_1",
+    "ci95",
+    "n",
+    "tokens_per_task",
+    "tool_calls_per_task",
+    "format_valid",
+}
+
+
+def small_config(**changes):
+    config = load_config("configs/quickstart/factbook.py", {**SMALL, **changes})
+    for part in (config.rl, config.evaluate):
+        part.engine.slots = 4
+        part.rollout.max_tokens = 256
+    return config
+
+
+def test_the_pipeline_writes_its_blocks_and_goes_on_where_it_was(tmp_path, capsys):
+    summary = run_pipeline(small_config(), tmp_path)
+    for stage in ("teacher", "base", "sft", "rl"):
+        assert set(summary[stage]) >= BLOCK
+        low, high = summary[stage]["ci95"]
+        assert 0 <= low <= summary[stage]["pass_at_1"] <= high <= 1
+        assert summary[stage]["n"] == 6
+    assert summary["teacher"]["pass_at_1"] > 0.5
+    assert (tmp_path / "report" / "index.html").stat().st_size > 10_000
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows if row["phase"] == "sft"] == [1, 2]
+    assert [row["step"] for row in rows if row["phase"] == "rl"] == [1]
+    capsys.readouterr()
+    assert run_pipeline(small_config(), tmp_path) == summary
+    assert capsys.readouterr().out.count("done before") == 8
+    with pytest.raises(UserError, match="another config"):
+        run_pipeline(small_config(**{"sft.seed": 5}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.sft.optimizer.learning_rat=1"], "did you mean"),
+        (["--config.evaluate.tasks=factbok"], "factbok"),
+        (["--workdir=/dev/null/run"], "/dev/null/run"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, arguments, message):
+    command = [sys.executable, "-m", "coa_jax.quickstart", f"--workdir={tmp_path}", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "NO_COLOR": "1"}
+    )
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("error: ") and message in lines[-1]
+    assert "Traceback" not in done.stderr
