@@ -34,7 +34,7 @@ from coa_jax.rollout.loop import Request, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task, grade, load_tasks
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory, format_valid
+from coa_jax.trajectory import Reward, Trajectory, format_valid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,8 @@ class RLConfig:
         group_size: samples of a task.
         max_rounds: how often a step may sample further tasks until enough groups have a signal.
         updates: optimiser updates of a step; above 1 the later ones are off-policy.
+        format_reward: whether a right answer counts only where the protocol was obeyed, as in the
+            paper's eq 11; else the answer alone counts, as in its eq 10.
         temperature: of sampling, and of the probabilities that are trained.
         rows: rows of a micro-batch.
         row_length: tokens of a row; at least ``rollout.max_tokens``.
@@ -71,6 +73,7 @@ class RLConfig:
     group_size: int
     max_rounds: int
     updates: int
+    format_reward: bool
     temperature: float
     rows: int
     row_length: int
@@ -197,7 +200,9 @@ def sample_groups(
         cursor += wanted
         groups = collect(runner, engine, model.tokenizer, requests, tools, config.rollout)
         for request, group in zip(requests, groups, strict=True):
-            graded = [dataclasses.replace(t, reward=grade(request.task, t)) for t in group]
+            graded = [
+                dataclasses.replace(t, reward=_shape(config, grade(request.task, t))) for t in group
+            ]
             everything.append(graded)
             if has_signal(_rewards(graded)) and len(used) < config.groups:
                 used.append(graded)
@@ -278,6 +283,12 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "format/valid": float(np.mean([format_valid(trajectory) for trajectory in flat])),
         **{f"stop/{reason}": count / len(flat) for reason, count in sorted(stops.items())},
     }
+
+
+def _shape(config: RLConfig, reward: Reward) -> Reward:
+    if reward.value is None or not config.format_reward:
+        return reward
+    return dataclasses.replace(reward, value=reward.value * reward.parts["format"])
 
 
 def _values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:

@@ -71,6 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
             "group_size": 8,
             "max_rounds": 2,
             "updates": 1,
+            "format_reward": True,
             "temperature": 1.0,
             "rows": 4,
             "row_length": 512,
@@ -78,7 +79,7 @@ def get_config() -> ml_collections.ConfigDict:
             "remat": False,
             "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
             "optimizer": {
-                "learning_rate": 2e-4,
+                "learning_rate": 5e-5,
                 "total_steps": 14,
                 "warmup_steps": 1,
                 "final_ratio": 1.0,

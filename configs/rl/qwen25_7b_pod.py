@@ -38,6 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
             "groups": 64,
             "group_size": 8,
             "max_rounds": 4,
+            "format_reward": False,
             "updates": 1,
             "temperature": 1.0,
             "rows": 64,

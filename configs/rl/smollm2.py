@@ -35,6 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
             "groups": 4,
             "group_size": 8,
             "max_rounds": 2,
+            "format_reward": True,
             "updates": 1,
             "temperature": 1.0,
             "rows": 2,

@@ -48,6 +48,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> rl.RLConfig:
         "groups": 2,
         "group_size": 4,
         "max_rounds": 2,
+        "format_reward": False,
         "updates": 1,
         "temperature": 1.2,
         "rows": 2,
