@@ -14,7 +14,8 @@ jitted_filter = jax.jit(filter_logits)
 
 
 def keys_of(n, seed=0):
-    return jnp.stack([sample_key(seed, 0, i) for i in range(n)])
+    zeros = jnp.zeros(n, jnp.int32)
+    return jax.vmap(sample_key)(zeros + seed, zeros, jnp.arange(n))
 
 
 def draw(logits, n, temperature=1.0, top_p=1.0, top_k=0):
