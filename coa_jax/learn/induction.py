@@ -62,9 +62,12 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
         )
     embed = np.array(params["embed"])
     embed[:, tokens:] = 0.0
-    embed *= np.sqrt(2.0)
-    norm = float(np.linalg.norm(embed, axis=1).mean())
-    embed[:, -1] = norm / 4
+    # One norm for all: the constant must be the same after normalisation, or attention by distance
+    # would prefer some tokens.
+    lengths = np.linalg.norm(embed, axis=1, keepdims=True)
+    norm = float(np.sqrt(2.0) * lengths.mean())
+    embed *= norm / lengths
+    embed[:, -1] = norm / 2
     places = (np.arange(tokens, tokens + size), np.arange(tokens + size, tokens + 2 * size))
     qkv, out = np.array(params["layers"]["qkv"]), np.array(params["layers"]["out"])
     code = _orthonormal(rng, tokens, size)  # what a position remembers of a token
@@ -86,8 +89,8 @@ def _previous_token_heads(
 ) -> None:
     """Layer 0: attention by distance, and the code of the token found into its place."""
     half, (tokens, size), key = config.head_dim // 2, code.shape, config.num_groups
-    # The normalised constant is sqrt(D) / 4 over sqrt(17/16); scores then reach about 14.
-    sharpness = 7.0 * 4 / np.sqrt(config.hidden_size)
+    # The normalised constant is sqrt(D / 5): every pair of a query and a key then has length 7.
+    sharpness = 7.0 * np.sqrt(5 / config.hidden_size)
     angles = np.asarray(rope_frequencies(config))[:_FAST]
     qkv[0, :, head] = 0.0
     out[0, head] = 0.0
@@ -130,7 +133,7 @@ def _match_heads(
     qkv[1, :tokens, head, value, : found.shape[1]] = found
     out[1, head] = 0.0
     for group in range(groups):
-        out[1, head, group, : found.shape[1], :tokens] = found.T * norm / 4
+        out[1, head, group, : found.shape[1], :tokens] = found.T * norm / 2
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:

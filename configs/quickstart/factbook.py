@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft = ConfigDict(
         {
             "seed": 0,
-            "rename_share": 0.3,
+            "rename_share": 0.5,
             "rows": 1,
             "batch_size": 8,
             "row_length": 512,
@@ -46,7 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
             "checkpoint_every": 300,
             "optimizer": {
                 "learning_rate": 1e-3,
-                "total_steps": 1100,
+                "total_steps": 1000,
                 "warmup_steps": 40,
                 "final_ratio": 0.05,
                 "weight_decay": 0.01,

@@ -61,7 +61,7 @@ def test_temperature_zero_takes_the_largest_and_reports_its_plain_log_probabilit
     tokens, logps = draw([1.0, 3.0, 2.0], 4, temperature=0.0)
     assert tokens.tolist() == [1] * 4
     expected = 3 - np.log(np.exp([1.0, 3.0, 2.0]).sum())
-    np.testing.assert_allclose(logps, expected, rtol=1e-6)
+    np.testing.assert_allclose(logps, expected, atol=2e-6)
 
 
 def test_log_probability_is_of_the_distribution_before_truncation():
@@ -69,7 +69,7 @@ def test_log_probability_is_of_the_distribution_before_truncation():
     tokens, logps = draw(logits, 50, temperature=0.5, top_k=1)
     assert set(tokens.tolist()) == {0}
     expected = logits[0] / 0.5 - np.log(np.exp(logits / 0.5).sum())
-    np.testing.assert_allclose(logps, expected, rtol=1e-6)
+    np.testing.assert_allclose(logps, expected, atol=2e-6)
 
 
 @given(
