@@ -58,7 +58,7 @@ def learnt(tmp_path_factory) -> Learnt:
     write_records(root / "one.jsonl", [record])
     size = ScratchConfig(
         vocab_size=400, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=32,
+        num_kv_heads=1, head_dim=32, induction=False,
     )  # fmt: skip
     write_policy(size, records, "brief", root / "base")
     values = {

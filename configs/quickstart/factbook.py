@@ -30,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_dim": 64,
+            "induction": True,
             "seed": 0,
         }
     )
