@@ -126,10 +126,6 @@ def policy_loss(
 
 
 @functools.lru_cache
-def _bind(function: Any, **options: Any) -> Any:
-    return functools.partial(function, **options)
-
-
 def bind(function: Any, **options: Any) -> Any:
     """A loss with its options fixed; equal options give the same object, so one compilation."""
-    return _bind(function, **options)
+    return functools.partial(function, **options)
