@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +20,49 @@ from coa_jax.trajectory import DistilledRecord
 
 _WORD = re.compile(r"[^\W\d_]+")
 _NUMBER = re.compile(r"\d[\d,]{2,}\d")
-_CONSONANTS = [*"bcdfghjklmnprstvwz", "br", "ch", "dr", "gr", "kh", "kr", "l", "m", "n"]
-_CONSONANTS += ["nd", "ng", "nt", "r", "s", "sh", "st", "t", "th", "tr"]
-_VOWELS = ["a", "a", "a", "e", "e", "i", "i", "o", "o", "u", "ai", "ia", "ue", "y"]
+_LOWER_SHARE = 0.2  # of the new names: values such as currencies are copied too
+
+
+@dataclasses.dataclass(frozen=True)
+class NamePieces:
+    """What new names are spelt with: all the letters that a tokenizer has tokens for.
+
+    A token that no training record asks for is one that the policy never writes, whatever it reads.
+    Names made of every piece alike leave none out.
+
+    Attributes:
+        first: pieces that may begin a name, capitalised.
+        further: pieces in lower case.
+    """
+
+    first: tuple[str, ...]
+    further: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> NamePieces:
+        """The pieces of a tokenizer's vocabulary."""
+        tokens = {tokenizer.decode([index]).strip() for index in range(len(tokenizer))}
+        words = sorted(token for token in tokens if _WORD.fullmatch(token))
+        capitalised = tuple(word for word in words if word == word.capitalize())
+        return cls(capitalised, tuple(word for word in words if word == word.lower()))
+
+    def name(self, rng: np.random.Generator) -> str:
+        """A new name of two to four pieces."""
+        pieces = [self.further[int(i)] for i in rng.integers(0, len(self.further), 4)]
+        if rng.random() < _LOWER_SHARE:
+            start = pieces[3]
+        elif rng.random() < 0.5:
+            start = self.first[int(rng.integers(0, len(self.first)))]
+        else:
+            start = pieces[3].capitalize()
+        return start + "".join(pieces[: int(rng.integers(1, 4))])
 
 
 def rename(
-    record: DistilledRecord, keep: frozenset[str], rng: np.random.Generator
+    record: DistilledRecord,
+    keep: frozenset[str],
+    pieces: NamePieces,
+    rng: np.random.Generator,
 ) -> DistilledRecord:
     """Replaces the record's names and long numbers.
 
@@ -36,13 +73,14 @@ def rename(
     Args:
         record: a record.
         keep: words that are not names.
+        pieces: what new names are spelt with.
         rng: source of the new ones.
     """
     whole = "\n".join((record.question, *(text for _, text in record.parts)))
     written = _words(text for author, text in record.parts if author == "policy")
     given = _words([record.question, *(t for author, t in record.parts if author != "policy")])
     names = sorted(w for w in written & given if w not in keep and w != w.lower())
-    table = {name: _new_name(name, rng) for name in names}
+    table = {name: _new_name(name, pieces, rng) for name in names}
     numbers = dict.fromkeys(m.replace(",", "") for m in _NUMBER.findall(whole))
     digits = {number: _new_number(number, rng) for number in numbers}
 
@@ -64,17 +102,10 @@ def _words(texts: Iterable[str]) -> set[str]:
     return {word for text in texts for word in _WORD.findall(text)}
 
 
-def _new_name(name: str, rng: np.random.Generator) -> str:
+def _new_name(name: str, pieces: NamePieces, rng: np.random.Generator) -> str:
     if name.isupper():
         return "".join(chr(ord("A") + int(i)) for i in rng.integers(0, 26, len(name)))
-    size = max(3, len(name) + int(rng.integers(-2, 3)))
-    parts: list[str] = []
-    vowel = bool(rng.integers(0, 2))
-    while sum(map(len, parts)) < size:
-        choices = _VOWELS if vowel else _CONSONANTS
-        parts.append(choices[int(rng.integers(0, len(choices)))])
-        vowel = not vowel
-    return "".join(parts).capitalize()
+    return pieces.name(rng)
 
 
 def _new_number(number: str, rng: np.random.Generator) -> str:

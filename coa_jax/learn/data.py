@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from coa_jax.errors import UserError
-from coa_jax.learn.augment import rename
+from coa_jax.learn.augment import NamePieces, rename
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.trajectory import DistilledRecord
 
@@ -50,9 +50,11 @@ def example_stream(
         keep: words that are not names.
     """
 
+    pieces = NamePieces.of(tokenizer) if rename_share else NamePieces((), ())
+
     def example(record: DistilledRecord, rng: np.random.Generator) -> Example:
         if rng.random() < rename_share:
-            renamed = record_example(tokenizer, rename(record, keep, rng), style)
+            renamed = record_example(tokenizer, rename(record, keep, pieces, rng), style)
             if len(renamed.tokens) <= length:
                 return renamed
         return record_example(tokenizer, record, style)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learn.augment import rename
+from coa_jax.learn.augment import NamePieces, rename
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 RECORD = DistilledRecord(
@@ -40,11 +40,12 @@ RECORD = DistilledRecord(
     answer="1234569",
 )
 KEEP = frozenset({"Step", "The", "Add"})
+PIECES = NamePieces(("Ban", "Ko", "Uru"), ("do", "ka", "mi", "quel", "sta"))
 
 
 @given(st.integers(0, 2**32 - 1))
 def test_a_renamed_record_is_consistent_and_obeys_the_protocol(seed):
-    renamed = rename(RECORD, KEEP, np.random.default_rng(seed))
+    renamed = rename(RECORD, KEEP, PIECES, np.random.default_rng(seed))
     assert part_violations("generalist", renamed.parts) == part_violations(
         "generalist", RECORD.parts
     )
@@ -59,12 +60,31 @@ def test_a_renamed_record_is_consistent_and_obeys_the_protocol(seed):
 
 
 def test_template_words_grades_and_authors_stay():
-    renamed = rename(RECORD, KEEP, np.random.default_rng(0))
+    renamed = rename(RECORD, KEEP, PIECES, np.random.default_rng(0))
     assert [author for author, _ in renamed.parts] == [author for author, _ in RECORD.parts]
     for word in ("Step 1.", "Add the", "Doc 1 (Title: ", "[EXECUTED]", ": Fair", "The score"):
         assert word in renamed.question + renamed.text
 
 
 def test_the_same_generator_gives_the_same_record():
-    first, second = (rename(RECORD, KEEP, np.random.default_rng(7)) for _ in range(2))
+    first, second = (rename(RECORD, KEEP, PIECES, np.random.default_rng(7)) for _ in range(2))
     assert first == second
+
+
+def test_every_piece_of_the_vocabulary_is_asked_for():
+    class Tokenizer:
+        tokens = ("<think>", "A", "Ban", " Ko", "do", " mi", "12", "...", "QX", "\ufffd")
+
+        def __len__(self):
+            return len(self.tokens)
+
+        def decode(self, ids):
+            return "".join(self.tokens[index] for index in ids)
+
+    pieces = NamePieces.of(Tokenizer())
+    assert pieces == NamePieces(("A", "Ban", "Ko"), ("do", "mi"))
+    rng = np.random.default_rng(0)
+    names = {pieces.name(rng) for _ in range(200)}
+    assert all(name.isalpha() and len(name) > 2 for name in names)
+    starts = ("A", "Ban", "Ko", "Do", "Mi", "do", "mi")
+    assert all(any(name.startswith(start) for name in names) for start in starts)
