@@ -24,6 +24,7 @@ from coa_jax.protocol.bodies import (
     parse_urls,
     split_answers,
 )
+from coa_jax.protocol.monitor import Monitor
 from coa_jax.protocol.parser import (
     Parse,
     Parser,
@@ -50,6 +51,7 @@ __all__ = [
     "THINK",
     "TOOL_FORMS",
     "AuthorName",
+    "Monitor",
     "Parse",
     "Parser",
     "Protocol",

@@ -156,7 +156,7 @@ def check(
             continue
         found.extend(_transition_violations(protocol, state, segment))
         if by_policy and segment.closed:
-            found.extend(_body_violations(protocol, segment))
+            found.extend(body_violations(protocol, segment))
             answered = answered or role == protocol.answer
         state = advance(protocol, state, role, segment.body)
     if complete and not answered:
@@ -189,7 +189,8 @@ def _transition_violations(protocol: Protocol, state: State, segment: Segment) -
     return violation("missing_think", f"<{role}> without a <{THINK}> before it")
 
 
-def _body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
+def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
+    """What is wrong with the body of a closed segment that has a role, wherever it stands."""
     assert segment.role is not None
     if not segment.body.strip():
         message = f"<{segment.role}> is empty"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol import Parser, Protocol, Segment
+from coa_jax.protocol import Monitor, Parser, Protocol, Segment
 from coa_jax.rollout.detokenize import TextStream, TokenTable
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
@@ -38,6 +38,7 @@ class Episode:
         prompt: Sequence[int],
         table: TokenTable,
         end_tokens: frozenset[int],
+        strict: bool = False,
     ):
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
@@ -48,10 +49,12 @@ class Episode:
         self._parser = Parser(protocol)
         self._stream = TextStream(table)
         self._end_tokens = end_tokens
+        self._monitor = Monitor(protocol) if strict else None
         self._policy_text = ""
         self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
         self._spans: list[SegmentSpan] = []
         self._emitted = 0  # policy characters that are in spans
+        self._turn = 0  # policy tokens since the prompt or the last observation
         self._taken = 0  # policy characters that take_text gave out
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
@@ -68,13 +71,18 @@ class Episode:
         text = self._stream.feed(token)
         self._policy_text += text
         self._ends.append((len(self._policy_text), len(self.tokens)))
-        for segment in self._parser.feed(text):
+        self._turn += 1
+        segments = self._parser.feed(text)
+        broken = self._monitor is not None and self._monitor.update(self._parser, segments)
+        for segment in segments:
             self._add_span(segment)
+            if broken:
+                continue
             if segment.role in self.protocol.tools:
                 return ToolRequest(segment.role, segment.body)
             if segment.role == self.protocol.answer:
                 return StopReason.ANSWER
-        return None
+        return StopReason.VIOLATION if broken else None
 
     def take_text(self) -> str:
         """What the policy wrote since the last call, for those who watch."""
@@ -95,6 +103,14 @@ class Episode:
             )
         )
         self.tool_calls.append(call)
+        self._turn = 0
+        if self._monitor is not None:
+            self._monitor.observe(text)
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens that the policy wrote since the prompt or the last observation."""
+        return self._turn
 
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]

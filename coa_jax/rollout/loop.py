@@ -30,10 +30,14 @@ class RolloutConfig:
 
     Attributes:
         max_tokens: tokens of a whole trajectory, prompt and observations included.
+        max_turn_tokens: tokens that the policy may write in a row, 0 for any number.
         max_tool_calls: calls after which the next one ends the trajectory.
         max_observation_tokens: an observation is cut to this many tokens.
         max_seconds: wall time of a trajectory, 0 for none.
         prompt_style: ``full`` or ``brief``, see `protocol.render_prompt`.
+        strict: whether the first broken rule of the protocol ends a trajectory.  Where a reward
+            counts well-formed trajectories only, this changes no reward and saves what would
+            have been written in vain.
     """
 
     max_tokens: int = 1024
@@ -41,6 +45,8 @@ class RolloutConfig:
     max_observation_tokens: int = 512
     max_seconds: float = 0.0
     prompt_style: str = "brief"
+    max_turn_tokens: int = 0
+    strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +238,7 @@ class _Loop:
             prompt=request.prompt,
             table=self.table,
             end_tokens=self.end_tokens,
+            strict=self.config.strict,
         )
 
     def _refuse(self, request: Request, sample: int) -> Trajectory:
@@ -273,9 +280,12 @@ class _Loop:
         self, run: _Running, tokens: Sequence[int], logps: Sequence[float]
     ) -> list[Trajectory]:
         episode = run.episode
+        limit = self.config.max_turn_tokens
         for token, logp in zip(tokens, logps, strict=True):
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
+            if event is None and limit and episode.turn_tokens >= limit:
+                event = StopReason.LENGTH
             if event is None:
                 continue
             if isinstance(event, StopReason):

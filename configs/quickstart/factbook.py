@@ -40,7 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft = ConfigDict(
         {
             "seed": 0,
-            "rename_share": 0.5,
+            "rename_share": 0.7,
             "rows": 1,
             "batch_size": 8,
             "row_length": 512,
@@ -64,8 +64,13 @@ def get_config() -> ml_collections.ConfigDict:
         "extend_rows": 16,
         "extend_buckets": (64, 128),
     }
-    rollout = {"max_tokens": 512, "max_tool_calls": 8, "max_observation_tokens": 160}
-    rollout["prompt_style"] = config.prompt_style
+    rollout = {
+        "max_tokens": 512,
+        "max_turn_tokens": 160,
+        "max_tool_calls": 8,
+        "max_observation_tokens": 160,
+        "prompt_style": config.prompt_style,
+    }
     config.rl = ConfigDict(
         {
             "tasks": TASKS,
@@ -90,7 +95,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "weight_decay": 0.0,
             },
             "engine": engine,
-            "rollout": rollout,
+            "rollout": {**rollout, "strict": True},
             "checkpoint_every": 4,
         }
     )

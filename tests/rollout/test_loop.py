@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 
 import jax
@@ -80,6 +81,31 @@ def test_trajectories_do_not_depend_on_slots_and_chunks(sampled, slots, chunk):
 def test_trajectories_do_not_depend_on_the_order_of_the_requests(sampled):
     again = run(requests(4, SamplingParams(temperature=1.3))[::-1])
     assert tokens_of(again[::-1]) == tokens_of(sampled)
+
+
+def test_a_strict_rollout_ends_with_the_first_broken_rule_and_else_changes_nothing():
+    wanted = requests(8, SamplingParams(temperature=1.6))
+    free = [t for group in run(wanted) for t in group]
+    strict = [
+        t for group in run(wanted, config=dataclasses.replace(BUDGET, strict=True)) for t in group
+    ]
+    broken = [s.stop_reason is StopReason.VIOLATION for s in strict]
+    assert any(broken) and not all(broken)
+    assert sum(len(s.tokens) for s in strict) < sum(len(f.tokens) for f in free)
+    for whole, part, cut in zip(free, strict, broken, strict=True):
+        kept = len(part.tokens)
+        assert part.tokens.tolist() == whole.tokens[:kept].tolist()
+        assert not (cut and format_valid(whole))
+        assert cut or (kept == len(whole.tokens) and part.stop_reason is whole.stop_reason)
+        assert format_valid(part) == format_valid(whole)
+
+
+def test_a_turn_has_a_budget_of_its_own():
+    budget = dataclasses.replace(BUDGET, max_turn_tokens=12)
+    whole, part = (run(requests(), config=config)[0][0] for config in (BUDGET, budget))
+    prompt = int(np.count_nonzero(whole.author == Author.PROMPT))
+    assert part.stop_reason is StopReason.LENGTH
+    assert part.tokens.tolist() == whole.tokens[: prompt + 12].tolist()
 
 
 def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):

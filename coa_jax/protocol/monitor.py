@@ -1,0 +1,53 @@
+"""Notices at once that a text which still grows can no longer obey its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coa_jax.protocol.automaton import State, advance, allowed_after, body_violations
+from coa_jax.protocol.parser import Parser, Segment
+from coa_jax.protocol.spec import Protocol
+
+
+class Monitor:
+    """Follows a parser that is fed with the policy's text alone.
+
+    ``broken`` becomes true with the first text after which every continuation has a violation in
+    ``check`` or in the parser; a text that ends with its answer and never was broken has none.
+    """
+
+    def __init__(self, protocol: Protocol):
+        self.protocol = protocol
+        self.broken = False
+        self._state = State()
+
+    def update(self, parser: Parser, closed: Iterable[Segment]) -> bool:
+        """Takes what the parser closed and looks at what it has open; returns ``broken``."""
+        for segment in closed:
+            self._take(segment)
+        role = parser.open_role
+        if parser.violations:
+            self.broken = True
+        elif role is None:
+            self.broken = self.broken or bool(parser.open_body.strip())
+        elif role == self.protocol.observation or role not in self._allowed():
+            self.broken = True
+        return self.broken
+
+    def observe(self, text: str) -> None:
+        """Takes the environment's answer to a call."""
+        self._state = advance(self.protocol, self._state, self.protocol.observation, text)
+
+    def _allowed(self) -> frozenset[str]:
+        return allowed_after(self.protocol, self._state)
+
+    def _take(self, segment: Segment) -> None:
+        role = segment.role
+        if role is None:
+            self.broken = self.broken or bool(segment.body.strip())
+            return
+        if role == self.protocol.observation or role not in self._allowed():
+            self.broken = True
+        elif body_violations(self.protocol, segment):
+            self.broken = True
+        self._state = advance(self.protocol, self._state, role, segment.body)
