@@ -46,8 +46,10 @@ class Monitor:
         if role is None:
             self.broken = self.broken or bool(segment.body.strip())
             return
-        if role == self.protocol.observation or role not in self._allowed():
-            self.broken = True
-        elif body_violations(self.protocol, segment):
+        if (
+            role == self.protocol.observation
+            or role not in self._allowed()
+            or body_violations(self.protocol, segment)
+        ):
             self.broken = True
         self._state = advance(self.protocol, self._state, role, segment.body)
