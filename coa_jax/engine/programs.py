@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from coa_jax.engine.sampling import sample
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import Cache, forward, unembed
+from coa_jax.model.forward import Cache, cache_size, forward, unembed
 from coa_jax.model.weights import Params
 
 
@@ -23,7 +23,7 @@ class DecodeState(NamedTuple):
     """All that decoding carries, donated from program to program; B slots.
 
     Attributes:
-        cache: keys and values, per layer ``[B, N, S, K]``.
+        cache: keys and values, see `model.forward.Cache`.
         token: int32 ``[B]``, the newest token of each slot.
         length: int32 ``[B]``, tokens of the sequence, the newest included.
         limit: int32 ``[B]``, length at which a slot stops.
@@ -79,7 +79,7 @@ def decode_chunk(
     slot is active.
     """
     slots = state.token.shape[0]
-    size = state.cache[0][0].shape[2]
+    size = cache_size(state.cache)
     chunk = Chunk(
         tokens=jnp.zeros((slots, capacity), jnp.int32),
         logps=jnp.zeros((slots, capacity), jnp.float32),

@@ -18,16 +18,23 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Per layer the keys and values, each ``[B, N, S, K]``: head-major, so that one head's
-positions are contiguous, and one buffer per layer, so that a write never copies the others."""
+"""Per layer the keys ``[B, N, K, S]`` and the values ``[B, N, S, K]``: the layouts in which one
+token's product with either reads memory in order (on CPUs twice as fast as keys like values), and
+one buffer per layer, so that a write never copies the others."""
 
 
 def init_cache(config: ModelConfig, batch: int, size: int, dtype: Any = jnp.float32) -> Cache:
     """An empty cache of ``size`` positions for ``batch`` rows."""
-    shape = (batch, config.num_kv_heads, size, config.head_dim)
+    keys = (batch, config.num_kv_heads, config.head_dim, size)
+    values = (batch, config.num_kv_heads, size, config.head_dim)
     return tuple(
-        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+        (jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers)
     )
+
+
+def cache_size(cache: Cache) -> int:
+    """Positions that a cache holds."""
+    return cache[0][1].shape[2]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -107,21 +114,22 @@ def _attend_causal(
 ) -> jax.Array:
     """As `_attend` for a lower triangular mask: a block of queries reads the keys up to its end."""
     length = q.shape[1]
+    k = jnp.swapaxes(k, 2, 3)
     if length % _BLOCK:
         return _attend(q, k, v, mask, dtype)
     blocks = []
     for end in range(_BLOCK, length + 1, _BLOCK):
         rows = slice(end - _BLOCK, end)
-        blocks.append(_attend(q[:, rows], k[:, :, :end], v[:, :, :end], mask[:, rows, :end], dtype))
+        blocks.append(_attend(q[:, rows], k[..., :end], v[:, :, :end], mask[:, rows, :end], dtype))
     return jnp.concatenate(blocks, axis=1)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
-    """q ``[B,T,N,G,K]``, k/v ``[B,N,S,K]``, mask ``[B,T,S]`` -> ``[B,T,N,G,K]``."""
+    """q ``[B,T,N,G,K]``, k ``[B,N,K,S]``, v ``[B,N,S,K]``, mask ``[B,T,S]`` -> like q."""
     b, t, n, g, width = q.shape
     # The queries of a group are rows of one product with their head's keys.
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
-    scores = project("bnqk,bnsk->bnqs", q, k, dtype).reshape(b, n, g, t, -1)
+    scores = project("bnqk,bnks->bnqs", q, k, dtype).reshape(b, n, g, t, -1)
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), axis=-1)
     attended = project("bnqs,bnsk->bnqk", weights.reshape(b, n, g * t, -1), v, dtype)
     return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
@@ -167,12 +175,10 @@ def _write(
 ) -> tuple[jax.Array, jax.Array]:
     """Puts new keys and values ``[B,N,T,K]`` at their positions; those out of range are dropped."""
     rows = jnp.arange(positions.shape[0])[:, None]
-
-    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        new = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
-        return buffer.at[rows, :, positions].set(new, mode="drop")
-
-    return put(cache[0], k), put(cache[1], v)
+    keys, values = cache
+    k, v = (jnp.swapaxes(new, 1, 2).astype(keys.dtype) for new in (k, v))
+    keys = keys.at[rows, :, :, positions].set(k, mode="drop")
+    return keys, values.at[rows, :, positions].set(v, mode="drop")
 
 
 def forward(
@@ -212,7 +218,7 @@ def forward(
         if segment_ids is not None:
             mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
     else:
-        mask = jnp.arange(cache[0][0].shape[2]) <= positions[..., None]
+        mask = jnp.arange(cache_size(cache)) <= positions[..., None]
     x = params["embed"][tokens].astype(jnp.float32)
     step = functools.partial(_layer, config, dtype)
     if isinstance(params["layers"], tuple):

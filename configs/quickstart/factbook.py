@@ -59,13 +59,13 @@ def get_config() -> ml_collections.ConfigDict:
     )
     engine = {
         "slots": 64,
-        "max_length": 512,
+        "max_length": 416,
         "chunk": 16,
         "extend_rows": 16,
         "extend_buckets": (64, 128),
     }
     rollout = {
-        "max_tokens": 512,
+        "max_tokens": 416,
         "max_turn_tokens": 160,
         "max_tool_calls": 8,
         "max_observation_tokens": 160,
