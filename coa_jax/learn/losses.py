@@ -25,11 +25,15 @@ class PolicyLossConfig:
         clip_low: ratios below ``1 - clip_low`` stop pushing a token further down.
         clip_high: ratios above ``1 + clip_high`` stop pushing it further up.
         dual_clip: for negative advantages the loss is at most this multiple of it; 0 for none.
+        negative_weight: factor on negative advantages.  Below 1 what worked counts for more: pass@1
+            rises faster, at the price of variety and so of pass@k (Xiong et al. 2025, arXiv
+            2504.11343; Zhu et al. 2025, arXiv 2506.01347).
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 3.0
+    negative_weight: float = 1.0
 
 
 def token_logps(
@@ -106,7 +110,8 @@ def policy_loss(
     difference = (logp - batch.logp) * batch.mask
     ratio = jnp.exp(jnp.clip(difference, -20.0, 20.0))
     clipped = jnp.clip(ratio, 1 - clip.clip_low, 1 + clip.clip_high)
-    advantage = batch.advantage
+    weight = jnp.where(batch.advantage < 0, clip.negative_weight, 1.0)
+    advantage = batch.advantage * weight
     per_token = jnp.maximum(-advantage * ratio, -advantage * clipped)
     if clip.dual_clip:
         bounded = jnp.minimum(per_token, -advantage * clip.dual_clip)

@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
             "top_p": 1.0,
             "top_k": 0,
             "engine": trained.engine,
-            "rollout": trained.rollout,
+            "rollout": {**trained.rollout.to_dict(), "strict": False},
         },
     )
     config.model, config.stage = "runs/smollm2-rl/model", "rl"

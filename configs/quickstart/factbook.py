@@ -4,8 +4,8 @@ r"""The whole pipeline with a small policy that is trained from nothing, on a CP
 
 Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
 Takes: about 12 minutes on 2 cores, installation not included.
-Gives: at temperature 1 on 300 held-out questions, about 0 before training, a third after SFT and
-somewhat more after RL; the README has the figures of a run.
+Gives: at temperature 1 on 600 held-out questions, about 0 before training, four in ten right after SFT
+and a tenth more after RL; the README has the figures of runs.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def get_config() -> ml_collections.ConfigDict:
             "row_length": 512,
             "dtype": "float32",
             "remat": False,
-            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "negative_weight": 0.25},
             "optimizer": {
-                "learning_rate": 5e-5,
-                "total_steps": 14,
-                "warmup_steps": 1,
-                "final_ratio": 1.0,
+                "learning_rate": 1e-4,
+                "total_steps": 20,
+                "warmup_steps": 3,
+                "final_ratio": 0.1,
                 "weight_decay": 0.0,
             },
             "engine": engine,
@@ -103,7 +103,7 @@ def get_config() -> ml_collections.ConfigDict:
         {
             "tasks": TASKS,
             "split": "test",
-            "num_tasks": 300,
+            "num_tasks": 600,
             "samples": 1,
             "seed": 0,
             "temperature": 1.0,

@@ -178,6 +178,7 @@ def reference_policy_loss(logp, batch, clip):
     slope = np.zeros(logp.shape)
     for at in zip(*np.nonzero(batch.mask), strict=True):
         a = float(batch.advantage[at])
+        a *= clip.negative_weight if a < 0 else 1.0
         ratio = np.exp(logp[at] - float(batch.logp[at]))
         bounded = min(max(ratio, 1 - clip.clip_low), 1 + clip.clip_high)
         objective, moves = a * ratio, True
@@ -194,7 +195,7 @@ def reference_policy_loss(logp, batch, clip):
 
 @pytest.mark.parametrize(
     "clip",
-    [PolicyLossConfig(), PolicyLossConfig(0.1, 0.25, 0.0)],
+    [PolicyLossConfig(), PolicyLossConfig(0.1, 0.25, 0.0), PolicyLossConfig(negative_weight=0.25)],
 )
 def test_policy_loss_is_the_clipped_objective(clip):
     members = examples(advantages=[1.0, -1.0, 0.5, 2.0, -0.7])
