@@ -4,8 +4,8 @@ r"""The whole pipeline with a small policy that is trained from nothing, on a CP
 
 Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
 Takes: about 12 minutes on 2 cores, installation not included.
-Gives: at temperature 1 on 600 held-out questions, about 0 before training, four in ten right after SFT
-and a tenth more after RL; the README has the figures of runs.
+Gives: at temperature 1 on 600 held-out questions, about 0 before training, four in ten right after
+SFT and a tenth more after RL; the README has the figures of runs.
 """
 
 from __future__ import annotations
