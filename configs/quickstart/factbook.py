@@ -50,7 +50,7 @@ def get_config() -> ml_collections.ConfigDict:
             "checkpoint_every": 300,
             "optimizer": {
                 "learning_rate": 1e-3,
-                "total_steps": 1000,
+                "total_steps": 900,
                 "warmup_steps": 40,
                 "final_ratio": 0.05,
                 "weight_decay": 0.01,
