@@ -122,7 +122,7 @@ def _match_heads(
     # Two thirds of the dimensions match the token, the rest the one before it.
     split = 2 * len(slow) // 3
     first, second = _orthonormal(rng, size, split), _orthonormal(rng, size, len(slow) - split)
-    strength = 2.2
+    strength = 1.6
     here, before = places
     qkv[1, here[:, None], head, key, slow[:split]] = strength * first
     qkv[1, before[:, None], head, key, slow[split:]] = strength * second
