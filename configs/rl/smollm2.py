@@ -3,9 +3,8 @@ r"""Reinforces the fine-tuned SmolLM2-135M-Instruct with live tools.
     python -m coa_jax.rl --config=configs/rl/smollm2.py --workdir=runs/smollm2-rl
 
 Needs: the policy of configs/sft/smollm2.py in runs/smollm2-sft.
-Takes: minutes a step.  Measured on 2 busy CPU cores with a policy that had seen 62 trajectories and
-mostly ran to its 768 tokens: 277 s for the 32 rollouts of a step; the teacher's trajectories have
-200 tokens of the policy on average.  The update comes on top and was not measured.
+Takes: minutes a step.  Measured on 2 CPU cores that had other work as well: 355 s for the 64
+rollouts of a step that needed a second round, 170 s for its update.
 Gives: runs/smollm2-rl/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
 
 Choices: 4 groups of 8 samples keep a step to minutes on 2 cores; with so few groups the reward of
