@@ -73,6 +73,8 @@ def run_main(
         if not flags.FLAGS["verbosity"].present:
             # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
             logging.set_verbosity(logging.WARNING)
+        # transformers is here for its tokenizers; that PyTorch is missing is no news to anyone.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         _join_processes()
         return rest
 
