@@ -34,18 +34,21 @@ class Author(enum.IntEnum):
 class StopReason(enum.StrEnum):
     """Why an episode ended.
 
-    ``answer`` the policy answered; ``length`` its token budget ran out, the one of a turn included;
-    ``turns`` it made as many tool calls as it may; ``eos`` it ended the turn without an answer;
-    ``violation`` it broke a rule of the protocol where that ends a trajectory; ``deadline`` its
-    time ran out; ``fault`` a part of ours broke, which is not the policy's doing.
+    ``answer`` the policy answered; ``length`` its token budget ran out, ``turn_length`` that of
+    what it may write in a row; ``turns`` it made as many tool calls as it may; ``eos`` it ended
+    the turn without an answer; ``violation`` it broke a rule of the protocol where that ends a
+    trajectory; ``deadline`` its time ran out, ``tool_time`` the part of it in which it may wait for
+    tools; ``fault`` a part of ours broke, which is not the policy's doing.
     """
 
     ANSWER = "answer"
     LENGTH = "length"
+    TURN_LENGTH = "turn_length"
     TURNS = "turns"
     EOS = "eos"
     VIOLATION = "violation"
     DEADLINE = "deadline"
+    TOOL_TIME = "tool_time"
     FAULT = "fault"
 
 

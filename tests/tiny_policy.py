@@ -22,7 +22,7 @@ from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
 from coa_jax.protocol import get_protocol, render_prompt
-from coa_jax.rollout.loop import observation_text
+from coa_jax.rollout.observation import observation_text
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.code import CodeTool

@@ -15,10 +15,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import Any
 
 from coa_jax.engine.engine import Engine, SamplingParams
-from coa_jax.model.tokenizer import decode_ids, encode_plain
-from coa_jax.protocol import Protocol, get_protocol, quote_tool_text
+from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.observation import encode_observation, frame_length, observation_text
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
@@ -26,24 +26,29 @@ from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """Budgets of a trajectory.
+    """Budgets of a trajectory; the `StopReason` of each stands behind it.
 
     Attributes:
-        max_tokens: tokens of a whole trajectory, prompt and observations included.
-        max_turn_tokens: tokens that the policy may write in a row, 0 for any number.
-        max_tool_calls: calls after which the next one ends the trajectory.
-        max_observation_tokens: an observation is cut to this many tokens.
-        max_seconds: wall time of a trajectory, 0 for none.
+        max_tokens: tokens of a whole trajectory, prompt and observations included (``length``).  An
+            observation is cut to the room that is left; a call that leaves none for it is not run.
+        max_turn_tokens: tokens that the policy may write in a row, 0 for any number
+            (``turn_length``).
+        max_tool_calls: calls after which the next one ends the trajectory (``turns``).
+        max_observation_tokens: the body of an observation is cut to this many tokens.
+        max_seconds: wall time of a trajectory, 0 for any (``deadline``).
+        max_tool_seconds: wall time that a trajectory may wait for its tools, all calls together, 0
+            for any (``tool_time``); a call has no more than what is left of it.
         prompt_style: ``full`` or ``brief``, see `protocol.render_prompt`.
-        strict: whether the first broken rule of the protocol ends a trajectory.  Where a reward
-            counts well-formed trajectories only, this changes no reward and saves what would
-            have been written in vain.
+        strict: whether the first broken rule of the protocol ends a trajectory (``violation``).
+            Where a reward counts well-formed trajectories only, this changes no reward and saves
+            what would have been written in vain.
     """
 
     max_tokens: int = 1024
     max_tool_calls: int = 12
     max_observation_tokens: int = 512
     max_seconds: float = 0.0
+    max_tool_seconds: float = 0.0
     prompt_style: str = "brief"
     max_turn_tokens: int = 0
     strict: bool = False
@@ -81,6 +86,7 @@ class _Running:
     began: float
     tool: asyncio.Task[tuple[Observation, float]] | None = None
     tool_request: ToolRequest | None = None
+    tool_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,28 +105,6 @@ class Arrival:
     author: Author
     text: str
     call: ToolCall | None = None
-
-
-def observation_text(protocol: Protocol, text: str) -> str:
-    """The surface form in which the environment's text follows a call."""
-    return f"\n<{protocol.observation}>\n{text}\n</{protocol.observation}>\n\n"
-
-
-def encode_observation(
-    tokenizer: Any, protocol: Protocol, text: str, max_tokens: int
-) -> tuple[list[int], str]:
-    """Ids and body of an observation whose body takes at most ``max_tokens``.
-
-    The three parts are encoded one by one and as plain text, so that no tool can produce a control
-    token and SFT, which encodes the same parts, sees the same ids.
-    """
-    head, tail = observation_text(protocol, "\0").split("\0")
-    text = quote_tool_text(protocol, text)
-    body = encode_plain(tokenizer, text)
-    if len(body) > max_tokens:
-        body = body[:max_tokens]
-        text = decode_ids(tokenizer, body)
-    return [*encode_plain(tokenizer, head), *body, *encode_plain(tokenizer, tail)], text
 
 
 async def rollout(
@@ -243,7 +227,8 @@ class _Loop:
 
     def _refuse(self, request: Request, sample: int) -> Trajectory:
         episode = self._episode(request, sample)
-        return episode.finish(StopReason.LENGTH, request.task.gold, _metadata(request, 0.0))
+        metadata = self._metadata(request, 0.0)
+        return episode.finish(StopReason.LENGTH, request.task.gold, metadata)
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
         prompt, episode = request.prompt, self._episode(request, sample)
@@ -285,24 +270,23 @@ class _Loop:
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
             if event is None and limit and episode.turn_tokens >= limit:
-                event = StopReason.LENGTH
+                event = StopReason.TURN_LENGTH
             if event is None:
                 continue
             if isinstance(event, StopReason):
                 return [self._finish(run, event)]
             if len(episode.tool_calls) >= self.config.max_tool_calls:
                 return [self._finish(run, StopReason.TURNS)]
+            if self._room(episode) <= 0:
+                return [self._finish(run, StopReason.LENGTH)]
             # Tokens sampled beyond the closing tag are forgotten.
             self.engine.truncate(run.slot, len(episode.tokens), token)
             self.engine.set_active(run.slot, False)
             run.tool_request = event
             run.tool = asyncio.create_task(self._call(run, event))
             return []
-        if len(episode.tokens) >= self.limit:
-            return [self._finish(run, StopReason.LENGTH)]
-        if self._late(run):
-            return [self._finish(run, StopReason.DEADLINE)]
-        return []
+        spent = self._spent(run)
+        return [self._finish(run, spent)] if spent else []
 
     async def _call(self, run: _Running, request: ToolRequest) -> tuple[Observation, float]:
         start = time.monotonic()
@@ -310,15 +294,21 @@ class _Loop:
         if tool is None:
             text = f"The {request.tool} tool is not available."
             return Observation(text, False, "bad_call", 0.0), start
-        calls = run.episode.tool_calls
-        limit = self.config.max_seconds
+        calls, config = run.episode.tool_calls, self.config
+        left = []
+        if config.max_seconds:
+            left.append(config.max_seconds - (start - run.began))
+        if config.max_tool_seconds:
+            left.append(config.max_tool_seconds - run.tool_seconds)
         context = ToolContext(
             trajectory_id=f"{run.request.task.id}/{run.episode.sample_id}",
             call_index=len(calls),
-            deadline=max(limit - (start - run.began), 0.0) if limit else None,
+            deadline=max(min(left), 0.0) if left else None,
             history=tuple((c.tool, c.arguments) for c in calls),
         )
-        return await call(tool, request.arguments, context), start
+        observation = await call(tool, request.arguments, context)
+        run.tool_seconds += time.monotonic() - start
+        return observation, start
 
     async def _collect(self) -> list[Trajectory]:
         """Turns finished tool calls into environment tokens and cache entries."""
@@ -335,7 +325,7 @@ class _Loop:
                 self.tokenizer,
                 episode.protocol,
                 observation.text,
-                self.config.max_observation_tokens,
+                min(self.config.max_observation_tokens, self._room(episode)),
             )
             before = len(episode.tokens)
             record = ToolCall(
@@ -351,10 +341,8 @@ class _Loop:
             text = observation_text(episode.protocol, body)
             episode.observe(ids, text, record)
             self._tell(run, Author.ENVIRONMENT, text, record)
-            if len(episode.tokens) >= self.limit:
-                finished.append(self._finish(run, StopReason.LENGTH))
-            elif self._late(run):
-                finished.append(self._finish(run, StopReason.DEADLINE))
+            if spent := self._spent(run):
+                finished.append(self._finish(run, spent))
             else:
                 feeds.append((run.slot, before - 1, episode.tokens[before - 1 :]))
         if feeds:
@@ -368,19 +356,48 @@ class _Loop:
             task, sample = run.request.task, run.episode.sample_id
             self.on_text(Arrival(task.id, sample, author, text, call))
 
-    def _late(self, run: _Running) -> bool:
-        limit = self.config.max_seconds
-        return bool(limit) and time.monotonic() - run.began > limit
+    def _room(self, episode: Episode) -> int:
+        """Tokens that are left for the body of an observation."""
+        frame = frame_length(self.tokenizer, episode.protocol)
+        return self.limit - len(episode.tokens) - frame
+
+    def _spent(self, run: _Running) -> StopReason | None:
+        """The budget of the whole trajectory that is used up, if one is."""
+        config = self.config
+        if len(run.episode.tokens) >= self.limit:
+            return StopReason.LENGTH
+        if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
+            return StopReason.TOOL_TIME
+        if config.max_seconds and time.monotonic() - run.began > config.max_seconds:
+            return StopReason.DEADLINE
+        return None
 
     def _finish(self, run: _Running, reason: StopReason) -> Trajectory:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
-        metadata = _metadata(run.request, time.monotonic() - run.began)
+        metadata = self._metadata(run.request, time.monotonic() - run.began)
         trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
         # The last bytes may have been half a character.
         self._tell(run, Author.POLICY, run.episode.take_text())
         return trajectory
+
+    def _metadata(self, request: Request, seconds: float) -> dict[str, Any]:
+        """What describes a trajectory, with what a replay needs besides its tokens and calls."""
+        shapes = self.engine.config
+        return {
+            **request.task.metadata,
+            **request.metadata,
+            "source": request.task.source,
+            "prompt_id": request.prompt_id,
+            "seconds": round(seconds, 3),
+            "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
+            "rollout": dataclasses.asdict(self.config),
+            "engine": {
+                **dataclasses.asdict(shapes),
+                "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
+            },
+        }
 
     async def close(self) -> None:
         """Cancels tools that still run, and leaves every slot free."""
@@ -393,13 +410,3 @@ class _Loop:
         for slot in list(self.running):
             self.engine.set_active(slot, False)
         self.running.clear()
-
-
-def _metadata(request: Request, seconds: float) -> dict[str, Any]:
-    return {
-        **request.task.metadata,
-        **request.metadata,
-        "source": request.task.source,
-        "prompt_id": request.prompt_id,
-        "seconds": round(seconds, 3),
-    }

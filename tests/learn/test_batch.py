@@ -21,7 +21,7 @@ from coa_jax.learn.batch import (
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import get_protocol
-from coa_jax.rollout.loop import encode_observation, observation_text
+from coa_jax.rollout.observation import encode_observation, observation_text
 from coa_jax.trajectory import Author, DistilledRecord, StopReason, Trajectory
 
 GENERALIST = get_protocol("generalist")

@@ -104,7 +104,7 @@ def test_a_turn_has_a_budget_of_its_own():
     budget = dataclasses.replace(BUDGET, max_turn_tokens=12)
     whole, part = (run(requests(), config=config)[0][0] for config in (BUDGET, budget))
     prompt = int(np.count_nonzero(whole.author == Author.PROMPT))
-    assert part.stop_reason is StopReason.LENGTH
+    assert part.stop_reason is StopReason.TURN_LENGTH
     assert part.tokens.tolist() == whole.tokens[: prompt + 12].tolist()
 
 

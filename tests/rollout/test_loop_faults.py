@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 
 import numpy as np
@@ -14,7 +15,8 @@ from coa_jax.learn.batch import trajectory_example
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.loop import encode_observation, rollout
+from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.observation import frame_length
 from coa_jax.tasks import grade
 from coa_jax.trajectory import Author, StopReason
 from tests import tiny_policy
@@ -74,15 +76,6 @@ def test_hostile_tool_text_ends_nothing_and_answers_nothing():
     assert spans[0].text.count("</observation>") == 1
 
 
-def test_an_observation_is_cut_to_its_budget():
-    tokenizer = tiny_policy.policy().tokenizer
-    ids, body = encode_observation(tokenizer, get_protocol("generalist"), "river " * 50, 10)
-    frame, _ = encode_observation(tokenizer, get_protocol("generalist"), "", 10)
-    assert len(ids) == len(frame) + 10
-    assert "river ".startswith(body[-6:]) or body.strip().endswith("river")
-    assert encode_plain(tokenizer, "river " * 50)[:10] == encode_plain(tokenizer, body)
-
-
 def test_a_tool_that_hangs_times_out_while_others_go_on():
     hangs = Hangs("wiki_search", deadline=2.0)
     order = []
@@ -136,14 +129,32 @@ def test_a_trajectory_ends_at_its_budget_of_tokens(greedy):
     assert trajectory.tokens.tolist() == greedy[0].tokens[: prompt + 5].tolist()
 
 
-def test_an_observation_that_fills_the_budget_ends_the_trajectory(greedy):
+@pytest.mark.parametrize("room", [1, 3])
+def test_an_observation_is_cut_to_the_room_that_is_left(greedy, room):
     seen = np.flatnonzero(greedy[0].author == Author.ENVIRONMENT)
-    config = dataclasses.replace(BUDGET, max_tokens=int(seen[4]))
+    model = tiny_policy.policy()
+    frame = frame_length(model.tokenizer, get_protocol("generalist"))
+    config = dataclasses.replace(BUDGET, max_tokens=int(seen[0]) + frame + room)
     ((trajectory,),) = run(requests(tasks=TASKS[:1]), config=config)
     assert trajectory.stop_reason is StopReason.LENGTH
+    assert len(trajectory.tokens) == config.max_tokens
     assert trajectory.author[-1] == Author.ENVIRONMENT
-    example = trajectory_example(trajectory, 1.0)
-    assert len(example.tokens) == seen[0] <= config.max_tokens
+    assert trajectory.text.endswith("</observation>\n\n")
+    (call,) = trajectory.tool_calls
+    assert len(encode_plain(model.tokenizer, call.observation)) == room
+    assert greedy[0].tool_calls[0].observation.startswith(call.observation)
+    assert len(trajectory_example(trajectory, 1.0).tokens) == seen[0]
+
+
+def test_a_call_whose_observation_has_no_room_is_not_run(greedy):
+    seen = np.flatnonzero(greedy[0].author == Author.ENVIRONMENT)
+    frame = frame_length(tiny_policy.policy().tokenizer, get_protocol("generalist"))
+    hangs = Hangs("wiki_search")
+    config = dataclasses.replace(BUDGET, max_tokens=int(seen[0]) + frame)
+    ((trajectory,),) = run(requests(tasks=TASKS[:1]), config=config, tools=[hangs])
+    assert trajectory.stop_reason is StopReason.LENGTH
+    assert trajectory.tokens.tolist() == greedy[0].tokens[: seen[0]].tolist()
+    assert hangs.entered == 0
 
 
 def test_a_prompt_without_room_ends_at_once_and_holds_up_nobody():
@@ -171,6 +182,41 @@ def test_a_trajectory_ends_at_its_deadline_also_while_a_tool_runs():
     )
     assert trajectory.stop_reason is StopReason.DEADLINE
     assert time.monotonic() - start < 20
+
+
+def test_a_trajectory_ends_when_its_time_for_tools_is_used_up():
+    config = dataclasses.replace(BUDGET, max_tool_seconds=0.5)
+    start = time.monotonic()
+    ((trajectory,),) = run(
+        requests(tasks=TASKS[:1]), config=config, tools=[Hangs("wiki_search", deadline=60.0)]
+    )
+    assert trajectory.stop_reason is StopReason.TOOL_TIME
+    assert time.monotonic() - start < 20
+    (call,) = trajectory.tool_calls
+    assert call.outcome == "timeout"
+    assert 0.5 <= call.end - call.start < 5
+
+
+def test_time_for_tools_is_counted_over_all_calls():
+    deadlines = []
+
+    class Slow(Says):
+        async def __call__(self, arguments, context):
+            deadlines.append(context.deadline)
+            await asyncio.sleep(0.3)
+            return await super().__call__(arguments, context)
+
+    config = dataclasses.replace(BUDGET, max_tool_seconds=60.0)
+    # Text that the policy never saw makes it call again and again.
+    hostile = Slow("wiki_search", HOSTILE)
+    ((free,),) = run(requests(tasks=TASKS[:1]), config=config, tools=[hostile])
+    calls = len(free.tool_calls)
+    assert calls >= 2
+    assert deadlines[0] == 60.0
+    assert all(later <= earlier - 0.3 for earlier, later in itertools.pairwise(deadlines))
+    config = dataclasses.replace(config, max_tool_seconds=0.3)
+    ((short,),) = run(requests(tasks=TASKS[:1]), config=config, tools=[hostile])
+    assert (short.stop_reason, len(short.tool_calls)) == (StopReason.TOOL_TIME, 1)
 
 
 def test_cancelling_frees_the_slots_and_stops_the_tools(greedy):

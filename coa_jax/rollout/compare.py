@@ -1,0 +1,107 @@
+"""Where two records of one rollout part."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from coa_jax.model.tokenizer import decode_ids
+from coa_jax.trajectory import Author, StopReason, Trajectory
+
+# What these stop depends on a clock or on a fault, not on the tokens: a replay may go on.
+STOPPED_FROM_OUTSIDE = frozenset({StopReason.DEADLINE, StopReason.TOOL_TIME, StopReason.FAULT})
+
+_BEFORE, _AFTER = 16, 8  # tokens shown around a difference
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparison:
+    """A recorded trajectory beside its replay.
+
+    Attributes:
+        recorded, replayed: the two trajectories.
+        same: n, tokens from the start that are the same and of the same authors.
+        identical: whether all is: every token, the stop reason and the number of tool calls.  Of a
+            trajectory that was stopped from outside, every recorded token is enough.
+    """
+
+    recorded: Trajectory
+    replayed: Trajectory
+    same: int
+    identical: bool
+
+    def logp_gaps(self) -> np.ndarray:
+        """Absolute differences of log-probability, float32 ``[n]``, 0 where it is no policy's."""
+        n = self.same
+        return np.abs(self.recorded.logp[:n] - self.replayed.logp[:n])
+
+
+def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
+    """Puts a record beside its replay."""
+    size = min(len(recorded.tokens), len(replayed.tokens))
+    differs = recorded.tokens[:size] != replayed.tokens[:size]
+    differs |= recorded.author[:size] != replayed.author[:size]
+    same = int(np.argmax(differs)) if differs.any() else size
+    identical = same == len(recorded.tokens)
+    if recorded.stop_reason not in STOPPED_FROM_OUTSIDE:
+        identical &= same == len(replayed.tokens) and _end(recorded) == _end(replayed)
+    return Comparison(recorded, replayed, same, identical)
+
+
+def describe_difference(tokenizer: Any, comparison: Comparison) -> str:
+    """Lines that show the first difference of a comparison that is not identical.
+
+    Args:
+        tokenizer: of the policy.
+        comparison: the two trajectories.
+    """
+    recorded, replayed, at = comparison.recorded, comparison.replayed, comparison.same
+    name = f"{recorded.task_id}, sample {recorded.sample_id}"
+    if at == len(recorded.tokens) == len(replayed.tokens):
+        head = f"{name}: the same {at} tokens end differently"
+    else:
+        head = f"{name}: token {at} differs, of {len(recorded.tokens)} recorded ones"
+    before = decode_ids(tokenizer, recorded.tokens[max(at - _BEFORE, 0) : at].tolist())
+    return "\n".join(
+        [
+            head,
+            *_call_difference(comparison),
+            f"  before    {before!r}",
+            f"  recorded  {_side(tokenizer, recorded, at)}",
+            f"  replayed  {_side(tokenizer, replayed, at)}",
+        ]
+    )
+
+
+def _side(tokenizer: Any, trajectory: Trajectory, at: int) -> str:
+    """What one of the two has at a token index."""
+    if at >= len(trajectory.tokens):
+        reason, calls = _end(trajectory)
+        return f"the end: {reason}, tool calls: {calls}"
+    author = Author(trajectory.author[at]).name.lower()
+    logp = f", log-probability {trajectory.logp[at]:.4f}" if author == "policy" else ""
+    after = decode_ids(tokenizer, trajectory.tokens[at : at + _AFTER].tolist())
+    return f"{trajectory.tokens[at]} by the {author}{logp}: {after!r}"
+
+
+def _call_difference(comparison: Comparison) -> list[str]:
+    """A line if the difference lies in an observation because another call was made."""
+    recorded, replayed, at = comparison.recorded, comparison.replayed, comparison.same
+    if at >= len(replayed.tokens) or replayed.author[at] != Author.ENVIRONMENT:
+        return []
+    starts = np.flatnonzero(np.diff(replayed.author[: at + 1] == Author.ENVIRONMENT, prepend=False))
+    number = (len(starts) - 1) // 2  # starts and ends of observations alternate
+    made = replayed.tool_calls[number]
+    came = f"call {number + 1} is {made.tool} with {made.arguments!r}"
+    if number >= len(recorded.tool_calls):
+        return [f"  {came}; it is not among the {len(recorded.tool_calls)} recorded calls"]
+    kept = recorded.tool_calls[number]
+    if (kept.tool, kept.arguments) == (made.tool, made.arguments):
+        return [f"  in the observation of {came}"]
+    return [f"  {came}; recorded is {kept.tool} with {kept.arguments!r}"]
+
+
+def _end(trajectory: Trajectory) -> tuple[StopReason, int]:
+    return trajectory.stop_reason, len(trajectory.tool_calls)

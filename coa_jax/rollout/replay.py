@@ -1,0 +1,350 @@
+"""Runs recorded rollouts again and checks that they come out token by token.
+
+    python -m coa_jax.rollout.replay runs/quickstart/traces.jsonl --phase=evaluate-sft \\
+        --model=runs/quickstart/models/sft
+
+A trajectory is a function of the parameters, its prompt, the key of its randomness, its budgets,
+and what the tools returned.  All but the parameters are in its record: tools are not run, each call
+gets the result that was recorded for it, in the recorded order and only for the recorded arguments.
+The engine has the recorded shapes, with which even log-probabilities come out bit by bit on the
+same machine.  Other slots or prefill shapes round differently: log-probabilities then differ by
+some 1e-5, and where a draw lies on the very edge between two tokens, the other one may come.
+
+A phase is replayed with the model that produced it.  Each step of RL samples with parameters of its
+own: step 1 with the model that RL began with (--phase=rl --step=1), the later ones with parameters
+that no model directory holds.
+
+What the clock ended (stop reasons deadline and tool_time) or a fault is replayed without a clock
+and compared up to where it was ended.
+
+Exit code 0: all are identical.  1: some differ; the first differences are shown.  2: a
+mistake in the command, or a file that does not hold what a replay needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from coa_jax import jsonl
+from coa_jax.cli import run_main
+from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.errors import UserError
+from coa_jax.model.api import Model, load_model
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.progress import progress
+from coa_jax.protocol import get_protocol
+from coa_jax.rollout.compare import (
+    STOPPED_FROM_OUTSIDE,
+    Comparison,
+    compare,
+    describe_difference,
+)
+from coa_jax.rollout.loop import Request, RolloutConfig, rollout
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.trajectory import Author, ToolCall, Trajectory
+
+SHOWN = 3
+"""Differing trajectories of which the difference is shown."""
+
+_SHAPES = {
+    "slots": "sequences decoded at a time",
+    "chunk": "tokens decoded between two visits of the host",
+    "extend_rows": "rows of a prefill",
+}
+
+# --- the record ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recording:
+    """A trajectory with all that its replay needs besides the parameters.
+
+    Attributes:
+        trajectory: as it was recorded.
+        prompt: its prompt's tokens.
+        seed, prompt_id: with the sample's number, the key of its randomness.
+        sampling, rollout, engine: the settings under which it was sampled.
+    """
+
+    trajectory: Trajectory
+    prompt: tuple[int, ...]
+    seed: int
+    prompt_id: int
+    sampling: SamplingParams
+    rollout: RolloutConfig
+    engine: EngineConfig
+
+    @property
+    def producer(self) -> str:
+        """The part of a run whose parameters sampled it, e.g. ``phase rl, step 3``."""
+        metadata = self.trajectory.metadata
+        return f"phase {metadata.get('phase', '(none)')}, step {metadata.get('step', '(none)')}"
+
+
+def recording(trajectory: Trajectory) -> Recording:
+    """Reads from a trajectory's metadata how it was sampled.
+
+    Raises:
+        KeyError, TypeError, ValueError: the metadata do not say, or say what cannot be.
+    """
+    metadata = trajectory.metadata
+    missing = [k for k in ("prompt_id", "sampling", "rollout", "engine") if k not in metadata]
+    if missing:
+        raise ValueError(
+            f"the metadata lack {', '.join(missing)}, without which there is no replay: an earlier "
+            "version wrote this trace, run its phase again"
+        )
+    other = np.flatnonzero(trajectory.author != Author.PROMPT)
+    prompt = trajectory.tokens[: other[0] if other.size else None]
+    if not prompt.size:
+        raise ValueError("the trajectory has no prompt")
+    try:
+        get_protocol(trajectory.protocol)
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    shapes = jsonl.fields(EngineConfig, metadata["engine"])
+    jnp.dtype(shapes["dtype"])  # a TypeError if there is none of the name
+    return Recording(
+        trajectory=trajectory,
+        prompt=tuple(prompt.tolist()),
+        seed=int(metadata["sampling"]["seed"]),
+        prompt_id=int(metadata["prompt_id"]),
+        sampling=SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"])),
+        rollout=RolloutConfig(**jsonl.fields(RolloutConfig, metadata["rollout"])),
+        engine=EngineConfig(**{**shapes, "extend_buckets": tuple(shapes["extend_buckets"])}),
+    )
+
+
+def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list[Recording]:
+    """The first recordings of a file that one model can have produced.
+
+    Args:
+        path: a file of trajectories.
+        phase: keeps those of this phase; "" keeps all.
+        step: keeps those of this step; None keeps all.
+        limit: the file is read up to this many; 0 for all.
+
+    Raises:
+        UserError: the file cannot be read, a line is malformed or lacks what a replay needs, no
+            trajectory is kept, or those kept were sampled with different parameters.
+    """
+    seen: dict[str, None] = {}
+
+    def decode(value: Any) -> Recording | None:
+        trajectory = Trajectory.from_json(value)
+        its_phase, its_step = (trajectory.metadata.get(key) for key in ("phase", "step"))
+        seen[f"{its_phase} (step {its_step})"] = None
+        if (phase and its_phase != phase) or (step is not None and its_step != step):
+            return None
+        return recording(trajectory)
+
+    kept: list[Recording] = []
+    for found in jsonl.read_lines(path, decode):
+        if found is None:
+            continue
+        if kept and found.producer != kept[0].producer:
+            raise UserError(
+                f"{path}: {kept[0].producer} and {found.producer} were sampled with different "
+                "parameters; choose with --phase and --step, and give the --model of that choice"
+            )
+        kept.append(found)
+        if len(kept) == limit:
+            break
+    if not kept:
+        wanted = f"phase {phase or '(any)'}" + ("" if step is None else f" and step {step}")
+        there = ", ".join(seen) or "none at all"
+        raise UserError(f"{path}: no trajectory of {wanted}; there are {there}")
+    return kept
+
+
+# --- the replay ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class RecordedTool:
+    """Returns what a tool returned when the rollouts were recorded.
+
+    Attributes:
+        name: tag of the tool.
+        calls: id of a trajectory -> its recorded calls, of all tools, in order.
+        deadline: seconds; never reached.
+    """
+
+    name: str
+    calls: Mapping[str, Sequence[ToolCall]]
+    deadline: float = 60.0
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """The recorded result, or a fault where the record has another call or none."""
+        for kept in self.calls[context.trajectory_id][context.call_index :][:1]:
+            if (kept.tool, kept.arguments) == (self.name, arguments):
+                outcome = cast(Outcome, kept.outcome)
+                seconds = kept.end - kept.start
+                return Observation(kept.observation, kept.ok, outcome, seconds, kept.detail)
+        return Observation("No result of this call was recorded.", False, "fault", 0.0)
+
+
+def replay(
+    model: Model,
+    recordings: Sequence[Recording],
+    shapes: Mapping[str, Any] | None = None,
+    on_finish: Callable[[], None] = lambda: None,
+) -> list[Comparison]:
+    """Samples trajectories again and puts each beside its record.
+
+    Args:
+        model: the policy that sampled them.
+        recordings: in any order and of any settings.
+        shapes: fields of `EngineConfig` that shall have other values than the recorded ones.
+        on_finish: called for each trajectory as it ends.
+
+    Returns:
+        A comparison for each recording, in their order.
+
+    Raises:
+        UserError: the recordings hold tokens that the model does not know.
+    """
+    largest = max(int(r.trajectory.tokens.max()) for r in recordings)
+    if largest >= model.config.vocab_size:
+        raise UserError(
+            f"the traces have token ids up to {largest}, the model only {model.config.vocab_size} "
+            "embeddings: give the --model that produced them"
+        )
+    alike: dict[tuple[RolloutConfig, EngineConfig], list[int]] = {}
+    for index, recorded in enumerate(recordings):
+        shaped = dataclasses.replace(recorded.engine, **(shapes or {}))
+        alike.setdefault((recorded.rollout, shaped), []).append(index)
+    replayed: dict[int, Trajectory] = {}
+
+    async def run(config: RolloutConfig, engine: Engine, indices: Sequence[int]) -> None:
+        requests = [_request(index, recordings[index]) for index in indices]
+        tools = _recorded_tools({index: recordings[index] for index in indices})
+        stream = rollout(engine, model.tokenizer, requests, tools, config)
+        async with contextlib.aclosing(stream):
+            async for trajectory in stream:
+                replayed[int(trajectory.task_id)] = trajectory
+                on_finish()
+
+    for (config, shaped), indices in alike.items():
+        engine = Engine(model.params, model.config, shaped, eos_ids(model.tokenizer))
+        timeless = dataclasses.replace(config, max_seconds=0.0, max_tool_seconds=0.0)
+        asyncio.run(run(timeless, engine, indices))
+    return [compare(r.trajectory, replayed[index]) for index, r in enumerate(recordings)]
+
+
+def _request(index: int, recorded: Recording) -> Request:
+    """Asks for a recording again; the index stands for the task, which may occur twice."""
+    trajectory = recorded.trajectory
+    return Request(
+        task=Task(str(index), trajectory.question, trajectory.protocol, (), "replay"),
+        prompt=recorded.prompt,
+        seed=recorded.seed,
+        prompt_id=recorded.prompt_id,
+        samples=(trajectory.sample_id,),
+        sampling=recorded.sampling,
+    )
+
+
+def _recorded_tools(recordings: Mapping[int, Recording]) -> list[RecordedTool]:
+    calls = {
+        f"{index}/{recorded.trajectory.sample_id}": recorded.trajectory.tool_calls
+        for index, recorded in recordings.items()
+    }
+    names = {call.tool for made in calls.values() for call in made}
+    return [RecordedTool(name, calls) for name in sorted(names)]
+
+
+# --- the command ---------------------------------------------------------------------------
+
+
+def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) -> str:
+    """What a replay showed, for a terminal.
+
+    Args:
+        tokenizer: of the policy.
+        producer: what the trajectories are of.
+        comparisons: at least one.
+    """
+    recorded = [comparison.recorded for comparison in comparisons]
+    differing = [comparison for comparison in comparisons if not comparison.identical]
+    cut = [t for t in recorded if t.stop_reason in STOPPED_FROM_OUTSIDE]
+    gaps = [comparison.logp_gaps() for comparison in comparisons]
+    largest = [float(gap.max(initial=0.0)) for gap in gaps]
+    worst = int(np.argmax(largest))
+    tokens = sum(t.num_policy_tokens for t in recorded)
+    calls = sum(len(t.tool_calls) for t in recorded)
+    lines = [
+        f"{producer}: {len(recorded)} trajectories, {tokens} tokens of the policy, {calls} tool "
+        "calls",
+        f"  identical: {len(recorded) - len(differing)}, different: {len(differing)}",
+        f"  largest difference of log-probabilities: {largest[worst]:.2g}",
+    ]
+    if largest[worst]:
+        at = int(np.argmax(gaps[worst]))
+        name = f"{recorded[worst].task_id}, sample {recorded[worst].sample_id}"
+        lines[-1] += f" ({name}, token {at})"
+    if cut:
+        reasons = ", ".join(sorted({str(t.stop_reason) for t in cut}))
+        lines.append(f"  {len(cut)} were ended by {reasons} and are compared up to there")
+    lines += [describe_difference(tokenizer, comparison) for comparison in differing[:SHOWN]]
+    if len(differing) > SHOWN:
+        lines.append(f"and {len(differing) - SHOWN} more")
+    return "\n".join(lines)
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_string("model", None, "the model that produced the traces", required=True)
+    flags.DEFINE_string("phase", "", "phase of the run to replay, e.g. evaluate-sft or rl")
+    flags.DEFINE_integer("step", None, "step of the phase; needed where it has several")
+    flags.DEFINE_integer("limit", 200, "trajectories to replay, 0 for all", lower_bound=0)
+    for name, text in _SHAPES.items():
+        flags.DEFINE_integer(name, None, f"{text}; as recorded unless given", lower_bound=1)
+    flags.DEFINE_list(
+        "extend_buckets", None, "token counts of the prefills; as recorded unless given"
+    )
+
+
+def given_shapes(values: Any) -> dict[str, Any]:
+    """The shapes of the engine that the flags name.
+
+    Raises:
+        UserError: the buckets are not whole numbers in ascending order.
+    """
+    shapes = {name: getattr(values, name) for name in _SHAPES if getattr(values, name) is not None}
+    if values.extend_buckets is not None:
+        texts = [text.strip() for text in values.extend_buckets]
+        sizes = [int(text) for text in texts if text.isdecimal()]
+        if len(sizes) < len(texts) or not sizes or sizes != sorted({*sizes} - {0}):
+            raise UserError(
+                f"--extend_buckets={','.join(texts)}: give ascending numbers, as 32,128"
+            )
+        shapes["extend_buckets"] = tuple(sizes)
+    return shapes
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    values = flags.FLAGS
+    if len(argv) != 2:
+        raise UserError("give one file: python -m coa_jax.rollout.replay TRACES.jsonl --model=DIR")
+    shapes = given_shapes(values)
+    recordings = read_recordings(argv[1], values.phase, values.step, values.limit)
+    model = load_model(values.model)
+    with progress("replay", total=len(recordings)) as bar:
+        comparisons = replay(model, recordings, shapes, bar.update)
+    print(summary(model.tokenizer, recordings[0].producer, comparisons))
+    return 0 if all(comparison.identical for comparison in comparisons) else 1
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags, positional=True)
