@@ -28,7 +28,8 @@ from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Protocol, get_protocol
 from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.detokenize import TokenTable
-from coa_jax.rollout.loop import Arrival, Request, RolloutConfig, rollout
+from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -73,12 +74,7 @@ def make_agent(
         slots=1, max_length=length, chunk=8, extend_rows=1, extend_buckets=buckets
     )
     engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
-    for size in buckets:
-        engine.extend([(0, 0, [0] * size)])
-    engine.start(0, 1, last_token=0, limit=2, key=(0, 0, 0), sampling=sampling)
-    engine.set_active(0, True)
-    engine.decode()
-    engine.set_active(0, False)
+    engine.warm_up()
     table = TokenTable(model.tokenizer)
     return Agent(model, engine, table, make_tools(tools), rules, sampling, seed, config)
 

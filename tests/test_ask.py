@@ -26,7 +26,7 @@ from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig, train
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
-from coa_jax.rollout.loop import Arrival, RolloutConfig
+from coa_jax.rollout.request import Arrival, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import load_tasks

@@ -33,7 +33,7 @@ ROOMS = (
     ("rollout",),
     ("distill",),
     ("learn",),
-    ("evaluate", "report", "serve"),
+    ("evaluate", "report", "serve", "bench"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 LINES = 450

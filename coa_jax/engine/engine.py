@@ -13,7 +13,7 @@ import numpy as np
 from coa_jax.engine import programs
 from coa_jax.engine.sampling import sample_key
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import init_cache
+from coa_jax.model.forward import Cache, init_cache
 from coa_jax.model.weights import Params, unstack_layers
 
 
@@ -89,11 +89,22 @@ class Engine:
         self.stop_tokens = tuple(stop_tokens)
         stop = np.asarray(self.stop_tokens or (-1,), np.int32)
         self._stop = np.broadcast_to(stop, (slots, stop.size))
-        self._cache = init_cache(model, slots, config.max_length, config.dtype)
+        self.extended_tokens = 0  # computed by `extend` so far, padding included
+        self._cache = _new_cache(self.params, model, config)
 
     def publish(self, params: Params) -> None:
         """Takes new training parameters over, in the decoding layout and dtype."""
         self.params = _publish(params, config=self.model, dtype=self.config.dtype)
+
+    def warm_up(self) -> None:
+        """Compiles all programs, so that no later call waits for that; the slots must be free."""
+        for size in self.config.extend_buckets:
+            self.extend([(0, 0, [0] * min(size, self.config.max_length))])
+        self.fork(0, [0])
+        self.start(0, 1, last_token=0, limit=2, key=(0, 0, 0), sampling=SamplingParams())
+        self.set_active(0, True)
+        self.decode()
+        self.set_active(0, False)
 
     def start(
         self,
@@ -185,6 +196,7 @@ class Engine:
             dtype=self.config.dtype,
         )
         self._cache = state.cache
+        self.extended_tokens += rows * bucket
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
         """Copies a slot's cache into others: a group's samples share one prefill."""
@@ -234,6 +246,14 @@ class Engine:
             top_k=jnp.array(self._top_k),
             stop=jnp.array(self._stop),
         )
+
+
+# Unless the parameters stay arguments, JAX does not tie the cache to their devices, and compiles a
+# program anew that meets first a new cache and then one that a program has returned.
+@functools.partial(jax.jit, static_argnames=("model", "config"), keep_unused=True)
+def _new_cache(params: Params, model: ModelConfig, config: EngineConfig) -> Cache:
+    """An empty cache on the devices of the parameters."""
+    return init_cache(model, config.slots, config.max_length, config.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))

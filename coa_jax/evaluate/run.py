@@ -14,7 +14,7 @@ from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.progress import progress
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.loop import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task, grade
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory

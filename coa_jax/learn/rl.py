@@ -30,7 +30,7 @@ from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
 from coa_jax.progress import progress
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.loop import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task, grade, load_tasks
 from coa_jax.tools.base import Tool

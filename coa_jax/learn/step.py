@@ -96,9 +96,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def init_state(params: Params, optimizer: OptimizerConfig) -> TrainState:
-    """State before the first update."""
-    opt_state = jax.jit(make_optimizer(optimizer).init)(params)
-    return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+    """State before the first update, on the devices of the parameters."""
+
+    def begin(params: Params) -> tuple[Any, jax.Array]:
+        return make_optimizer(optimizer).init(params), jnp.zeros((), jnp.int32)
+
+    # The moments are zeros that read no parameter.  Unless the parameters stay arguments, JAX does
+    # not tie the moments to their devices, and compiles the second update anew.
+    return TrainState(params, *jax.jit(begin, keep_unused=True)(params))
 
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "model"), donate_argnames=("total",))

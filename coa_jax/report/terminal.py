@@ -17,7 +17,7 @@ from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 
 from coa_jax.protocol import Parser, Protocol, Segment
-from coa_jax.rollout.loop import Arrival
+from coa_jax.rollout.request import Arrival
 from coa_jax.trajectory import Author, ToolCall, Trajectory, trajectory_violations
 
 # Colours of middle luminance, which can be read on a dark and on a light ground.

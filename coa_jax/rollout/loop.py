@@ -11,69 +11,17 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
-from coa_jax.engine.engine import Engine, SamplingParams
-from coa_jax.protocol import get_protocol
+from coa_jax.engine.engine import Engine
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
-from coa_jax.rollout.observation import encode_observation, frame_length, observation_text
-from coa_jax.tasks import Task
+from coa_jax.rollout.episodes import Episodes, TextEpisodes
+from coa_jax.rollout.observation import observation_text
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-    """Budgets of a trajectory; the `StopReason` of each stands behind it.
-
-    Attributes:
-        max_tokens: tokens of a whole trajectory, prompt and observations included (``length``).  An
-            observation is cut to the room that is left; a call that leaves none for it is not run.
-        max_turn_tokens: tokens that the policy may write in a row, 0 for any number
-            (``turn_length``).
-        max_tool_calls: calls after which the next one ends the trajectory (``turns``).
-        max_observation_tokens: the body of an observation is cut to this many tokens.
-        max_seconds: wall time of a trajectory, 0 for any (``deadline``).
-        max_tool_seconds: wall time that a trajectory may wait for its tools, all calls together, 0
-            for any (``tool_time``); a call has no more than what is left of it.
-        prompt_style: ``full`` or ``brief``, see `protocol.render_prompt`.
-        strict: whether the first broken rule of the protocol ends a trajectory (``violation``).
-            Where a reward counts well-formed trajectories only, this changes no reward and saves
-            what would have been written in vain.
-    """
-
-    max_tokens: int = 1024
-    max_tool_calls: int = 12
-    max_observation_tokens: int = 512
-    max_seconds: float = 0.0
-    max_tool_seconds: float = 0.0
-    prompt_style: str = "brief"
-    max_turn_tokens: int = 0
-    strict: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Samples wanted of one task.
-
-    Attributes:
-        task: the task.
-        prompt: its prompt's tokens.
-        seed, prompt_id: with the sample's number, the key of its randomness.
-        samples: sample numbers; they share one prefill.
-        sampling: how tokens are drawn.
-        metadata: goes into every trajectory.
-    """
-
-    task: Task
-    prompt: tuple[int, ...]
-    seed: int
-    prompt_id: int
-    samples: tuple[int, ...]
-    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -89,25 +37,7 @@ class _Running:
     tool_seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Arrival:
-    """Text of a sample, as soon as it is there; a sample's texts join to `Trajectory.text`.
-
-    Attributes:
-        task_id, sample_id: the sample.
-        author: the policy, whose text comes token by token, or the environment.
-        text: whole characters; what the policy sampled beyond a closing tag is never among them.
-        call: the call that the environment answers, None for the policy.
-    """
-
-    task_id: str
-    sample_id: int
-    author: Author
-    text: str
-    call: ToolCall | None = None
-
-
-async def rollout(
+def rollout(
     engine: Engine,
     tokenizer: Any,
     requests: Iterable[Request],
@@ -116,21 +46,48 @@ async def rollout(
     table: TokenTable | None = None,
     on_text: Callable[[Arrival], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
+    """Runs requests to their ends; the policy's text decides what happens.
+
+    Args:
+        engine, requests, tools, config, on_text: see `run_episodes`.
+        tokenizer: of the policy.
+        table: the tokenizer's bytes, when the caller has them already.
+
+    Returns:
+        What `run_episodes` yields.
+    """
+    episodes = TextEpisodes(
+        tokenizer,
+        table or TokenTable(tokenizer),
+        frozenset(int(t) for t in engine.stop_tokens),
+        config.max_observation_tokens,
+        config.strict,
+    )
+    return run_episodes(engine, episodes, requests, tools, config, on_text)
+
+
+async def run_episodes(
+    engine: Engine,
+    episodes: Episodes,
+    requests: Iterable[Request],
+    tools: Sequence[Tool],
+    config: RolloutConfig,
+    on_text: Callable[[Arrival], None] | None = None,
+) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends and yields trajectories as they finish.
 
     Args:
         engine: its slots are all free.
-        tokenizer: of the policy.
+        episodes: how samples begin and go on.
         requests: consumed lazily, so a generator may keep the slots busy for as long as it likes.
         tools: found by name; a protocol's tool that is not given answers that it is unavailable.
         config: budgets.
-        table: the tokenizer's bytes, when the caller has them already.
         on_text: called with the text of policy and environment as it arrives.
 
     Yields:
         Ungraded trajectories, in the order in which they finish.
     """
-    loop = _Loop(engine, tokenizer, requests, tools, config, table, on_text)
+    loop = _Loop(engine, episodes, requests, tools, config, on_text)
     try:
         while await loop.admit():
             for trajectory in await loop.turn():
@@ -143,19 +100,16 @@ class _Loop:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        episodes: Episodes,
         requests: Iterable[Request],
         tools: Sequence[Tool],
         config: RolloutConfig,
-        table: TokenTable | None,
         on_text: Callable[[Arrival], None] | None,
     ):
-        self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.table = table or TokenTable(tokenizer)
+        self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
         self.requests = iter(requests)
         self.on_text = on_text
-        self.end_tokens = frozenset(int(t) for t in engine.stop_tokens)
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, _Running] = {}
         self.waiting: deque[tuple[Request, int]] = deque()
@@ -213,25 +167,13 @@ class _Loop:
         self.device_call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
         return await asyncio.shield(self.device_call)
 
-    def _episode(self, request: Request, sample: int) -> Episode:
-        return Episode(
-            task_id=request.task.id,
-            sample_id=sample,
-            question=request.task.question,
-            protocol=get_protocol(request.task.protocol),
-            prompt=request.prompt,
-            table=self.table,
-            end_tokens=self.end_tokens,
-            strict=self.config.strict,
-        )
-
     def _refuse(self, request: Request, sample: int) -> Trajectory:
-        episode = self._episode(request, sample)
+        episode = self.episodes.begin(request, sample)
         metadata = self._metadata(request, 0.0)
         return episode.finish(StopReason.LENGTH, request.task.gold, metadata)
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
-        prompt, episode = request.prompt, self._episode(request, sample)
+        prompt, episode = request.prompt, self.episodes.begin(request, sample)
         self.engine.start(
             slot,
             len(prompt),
@@ -321,12 +263,7 @@ class _Loop:
             observation, start = run.tool.result()
             run.tool, run.tool_request = None, None
             episode = run.episode
-            ids, body = encode_observation(
-                self.tokenizer,
-                episode.protocol,
-                observation.text,
-                min(self.config.max_observation_tokens, self._room(episode)),
-            )
+            ids, body = self.episodes.encode(episode, observation.text, self._room(episode))
             before = len(episode.tokens)
             record = ToolCall(
                 tool=request.tool,
@@ -358,8 +295,7 @@ class _Loop:
 
     def _room(self, episode: Episode) -> int:
         """Tokens that are left for the body of an observation."""
-        frame = frame_length(self.tokenizer, episode.protocol)
-        return self.limit - len(episode.tokens) - frame
+        return self.limit - len(episode.tokens) - self.episodes.frame(episode)
 
     def _spent(self, run: _Running) -> StopReason | None:
         """The budget of the whole trajectory that is used up, if one is."""

@@ -47,7 +47,8 @@ from coa_jax.rollout.compare import (
     compare,
     describe_difference,
 )
-from coa_jax.rollout.loop import Request, RolloutConfig, rollout
+from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Outcome, ToolContext
 from coa_jax.trajectory import Author, ToolCall, Trajectory

@@ -6,7 +6,7 @@ import json
 
 from coa_jax.engine.engine import EngineConfig
 from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
-from coa_jax.rollout.loop import RolloutConfig
+from coa_jax.rollout.request import RolloutConfig
 from tests import tiny_policy
 from tests.tiny_policy import TASKS
 

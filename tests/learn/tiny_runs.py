@@ -13,7 +13,7 @@ from coa_jax.engine.engine import EngineConfig
 from coa_jax.learn import rl, sft
 from coa_jax.learn.losses import PolicyLossConfig
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.rollout.loop import RolloutConfig
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 
 SFT_STEPS = 24

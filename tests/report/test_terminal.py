@@ -19,7 +19,7 @@ from coa_jax.report.terminal import (
     Show,
     clean,
 )
-from coa_jax.rollout.loop import Arrival
+from coa_jax.rollout.request import Arrival
 from coa_jax.trajectory import Author, ToolCall
 
 PROTOCOL = get_protocol("generalist")

@@ -10,7 +10,7 @@ from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
 from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.loop import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Trajectory
 from tests import tiny_policy

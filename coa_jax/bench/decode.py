@@ -1,0 +1,156 @@
+"""Measures plain decoding beside its floor.
+
+    python -m coa_jax.bench.decode --model=DIR --batch=1,8,32 --prompt=128 --new=64
+    python -m coa_jax.bench.decode --random=qwen2.5-7b --dtype=bfloat16 --batch=32
+
+Random prompts are prefilled, then each sequence samples ``--new`` tokens at temperature 1; all
+programs are compiled before.  The floor of a step is the longer of two times, with the machine's
+bandwidth and FLOP/s measured in the same run: reading the weights and the keys and values in use
+once, and computing all products.  Prints one JSON object with a list over batch sizes; what is
+measured in each repeat is given as its median, smallest and largest value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from coa_jax.bench.costs import decode_bytes, forward_flops
+from coa_jax.bench.measure import output_path, peak_flops, read_bandwidth, report, spread
+from coa_jax.bench.meter import MeteredEngine
+from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.cli import run_main
+from coa_jax.engine.engine import EngineConfig, SamplingParams
+from coa_jax.errors import UserError
+
+
+def decode_once(engine: MeteredEngine, prompts: np.ndarray, new: int) -> tuple[float, float]:
+    """Prefills a prompt into each slot and samples ``new`` tokens in each.
+
+    Args:
+        engine: as many slots as prompts.
+        prompts: int ``[B, P]``.
+        new: tokens to sample.
+
+    Returns:
+        Seconds of the prefill and of the decoding.
+    """
+    engine.restart()
+    rows, length = prompts.shape
+    engine.extend([(slot, 0, prompt) for slot, prompt in enumerate(prompts.tolist())])
+    for slot in range(rows):
+        engine.start(
+            slot,
+            length,
+            last_token=int(prompts[slot, -1]),
+            limit=length + new,
+            key=(0, 0, slot),
+            sampling=SamplingParams(),
+        )
+        engine.set_active(slot, True)
+    while engine.any_active:
+        engine.decode()
+    if engine.meter.decoded_tokens != rows * new:
+        raise RuntimeError(f"{engine.meter.decoded_tokens} tokens were decoded, not {rows * new}")
+    return engine.meter.extend_s, engine.meter.decode_s
+
+
+def measure_batch(
+    subject: Subject, batch: int, *, prompt: int, new: int, chunk: int, dtype: str, repeats: int
+) -> dict[str, Any]:
+    """Speed at one batch size, after a run that compiles.
+
+    Args:
+        subject: the model.
+        batch: sequences.
+        prompt, new: tokens of each.
+        chunk, dtype: see `EngineConfig`.
+        repeats: measured runs.
+    """
+    shapes = EngineConfig(batch, prompt + new, chunk, min(batch, 8), (min(prompt, 512),), dtype)
+    began = time.perf_counter()
+    engine = MeteredEngine(subject.params, subject.config, shapes)
+    prompts = np.random.default_rng(batch).integers(0, subject.config.vocab_size, (batch, prompt))
+    decode_once(engine, prompts, new)
+    first = time.perf_counter() - began
+    runs = [decode_once(engine, prompts, new) for _ in range(repeats)]
+    return {
+        "batch": batch,
+        "decode_tokens_per_s": spread(batch * new / decode for _, decode in runs),
+        "ms_per_step": spread(1e3 * decode / new for _, decode in runs),
+        "prefill_tokens_per_s": spread(batch * prompt / prefill for prefill, _ in runs),
+        "end_to_end_tokens_per_s": spread(batch * new / sum(run) for run in runs),
+        "first_run_s": round(first, 2),
+    }
+
+
+def measure(subject: Subject, batches: Sequence[int], **options: Any) -> dict[str, Any]:
+    """The result of the command; ``options`` as for `measure_batch`."""
+    dtype = options["dtype"]
+    itemsize = jnp.dtype(dtype).itemsize
+    context = options["prompt"] + options["new"] / 2
+    results = [measure_batch(subject, batch, **options) for batch in batches]
+    # Measured last, when the processor is as warm as it was for the decoding.
+    bandwidth, peak = read_bandwidth(), peak_flops(dtype)
+    for result in results:
+        batch = result["batch"]
+        read = decode_bytes(subject.config, batch, context, itemsize) / bandwidth
+        compute = batch * forward_flops(subject.config, context) / peak
+        floor = 1e3 * max(read, compute)
+        result["floor_ms"] = {"read": round(1e3 * read, 3), "compute": round(1e3 * compute, 3)}
+        result["share_of_floor"] = round(floor / result["ms_per_step"]["median"], 3)
+    return {
+        "bench": "decode",
+        "model": subject.name,
+        **options,
+        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
+        "peak_gflop_s": round(peak / 1e9, 1),
+        "batches": results,
+    }
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    define_model_flags()
+    flags.DEFINE_list("batch", ["1", "8", "32"], "batch sizes, separated by commas")
+    flags.DEFINE_integer("prompt", 128, "tokens of a prompt", lower_bound=1)
+    flags.DEFINE_integer("new", 64, "tokens to sample", lower_bound=1)
+    flags.DEFINE_integer("chunk", 16, "tokens between two visits of the host", lower_bound=1)
+    flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
+
+
+def batch_sizes(values: Sequence[str]) -> tuple[int, ...]:
+    """Batch sizes of the command line.
+
+    Raises:
+        UserError: none, or one that is not a whole number from 1.
+    """
+    if not values or not all(value.isdecimal() and int(value) >= 1 for value in values):
+        raise UserError(f"--batch={','.join(values)}: give whole numbers from 1, such as 1,8,32")
+    return tuple(int(value) for value in values)
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    out, batches = output_path(values.out), batch_sizes(values.batch)
+    subject = load_subject(values.model, values.random, values.dtype)
+    result = measure(
+        subject,
+        batches,
+        prompt=values.prompt,
+        new=values.new,
+        chunk=values.chunk,
+        dtype=values.dtype,
+        repeats=values.repeats,
+    )
+    report(result, out)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,102 @@
+"""Episodes whose lengths, calls and observations a workload fixes, for the real agent loop.
+
+They differ from those of training in three places only: what ends a turn, what a tool does, and
+which ids it returns.  Sampled tokens are still put into text and parsed, since the host does that
+beside the device in training too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+
+from coa_jax.bench.workload import Script, Workload
+from coa_jax.protocol import get_protocol
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.request import Request
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.trajectory import StopReason
+
+_PROTOCOL = "generalist"
+
+
+class _Words(TokenTable):
+    """Every token is the same short word, so that random weights cannot write a tag."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return b"word"
+
+
+class ForcedEpisode(Episode):
+    """An episode in which the number of sampled tokens decides, not what they say."""
+
+    def __init__(self, request: Request, sample: int, script: Script):
+        super().__init__(
+            task_id=request.task.id,
+            sample_id=sample,
+            question=request.task.question,
+            protocol=get_protocol(_PROTOCOL),
+            prompt=request.prompt,
+            table=_Words(),
+            end_tokens=frozenset(),
+        )
+        self.script = script
+
+    def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
+        """See `Episode.feed`; the last token of a turn calls the tool, the very last one ends."""
+        super().feed(token, logp)
+        call = len(self.tool_calls)
+        if self.turn_tokens < self.script.lengths[call]:
+            return None
+        if call == len(self.script.calls):
+            return StopReason.EOS
+        return ToolRequest(Sleep.name, repr(self.script.calls[call].seconds))
+
+
+@dataclasses.dataclass(frozen=True)
+class ForcedEpisodes:
+    """The rollouts of a workload (see `coa_jax.rollout.episodes.Episodes`)."""
+
+    workload: Workload
+
+    def requests(self) -> Iterator[Request]:
+        """One request a prompt; the number of a sample is that of its rollout."""
+        for number, prompt in enumerate(self.workload.prompts):
+            scripts = enumerate(self.workload.scripts)
+            samples = tuple(i for i, script in scripts if script.prompt == number)
+            task = Task(f"prompt-{number}", "", _PROTOCOL, (), "bench")
+            yield Request(task, prompt, self.workload.seed, number, samples)
+
+    def begin(self, request: Request, sample: int) -> Episode:
+        """The episode of a rollout."""
+        return ForcedEpisode(request, sample, self.workload.scripts[sample])
+
+    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+        """The workload's ids, whatever the tool said; that they fit is checked before."""
+        calls = self.workload.scripts[episode.sample_id].calls
+        return list(calls[len(episode.tool_calls)].observation), text
+
+    def frame(self, episode: Episode) -> int:
+        """None: an observation is what the workload says."""
+        return 0
+
+
+class Sleep:
+    """A tool that sleeps for as many seconds as its arguments say."""
+
+    name = "sleep"
+    deadline = math.inf
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Sleeps; any number of calls sleep at the same time."""
+        began = time.monotonic()
+        await asyncio.sleep(float(arguments))
+        return Observation("", True, "ok", time.monotonic() - began)

@@ -1,0 +1,76 @@
+"""The engine of training with a clock around each of its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.programs import Chunk
+
+
+@dataclasses.dataclass
+class Meter:
+    """Seconds and counts since a repeat began; see `coa_jax.bench.rollout`."""
+
+    decode_s: float = 0.0
+    extend_s: float = 0.0
+    idle_s: float = 0.0
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+
+
+class MeteredEngine(Engine):
+    """The engine with a clock around each call."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.restart()
+
+    def restart(self) -> None:
+        """Sets all figures to zero; the slots must be free."""
+        self.meter = Meter()
+        self.extended_tokens = 0
+        self._resting_since: float | None = None
+
+    def set_active(self, slot: int, active: bool) -> None:
+        """See `Engine`; from when the last slot rests the engine idles, until its next call."""
+        super().set_active(slot, active)
+        if not self.any_active and self._resting_since is None:
+            self._resting_since = time.perf_counter()
+
+    def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """See `Engine`; waits for the device, so that its work is not taken for decoding."""
+        with self._clock("extend_s"):
+            super().extend(feeds)
+            jax.block_until_ready(self._cache)
+
+    def fork(self, source: int, targets: Sequence[int]) -> None:
+        """See `Engine` and `extend`."""
+        with self._clock("extend_s"):
+            super().fork(source, targets)
+            jax.block_until_ready(self._cache)
+
+    def decode(self) -> Chunk:
+        """See `Engine`."""
+        with self._clock("decode_s"):
+            chunk = super().decode()
+        self.meter.decode_steps += int(np.max(chunk.count))
+        self.meter.decoded_tokens += int(np.sum(chunk.count))
+        return chunk
+
+    @contextlib.contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        if self._resting_since is not None:
+            self.meter.idle_s += began - self._resting_since
+            self._resting_since = None
+        yield
+        seconds = getattr(self.meter, name) + time.perf_counter() - began
+        setattr(self.meter, name, seconds)

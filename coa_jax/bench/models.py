@@ -1,0 +1,92 @@
+"""The model that is measured: one from files, or random weights of a published architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from absl import flags
+
+from coa_jax.errors import UserError
+from coa_jax.model.api import load_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import Params, init_params
+
+# Flags defined by the helper below belong to the command that calls it (for --help).
+flags.disclaim_key_flags()
+
+_QWEN25 = ModelConfig(
+    "qwen2", 151936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True, max_position=32768
+)
+
+# As the config.json of each model on the Hugging Face hub says; `tiny` is for trying a command.
+ARCHITECTURES: dict[str, ModelConfig] = {
+    "tiny": ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16),
+    "smollm2-135m": ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, rms_eps=1e-5, max_position=8192
+    ),
+    "qwen2.5-0.5b": _QWEN25,
+    "qwen2.5-1.5b": dataclasses.replace(
+        _QWEN25,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        head_dim=128,
+    ),
+    "qwen2.5-7b": dataclasses.replace(
+        _QWEN25,
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        tie_embeddings=False,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is measured: its name in the results, its architecture, its stacked parameters."""
+
+    name: str
+    config: ModelConfig
+    params: Params
+
+
+def define_model_flags() -> None:
+    """Flags of every benchmark: the model, its dtype, and where the result goes."""
+    flags.DEFINE_string("model", None, "Hugging Face directory or GGUF file")
+    flags.DEFINE_enum("random", None, sorted(ARCHITECTURES), "random weights of an architecture")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the operands of products")
+    flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
+
+
+def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
+    """Loads a model, or makes one.
+
+    Args:
+        model: see `load_model`; None if ``random`` is given.
+        random: a name in `ARCHITECTURES`; None if ``model`` is given.
+        dtype: of the parameters.
+
+    Raises:
+        UserError: neither or both are given, no such architecture, or the model cannot be loaded.
+    """
+    if (model is None) == (random is None):
+        raise UserError("give either --model=DIR or --random=NAME")
+    if model is not None:
+        loaded = load_model(model, dtype)
+        return Subject(model, loaded.config, loaded.params)
+    if random not in ARCHITECTURES:
+        raise UserError(f"no architecture {random!r}; there are {', '.join(ARCHITECTURES)}")
+    config = ARCHITECTURES[random]
+    # Compiled, so that drawing, scaling and casting are one pass: a float32 copy of a large model
+    # may not fit beside it.
+    init = jax.jit(init_params, static_argnames=("config", "dtype"))
+    params = init(config, jax.random.key(0), dtype)
+    # Tied to a device, as those of a loaded model are.
+    return Subject(f"random {random}", config, jax.device_put(params, jax.local_devices()[0]))

@@ -1,0 +1,238 @@
+"""Measures rollouts with tools: the agent loop and the engine of training on a fixed workload.
+
+    python -m coa_jax.bench.rollout --model=DIR --workload=w.json --slots=32 --out=r.json
+    python -m coa_jax.bench.rollout --random=qwen2.5-1.5b --dtype=bfloat16 --workload=w.json
+
+`coa_jax/bench/workload.py` describes the file.  All programs are compiled before the clock starts;
+a repeat lasts from the first prefill to the last token.  Prints one JSON object; what is measured
+in each repeat is given as its median, smallest and largest value:
+
+    wall_s                   seconds of a repeat, which are, added up:
+    decode_s, extend_s         decoding chunks; prefilling prompts and observations, and copying
+                               the cache of a prompt to the other samples of its group
+    idle_s                     no slot could decode, because all waited for their tools
+    host_s                     the rest: taking tokens, starting and ending samples
+    tokens_per_s             sampled tokens that were kept, by wall_s
+    prefill_tokens_computed  positions that the prefill programs computed, padding included
+    prefill_tokens_needed    each prompt once and each observation once
+    decode_steps             steps of decoding, each over all slots
+    decode_occupancy         of slots times steps, the share in which a slot was decoding ...
+    decode_useful            ... and in which its token was kept: what is sampled between a closed
+                             tag and the end of the chunk is forgotten
+    compiles_after_warmup    programs compiled in all repeats together; 0 is right
+    peak_rss_mb              peak resident memory in all repeats together, in 10^6 bytes
+    logp_gap_max             largest difference between a token's log-probability when it was
+                             sampled and in the forward pass of training
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from coa_jax.bench.forced import ForcedEpisodes, Sleep
+from coa_jax.bench.measure import (
+    compile_count,
+    output_path,
+    peak_memory_mb,
+    report,
+    reset_peak_memory,
+    spread,
+)
+from coa_jax.bench.meter import MeteredEngine
+from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.workload import Workload, read_workload
+from coa_jax.cli import run_main
+from coa_jax.engine.engine import Engine, EngineConfig
+from coa_jax.errors import UserError
+from coa_jax.learn.batch import pack, split_rows, trajectory_example
+from coa_jax.learn.losses import token_logps
+from coa_jax.rollout.loop import run_episodes
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.trajectory import Author, Trajectory
+
+# --- one repeat ----------------------------------------------------------------------------
+
+
+def run_workload(engine: Engine, workload: Workload) -> list[Trajectory]:
+    """Runs a workload in the agent loop of training.
+
+    Args:
+        engine: its slots are free and hold ``workload.longest`` tokens; it has no stop tokens.
+        workload: what to run.
+
+    Returns:
+        A trajectory for each rollout, in the workload's order.
+    """
+    episodes = ForcedEpisodes(workload)
+    calls = max(len(script.calls) for script in workload.scripts)
+    config = RolloutConfig(max_tokens=engine.config.max_length, max_tool_calls=calls)
+
+    async def collect() -> list[Trajectory]:
+        stream = run_episodes(engine, episodes, episodes.requests(), [Sleep()], config)
+        async with contextlib.aclosing(stream):
+            return [trajectory async for trajectory in stream]
+
+    return sorted(asyncio.run(collect()), key=lambda trajectory: trajectory.sample_id)
+
+
+def measure_once(
+    engine: MeteredEngine, workload: Workload
+) -> tuple[dict[str, float], list[Trajectory]]:
+    """Figures of one repeat, and its trajectories in the workload's order."""
+    engine.restart()
+    began = time.perf_counter()
+    trajectories = run_workload(engine, workload)
+    wall = time.perf_counter() - began
+    kept = sum(int(np.sum(t.author == Author.POLICY)) for t in trajectories)
+    if kept != workload.generated_tokens:
+        raise RuntimeError(f"{kept} tokens were sampled, not {workload.generated_tokens}")
+    meter = engine.meter
+    places = engine.config.slots * meter.decode_steps
+    figures = {
+        "wall_s": wall,
+        "decode_s": meter.decode_s,
+        "extend_s": meter.extend_s,
+        "idle_s": meter.idle_s,
+        "host_s": wall - meter.decode_s - meter.extend_s - meter.idle_s,
+        "tokens_per_s": kept / wall,
+        "prefill_tokens_computed": engine.extended_tokens,
+        "decode_steps": meter.decode_steps,
+        "decode_occupancy": meter.decoded_tokens / places,
+        "decode_useful": kept / places,
+    }
+    return figures, trajectories
+
+
+def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -> float:
+    """Largest |difference| of the log-probabilities of sampling and of the training forward pass.
+
+    Args:
+        subject: the model that sampled.
+        trajectories: at temperature 1.
+        dtype: of the products.
+    """
+    # A multiple of 128, for which the forward pass leaves out keys that no query may see.
+    length = -(-max(len(t.tokens) for t in trajectories) // 128) * 128
+    score = jax.jit(
+        functools.partial(token_logps, dtype=dtype, remat=False), static_argnames=("config",)
+    )
+    gaps = []
+    for batch in split_rows(pack([trajectory_example(t, 0.0) for t in trajectories], length), 1):
+        logps, _ = score(subject.params, config=subject.config, batch=batch)
+        gaps.append(np.max(np.abs(np.asarray(logps) - batch.logp) * batch.mask))
+    return float(np.max(gaps))
+
+
+# --- the command ---------------------------------------------------------------------------
+
+
+def engine_shapes(
+    workload: Workload,
+    *,
+    slots: int,
+    chunk: int,
+    dtype: str,
+    max_length: int = 0,
+    extend_rows: int = 8,
+    extend_buckets: Sequence[int] = (32, 128, 512),
+) -> EngineConfig:
+    """Shapes of an engine for a workload.
+
+    Args:
+        workload: has to fit.
+        slots, chunk, dtype, extend_rows, extend_buckets: see `EngineConfig`.
+        max_length: positions of a slot; 0 for the longest rollout, rounded up to 128.
+
+    Raises:
+        UserError: a rollout is longer than ``max_length``.
+    """
+    max_length = max_length or -(-workload.longest // 128) * 128
+    if workload.longest > max_length:
+        raise UserError(
+            f"the workload has a rollout of {workload.longest} tokens and --max_length is "
+            f"{max_length}; raise it, or leave it out"
+        )
+    return EngineConfig(slots, max_length, chunk, extend_rows, tuple(sorted(extend_buckets)), dtype)
+
+
+def measure(
+    subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
+) -> dict[str, Any]:
+    """Compiles, then runs the workload ``repeats`` times; the result of the command."""
+    compile_count()
+    began = time.perf_counter()
+    engine = MeteredEngine(subject.params, subject.config, shapes)
+    engine.warm_up()
+    warm_up = time.perf_counter() - began
+    reset_peak_memory()
+    compiled = compile_count()
+    runs: list[dict[str, float]] = []
+    trajectories: list[Trajectory] = []
+    for _ in range(repeats):
+        figures, trajectories = measure_once(engine, workload)
+        runs.append(figures)
+    after = {
+        "compiles_after_warmup": compile_count() - compiled,
+        "peak_rss_mb": round(peak_memory_mb(), 1),
+        "logp_gap_max": logp_gap(subject, trajectories, shapes.dtype),
+    }
+    return {
+        "bench": "rollout",
+        "model": subject.name,
+        "workload": workload.name,
+        **dataclasses.asdict(shapes),
+        "repeats": repeats,
+        "warm_up_s": round(warm_up, 2),
+        "generated_tokens": workload.generated_tokens,
+        "prefill_tokens_needed": workload.prefill_tokens,
+        **{name: spread(run[name] for run in runs) for name in runs[0]},
+        **after,
+    }
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    define_model_flags()
+    flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
+    flags.DEFINE_integer("slots", 16, "sequences decoded at a time", lower_bound=1)
+    flags.DEFINE_integer("chunk", 16, "tokens between two visits of the host", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_length", 0, "positions of a slot; 0 for those of the workload", lower_bound=0
+    )
+    flags.DEFINE_integer("extend_rows", 8, "sequences of a prefill program", lower_bound=1)
+    flags.DEFINE_multi_integer(
+        "extend_buckets", [32, 128, 512], "tokens of a prefill program (repeatable)", lower_bound=1
+    )
+    flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    out = output_path(values.out)
+    subject = load_subject(values.model, values.random, values.dtype)
+    workload = read_workload(values.workload, subject.config.vocab_size)
+    shapes = engine_shapes(
+        workload,
+        slots=values.slots,
+        chunk=values.chunk,
+        dtype=values.dtype,
+        max_length=values.max_length,
+        extend_rows=values.extend_rows,
+        extend_buckets=values.extend_buckets,
+    )
+    report(measure(subject, workload, shapes, values.repeats), out)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,130 @@
+"""Measures the training step of fine-tuning beside the peak of the machine.
+
+    python -m coa_jax.bench.sft --model=DIR --batch=8 --length=256 --steps=3
+    python -m coa_jax.bench.sft --random=qwen2.5-0.5b --dtype=bfloat16 --remat --rows=2
+
+A step is that of `coa_jax.sft`: forward and backward pass over all tokens, in micro-batches of
+``--rows`` sequences, and an AdamW update of float32 parameters.  The first step compiles and is
+given apart.  FLOPs are those of the model, six a parameter and token and three times those of
+attention: what ``--remat`` computes again does not count.  Prints one JSON object; what is measured
+in each step is given as its median, smallest and largest value.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from coa_jax.bench.costs import train_flops
+from coa_jax.bench.measure import (
+    compile_count,
+    output_path,
+    peak_flops,
+    peak_memory_mb,
+    report,
+    reset_peak_memory,
+    spread,
+)
+from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.cli import run_main
+from coa_jax.learn.batch import Example, pack, split_rows
+from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+
+
+def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
+    """Sequences of random ids, all of which have a loss but the first."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (batch, length), np.int32)
+    zeros = np.zeros(length, np.float32)
+    return [Example(row, np.ones(length, np.float32), zeros, zeros) for row in tokens]
+
+
+def measure(
+    subject: Subject, *, batch: int, length: int, rows: int, dtype: str, remat: bool, steps: int
+) -> dict[str, Any]:
+    """The result of the command.
+
+    Args:
+        subject: the model, with float32 parameters; they are used up.
+        batch, length: sequences of a step, tokens of each.
+        rows: sequences of a micro-batch.
+        dtype, remat: see `SFTConfig`.
+        steps: measured steps.
+    """
+    batches = split_rows(
+        pack(random_examples(subject.config.vocab_size, batch, length), length), rows
+    )
+    optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
+    loss_fn = bind(sft_loss, dtype=dtype, remat=remat)
+    state = init_state(subject.params, optimizer)
+    compile_count()
+    compiled, seconds = 0, []
+    for step in range(steps + 1):
+        if step == 1:
+            reset_peak_memory()
+            compiled = compile_count()
+        began = time.perf_counter()
+        # The statistics are on the host when it returns, so the step is done.
+        state, stats = train_step(
+            state, batches, loss_fn=loss_fn, model=subject.config, optimizer=optimizer
+        )
+        seconds.append(time.perf_counter() - began)
+    compiled, memory = compile_count() - compiled, peak_memory_mb()
+    flops = batch * length * train_flops(subject.config, length)
+    peak = peak_flops(dtype)
+    measured = seconds[1:]
+    speed = spread(flops / s / 1e9 for s in measured)
+    return {
+        "bench": "sft",
+        "model": subject.name,
+        "batch": batch,
+        "length": length,
+        "rows": rows,
+        "dtype": dtype,
+        "remat": remat,
+        "steps": steps,
+        "first_step_s": round(seconds[0], 2),
+        "step_s": spread(measured),
+        "tokens_per_s": spread(batch * length / s for s in measured),
+        "model_gflop_s": speed,
+        "peak_gflop_s": round(peak / 1e9, 1),
+        "share_of_peak": round(speed["median"] * 1e9 / peak, 3),
+        "compiles_after_warmup": compiled,
+        "peak_rss_mb": round(memory, 1),
+        "loss": stats["loss"],
+    }
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    define_model_flags()
+    flags.DEFINE_integer("batch", 8, "sequences of a step", lower_bound=1)
+    flags.DEFINE_integer("length", 256, "tokens of a sequence", lower_bound=2)
+    flags.DEFINE_integer("rows", 0, "sequences of a micro-batch; 0 for all", lower_bound=0)
+    flags.DEFINE_bool("remat", False, "recompute activations in the backward pass")
+    flags.DEFINE_integer("steps", 3, "measured steps", lower_bound=1)
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    out = output_path(values.out)
+    # As in `coa_jax.sft`, parameters are float32 whatever the products are computed in.
+    subject = load_subject(values.model, values.random, "float32")
+    result = measure(
+        subject,
+        batch=values.batch,
+        length=values.length,
+        rows=values.rows or values.batch,
+        dtype=values.dtype,
+        remat=values.remat,
+        steps=values.steps,
+    )
+    report(result, out)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

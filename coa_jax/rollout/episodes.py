@@ -1,0 +1,72 @@
+"""The kinds of samples that the agent loop can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from coa_jax.protocol import get_protocol
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.episode import Episode
+from coa_jax.rollout.observation import encode_observation, frame_length
+from coa_jax.rollout.request import Request
+
+
+class Episodes(typing.Protocol):
+    """What the loop leaves open: how a sample begins, and the ids in which a tool answers it."""
+
+    def begin(self, request: Request, sample: int) -> Episode:
+        """The record of a sample that holds its prompt so far."""
+        ...
+
+    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+        """Ids that follow when a tool has returned ``text``, and what of the text they hold.
+
+        The text takes at most ``room`` of the ids; `frame` is what they have besides.
+        """
+        ...
+
+    def frame(self, episode: Episode) -> int:
+        """Ids that every observation has, however short its text."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEpisodes:
+    """Episodes in which the policy's text decides what is called and when it is over.
+
+    Attributes:
+        tokenizer: of the policy.
+        table: its bytes.
+        end_tokens: end an episode.
+        max_observation_tokens, strict: see `RolloutConfig`.
+    """
+
+    tokenizer: Any
+    table: TokenTable
+    end_tokens: frozenset[int]
+    max_observation_tokens: int
+    strict: bool
+
+    def begin(self, request: Request, sample: int) -> Episode:
+        """See `Episodes`."""
+        return Episode(
+            task_id=request.task.id,
+            sample_id=sample,
+            question=request.task.question,
+            protocol=get_protocol(request.task.protocol),
+            prompt=request.prompt,
+            table=self.table,
+            end_tokens=self.end_tokens,
+            strict=self.strict,
+        )
+
+    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+        """See `Episodes`."""
+        most = min(room, self.max_observation_tokens)
+        return encode_observation(self.tokenizer, episode.protocol, text, most)
+
+    def frame(self, episode: Episode) -> int:
+        """See `Episodes`."""
+        return frame_length(self.tokenizer, episode.protocol)

@@ -1,0 +1,81 @@
+"""What goes into the agent loop, and what of a sample comes out before it is finished."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.engine.engine import SamplingParams
+from coa_jax.tasks import Task
+from coa_jax.trajectory import Author, ToolCall
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Budgets of a trajectory; the `StopReason` of each stands behind it.
+
+    Attributes:
+        max_tokens: tokens of a whole trajectory, prompt and observations included (``length``).  An
+            observation is cut to the room that is left; a call that leaves none for it is not run.
+        max_turn_tokens: tokens that the policy may write in a row, 0 for any number
+            (``turn_length``).
+        max_tool_calls: calls after which the next one ends the trajectory (``turns``).
+        max_observation_tokens: the body of an observation is cut to this many tokens.
+        max_seconds: wall time of a trajectory, 0 for any (``deadline``).
+        max_tool_seconds: wall time that a trajectory may wait for its tools, all calls together, 0
+            for any (``tool_time``); a call has no more than what is left of it.
+        prompt_style: ``full`` or ``brief``, see `protocol.render_prompt`.
+        strict: whether the first broken rule of the protocol ends a trajectory (``violation``).
+            Where a reward counts well-formed trajectories only, this changes no reward and saves
+            what would have been written in vain.
+    """
+
+    max_tokens: int = 1024
+    max_tool_calls: int = 12
+    max_observation_tokens: int = 512
+    max_seconds: float = 0.0
+    max_tool_seconds: float = 0.0
+    prompt_style: str = "brief"
+    max_turn_tokens: int = 0
+    strict: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Samples wanted of one task.
+
+    Attributes:
+        task: the task.
+        prompt: its prompt's tokens.
+        seed, prompt_id: with the sample's number, the key of its randomness.
+        samples: sample numbers; they share one prefill.
+        sampling: how tokens are drawn.
+        metadata: goes into every trajectory.
+    """
+
+    task: Task
+    prompt: tuple[int, ...]
+    seed: int
+    prompt_id: int
+    samples: tuple[int, ...]
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Text of a sample, as soon as it is there; a sample's texts join to `Trajectory.text`.
+
+    Attributes:
+        task_id, sample_id: the sample.
+        author: the policy, whose text comes token by token, or the environment.
+        text: whole characters; what the policy sampled beyond a closing tag is never among them.
+        call: the call that the environment answers, None for the policy.
+    """
+
+    task_id: str
+    sample_id: int
+    author: Author
+    text: str
+    call: ToolCall | None = None

@@ -1,0 +1,56 @@
+"""The commands: one JSON object for a result, one line and exit code 2 for a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.small_workload import content, rollout, write
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(name, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", f"coa_jax.bench.{name}", *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_a_result_is_printed_and_written(tmp_path):
+    path = write(tmp_path, content(rollout(), rollout()))
+    out = tmp_path / "result.json"
+    ended = run("rollout", "--random=tiny", f"--workload={path}", "--repeats=1", f"--out={out}")
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result == json.loads(out.read_text())
+    assert (result["bench"], result["model"]) == ("rollout", "random tiny")
+    assert result["generated_tokens"] == 16
+    assert {"wall_s", "idle_s", "device", "load1", "compiles_after_warmup"} <= set(result)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["rollout", "--random=tiny", "--workload={folder}/none.json"], "cannot read"),
+        (["decode", "--model={folder}/none"], "does not exist: give a model directory"),
+        (["decode", "--random=tiny", "--batch=0"], "--batch=0: give whole numbers from 1"),
+        (["sft", "--random=tiny", "--batch=0"], "--batch=0: 0 is not a positive integer"),
+        (["sft", "--random=tiny", "--out={folder}/none/r.json"], "a directory that exists"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, command, message):
+    name, *arguments = (part.format(folder=tmp_path) for part in command)
+    ended = run(name, *arguments)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line

@@ -1,0 +1,63 @@
+"""Decoding and the training step are measured over the work that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from coa_jax.bench import decode, sft
+from coa_jax.bench.meter import MeteredEngine
+from coa_jax.engine.engine import EngineConfig
+from coa_jax.errors import UserError
+from tests.bench.small_workload import subject
+
+
+def test_decoding_samples_what_was_asked_for():
+    engine = MeteredEngine(subject().params, subject().config, EngineConfig(3, 30, 4, 3, (20,)))
+    prompts = np.arange(60).reshape(3, 20)
+    prefill, seconds = decode.decode_once(engine, prompts, new=10)
+    assert prefill > 0 and seconds > 0
+    assert engine.length.tolist() == [30, 30, 30]
+    assert engine.meter.decode_steps == 10
+    assert engine.extended_tokens == 60
+
+
+def test_decoding_is_reported_for_each_batch_size_beside_its_floor():
+    options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 2}
+    result = decode.measure(subject(), (1, 3), **options)
+    assert [entry["batch"] for entry in result["batches"]] == [1, 3]
+    for entry in result["batches"]:
+        step = entry["ms_per_step"]["median"]
+        floor = max(entry["floor_ms"].values())
+        assert entry["share_of_floor"] == pytest.approx(floor / step, abs=0.01 + 0.001 / step)
+        tokens = entry["decode_tokens_per_s"]["max"]
+        assert tokens == pytest.approx(1e3 * entry["batch"] / entry["ms_per_step"]["min"], rel=1e-3)
+        assert entry["end_to_end_tokens_per_s"]["median"] < entry["decode_tokens_per_s"]["max"]
+
+
+def test_a_training_step_is_measured_without_its_compilation():
+    # The step donates its parameters.
+    own = dataclasses.replace(subject(), params=jax.tree.map(jax.numpy.copy, subject().params))
+    result = sft.measure(own, batch=4, length=32, rows=2, dtype="float32", remat=False, steps=2)
+    assert result["compiles_after_warmup"] == 0
+    assert result["first_step_s"] > result["step_s"]["max"]
+    assert result["tokens_per_s"]["max"] == pytest.approx(128 / result["step_s"]["min"], rel=1e-3)
+    # Nothing can be learnt from random ids: the loss is that of even odds over 512 tokens.
+    assert result["loss"] == pytest.approx(np.log(512), abs=0.2)
+
+
+def test_all_tokens_of_a_training_batch_but_the_first_have_a_loss():
+    (batch,) = sft.split_rows(sft.pack(sft.random_examples(512, 3, 16), 16), 3)
+    assert batch.tokens.shape == (3, 16)
+    assert batch.mask.sum(axis=1).tolist() == [15, 15, 15]
+    assert len(np.unique(batch.tokens)) > 20
+
+
+@pytest.mark.parametrize("values", [[], ["0"], ["-1"], ["8", "x"], ["1.5"]])
+def test_batch_sizes_are_whole_numbers_from_one(values):
+    assert decode.batch_sizes(["1", "32"]) == (1, 32)
+    with pytest.raises(UserError, match="whole numbers from 1"):
+        decode.batch_sizes(values)
