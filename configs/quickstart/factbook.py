@@ -102,7 +102,7 @@ def get_config() -> ml_collections.ConfigDict:
                 OptimizerConfig,
                 {
                     "learning_rate": 1.6e-4,
-                    "total_steps": 36,
+                    "total_steps": 32,
                     "warmup_steps": 3,
                     "final_ratio": 0.1,
                     "weight_decay": 0.0,
