@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import Stats
@@ -96,14 +97,24 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def init_state(params: Params, optimizer: OptimizerConfig) -> TrainState:
-    """State before the first update, on the devices of the parameters."""
+    """State before the first update; the moments of a parameter lie where it lies.
 
-    def begin(params: Params) -> tuple[Any, jax.Array]:
-        return make_optimizer(optimizer).init(params), jnp.zeros((), jnp.int32)
-
-    # The moments are zeros that read no parameter.  Unless the parameters stay arguments, JAX does
-    # not tie the moments to their devices, and compiles the second update anew.
-    return TrainState(params, *jax.jit(begin, keep_unused=True)(params))
+    Nothing but the parameters says where: moments are zeros that read none of them, and JAX would
+    put all of them on the first device, and compile again for the second update.
+    """
+    transformation = make_optimizer(optimizer)
+    first = jax.tree.leaves(params)[0].sharding
+    # Counters are everywhere.
+    rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    places = optax.tree_map_params(
+        transformation,
+        lambda _, parameter: parameter.sharding,
+        jax.eval_shape(transformation.init, params),
+        params,
+        transform_non_params=lambda _: rest,
+    )
+    opt_state = jax.jit(transformation.init, out_shardings=places)(params)
+    return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), rest))
 
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "model"), donate_argnames=("total",))
