@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.engine import programs
+from coa_jax.engine.memory import check_memory, free_memory
 from coa_jax.engine.sampling import sample_key
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import Cache, init_cache
@@ -74,8 +75,14 @@ class Engine:
             model: the architecture.
             config: shapes.
             stop_tokens: tokens that end a sequence.
+
+        Raises:
+            UserError: it needs more memory than is free.
         """
         self.model, self.config = model, config
+        devices = jax.tree.leaves(params)[0].devices()
+        if len(devices) == 1:
+            check_memory(model, config, free_memory(*devices))
         self.publish(params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.memory import engine_memory
 from coa_jax.evaluate.metrics import details, summarize
 from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.api import Model
@@ -59,6 +60,7 @@ def evaluate(
         tools: live tools.
         stage: goes into the trajectories' metadata.
     """
+    print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer))
     sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
     style = config.rollout.prompt_style

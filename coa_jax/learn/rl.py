@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.learn.advantages import group_advantages, has_signal
 from coa_jax.learn.batch import Example, pack, prompt_ids, split_rows, trajectory_example
@@ -135,6 +136,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         cursor = int(extra["cursor"])
     run.rewind("rl", step)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
+    print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     engine = Engine(state.params, model.config, config.engine, eos_ids(model.tokenizer))
     total = config.optimizer.total_steps // config.updates
     saving = 0.0  # seconds of the checkpoint before this step

@@ -1,0 +1,83 @@
+"""What an engine will take is known before it takes it, and what does not fit is refused."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from coa_jax.engine.engine import Engine, EngineConfig
+from coa_jax.engine.memory import check_memory, engine_memory, free_memory
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params
+
+MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
+SHAPES = EngineConfig(slots=4, max_length=96, chunk=8, extend_rows=2, extend_buckets=(8, 32))
+
+
+def nbytes(tree):
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_and_cache_are_what_an_engine_then_has(dtype, tied):
+    model = dataclasses.replace(MODEL, tie_embeddings=tied)
+    shapes = dataclasses.replace(SHAPES, dtype=dtype)
+    engine = Engine(init_params(model, jax.random.key(0)), model, shapes)
+    memory = engine_memory(model, shapes)
+    assert memory.parameters == nbytes(engine.params)
+    assert memory.cache == nbytes(engine._cache)
+    assert memory.total == memory.parameters + memory.cache + memory.scratch
+
+
+def test_a_published_model_takes_what_its_figures_say():
+    # 28 layers, 4 key/value heads of 128, bfloat16: 57,344 bytes a token.
+    qwen = ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
+    qwen = dataclasses.replace(qwen, tie_embeddings=False)
+    shapes = EngineConfig(slots=256, max_length=16384, dtype="bfloat16")
+    memory = engine_memory(qwen, shapes)
+    assert memory.slot == 57344 * 16384
+    assert memory.parameters == 2 * 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    ("free", "advice"),
+    [
+        (0.9, r"set slots to 5, or set dtype to bfloat16"),
+        (0.5, "lower extend_rows or the largest of extend_buckets, or"),
+        (0.26, "lower max_length, or"),
+        (0.1, "take a smaller model, or"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_setting_that_helps(free, advice):
+    shapes = dataclasses.replace(SHAPES, slots=8)
+    total = engine_memory(MODEL, shapes).total
+    check_memory(MODEL, shapes, total)
+    check_memory(MODEL, shapes, None)
+    with pytest.raises(UserError, match=advice) as caught:
+        check_memory(MODEL, shapes, int(free * total))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("vocab", [199, 40_000])
+def test_the_advised_number_of_slots_is_the_largest_that_fits(vocab):
+    model = dataclasses.replace(MODEL, vocab_size=vocab)
+
+    def shapes(slots):
+        return dataclasses.replace(SHAPES, slots=slots)
+
+    free = engine_memory(model, shapes(23)).total
+    with pytest.raises(UserError, match="set slots to 23,"):
+        check_memory(model, shapes(64), free)
+    check_memory(model, shapes(23), free)
+
+
+def test_an_engine_beyond_the_machine_is_refused_before_anything_is_allocated():
+    shapes = dataclasses.replace(SHAPES, slots=10**9)
+    with pytest.raises(UserError, match="set slots to"):
+        Engine(init_params(MODEL, jax.random.key(0)), MODEL, shapes)
+
+
+def test_this_machine_says_what_is_free():
+    assert free_memory(jax.devices()[0]) > 10**8
