@@ -1,4 +1,4 @@
-r"""Reinforces the fine-tuned small policy with live tools: GRPO with dynamic sampling.
+r"""Reinforces the fine-tuned small policy with live tools: GRPO on the groups that have a signal.
 
     python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
 
@@ -6,8 +6,8 @@ Needs: the policy of configs/sft/factbook.py in runs/sft.
 Takes: as long as the stage ``rl`` in the ``timings_s`` of a quickstart's summary.json.
 Gives: runs/rl/model.  Read in metrics.jsonl: ``reward/mean`` (share of right answers in training,
 rises), ``group/frac_zero_std`` (tasks whose samples are all right or all wrong and teach nothing),
-``format/valid`` (stays near 1; if it falls, the learning rate is too high) and
-``mismatch/abs_logp_mean`` (sampler against trainer: below 1e-4 with float32 on a CPU).
+``format/valid`` (rises; if it falls, the learning rate is too high) and
+``mismatch/abs_logp_max`` (sampler against trainer: below 1e-4 with float32 on a CPU).
 """
 
 from __future__ import annotations
