@@ -20,7 +20,8 @@ from typing import IO
 from absl import flags
 
 from coa_jax.cli import run_main
-from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.api import Model, load_model

@@ -20,7 +20,7 @@ import pytest
 
 from coa_jax.ask import Agent, ask, make_agent, questions
 from coa_jax.distill import DistillConfig, distill_tasks
-from coa_jax.engine.engine import SamplingParams
+from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig, train

@@ -25,7 +25,7 @@ from coa_jax.bench.measure import output_path, peak_flops, read_bandwidth, repor
 from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.cli import run_main
-from coa_jax.engine.engine import EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 
 

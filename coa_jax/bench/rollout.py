@@ -52,7 +52,8 @@ from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.cli import run_main
-from coa_jax.engine.engine import Engine, EngineConfig
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.losses import token_logps

@@ -6,17 +6,14 @@ import bisect
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import num_params
-
-if TYPE_CHECKING:
-    from coa_jax.engine.engine import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.engine.memory import engine_memory
 from coa_jax.evaluate.metrics import details, summarize
 from coa_jax.learn.batch import prompt_ids

@@ -18,7 +18,8 @@ import grain
 import jax
 import numpy as np
 
-from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.learn.advantages import group_advantages, has_signal

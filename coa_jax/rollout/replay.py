@@ -35,7 +35,8 @@ from absl import flags
 
 from coa_jax import jsonl
 from coa_jax.cli import run_main
-from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.engine.engine import SamplingParams
+from coa_jax.engine.config import SamplingParams
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, ToolCall
 

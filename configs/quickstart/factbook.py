@@ -13,7 +13,7 @@ from __future__ import annotations
 import ml_collections
 from ml_collections import ConfigDict
 
-from coa_jax.engine.engine import EngineConfig
+from coa_jax.engine.config import EngineConfig
 from coa_jax.learn.losses import PolicyLossConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig

@@ -10,7 +10,7 @@ import pytest
 
 from coa_jax.bench import decode, sft
 from coa_jax.bench.meter import MeteredEngine
-from coa_jax.engine.engine import EngineConfig
+from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from tests.bench.small_workload import subject
 

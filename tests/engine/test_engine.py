@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from coa_jax.engine import programs
-from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import init_params

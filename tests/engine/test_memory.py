@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from coa_jax.engine.engine import Engine, EngineConfig
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
 from coa_jax.engine.memory import check_memory, engine_memory, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from coa_jax.engine.engine import EngineConfig
+from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
 from coa_jax.rollout.request import RolloutConfig
 from tests import tiny_policy

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from coa_jax.engine.engine import EngineConfig
+from coa_jax.engine.config import EngineConfig
 from coa_jax.learn import rl, sft
 from coa_jax.learn.losses import PolicyLossConfig
 from coa_jax.learn.step import OptimizerConfig

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import functools
 
-from coa_jax.engine.engine import Engine, EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.collect import collect

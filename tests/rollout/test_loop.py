@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from coa_jax.engine import programs
-from coa_jax.engine.engine import Engine, SamplingParams
+from coa_jax.engine.config import SamplingParams
+from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import pack, record_example, trajectory_example
 from coa_jax.learn.losses import token_logps
 from coa_jax.rollout.loop import rollout

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from coa_jax.engine.engine import SamplingParams
+from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.api import save_model
 from coa_jax.model.weights import init_params
