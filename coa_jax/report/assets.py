@@ -29,11 +29,12 @@ nav { margin-top: 8px; } nav a { margin-right: 16px; color: var(--accent); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 8px 14px; border-bottom: 1px solid var(--rule);
   white-space: nowrap; }
-th { font-weight: 600; color: var(--dim); font-size: 13px; }
+th { font-weight: 600; color: var(--dim); font-size: 13px; white-space: normal;
+  vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; } tr:last-child td { border-bottom: 0; }
 .detail td, .detail th { padding: 4px 14px; } .detail { font-size: 14px; }
-td strong { font-size: 17px; } td.plot { width: 220px; text-align: left; }
-.interval { width: 200px; height: 22px; display: block; }
+td strong { font-size: 17px; } td.plot { width: 170px; text-align: left; }
+.interval { width: 150px; height: 22px; display: block; }
 .interval .bar { stroke: var(--accent); stroke-width: 4; stroke-linecap: round; opacity: .45; }
 .interval .dot { fill: var(--accent); }
 .facts { display: flex; flex-wrap: wrap; gap: 4px 26px; padding: 0; margin: 8px 0; }

@@ -178,10 +178,9 @@ def _result_row(name: str, block: Mapping[str, Any]) -> str:
         f"<td><strong>{shown}</strong></td>",
         f"<td>{span}</td>",
         f'<td class="plot">{plot}</td>',
-        *(
-            f"<td>{number(_share(block.get(key)))}</td>"
-            for key in ("n", "tokens_per_task", "tool_calls_per_task")
-        ),
+        f"<td>{_fixed(block.get('n'), 0)}</td>",
+        f"<td>{_fixed(block.get('tokens_per_task'), 1)}</td>",
+        f"<td>{_fixed(block.get('tool_calls_per_task'), 2)}</td>",
         f"<td>{'' if valid is None else f'{valid:.1%}'}</td>",
     ]
     return f"<tr>{''.join(cells)}</tr>"
@@ -190,6 +189,12 @@ def _result_row(name: str, block: Mapping[str, Any]) -> str:
 def _share(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else None
+
+
+def _fixed(value: Any, digits: int) -> str:
+    """A figure of a column, which all have the same digits; nothing if there is none."""
+    figure = _share(value)
+    return "" if figure is None else f"{figure:,.{digits}f}"
 
 
 def _facts(values: Mapping[str, Any]) -> str:
