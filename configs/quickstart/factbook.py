@@ -19,7 +19,7 @@ from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import complete
 
-# Half of the questions have one hop; each kind of question has one wording.
+# Six in ten questions have one hop; each kind of question has one wording.
 TASKS = "factbook:weights=60/25/10/5,templates=1"
 
 
