@@ -3,7 +3,7 @@ r"""The whole pipeline with a small policy that is trained from nothing, on a CP
     bash launch/quickstart.sh --workdir runs/quickstart
 
 Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
-Takes: about 12 minutes on 2 cores, installation included.
+Takes: 12 to 15 minutes on 2 cores, installation included.
 Gives: at temperature 1 on 800 held-out questions, 0 before training, about a third after SFT and
 7 points more after RL; the README has the figures of runs.
 """
