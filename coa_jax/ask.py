@@ -70,10 +70,8 @@ def make_agent(
     tools = dataclasses.replace(tools, names=tuple(n for n in tools.names if n in rules.tools))
     model = load_model(path)
     length = config.max_tokens
-    buckets = tuple(size for size in (64, 256, 1024) if size < length) or (length,)
-    shapes = EngineConfig(
-        slots=1, max_length=length, chunk=8, extend_rows=1, extend_buckets=buckets
-    )
+    buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
+    shapes = EngineConfig(slots=1, max_length=length, chunk=8, extend_buckets=buckets)
     engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
     engine.warm_up()
     table = TokenTable(model.tokenizer)

@@ -72,7 +72,9 @@ def measure_batch(
         chunk, dtype: see `EngineConfig`.
         repeats: measured runs.
     """
-    shapes = EngineConfig(batch, prompt + new, chunk, min(batch, 8), (min(prompt, 512),), dtype)
+    shapes = EngineConfig(
+        batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_rows=(batch,)
+    )
     began = time.perf_counter()
     engine = MeteredEngine(subject.params, subject.config, shapes)
     prompts = np.random.default_rng(batch).integers(0, subject.config.vocab_size, (batch, prompt))

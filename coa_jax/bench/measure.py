@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from coa_jax.errors import UserError
 from coa_jax.files import write_json
-from coa_jax.model.forward import project
+from coa_jax.model.products import project
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

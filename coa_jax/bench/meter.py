@@ -36,7 +36,7 @@ class MeteredEngine(Engine):
     def restart(self) -> None:
         """Sets all figures to zero; the slots must be free."""
         self.meter = Meter()
-        self.extended_tokens = 0
+        self.extended_tokens = self.row_steps = 0
         self._resting_since: float | None = None
 
     def set_active(self, slot: int, active: bool) -> None:
@@ -49,13 +49,13 @@ class MeteredEngine(Engine):
         """See `Engine`; waits for the device, so that its work is not taken for decoding."""
         with self._clock("extend_s"):
             super().extend(feeds)
-            jax.block_until_ready(self._cache)
+            jax.block_until_ready(self._layers)
 
-    def fork(self, source: int, targets: Sequence[int]) -> None:
+    def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """See `Engine` and `extend`."""
         with self._clock("extend_s"):
-            super().fork(source, targets)
-            jax.block_until_ready(self._cache)
+            super().fork(source, targets, length)
+            jax.block_until_ready(self._layers)
 
     def decode(self) -> Chunk:
         """See `Engine`."""

@@ -16,7 +16,7 @@ in each repeat is given as its median, smallest and largest value:
     prefill_tokens_computed  positions that the prefill programs computed, padding included
     prefill_tokens_needed    each prompt once and each observation once
     decode_steps             steps of decoding, each over all slots
-    decode_occupancy         of slots times steps, the share in which a slot was decoding ...
+    decode_occupancy         of rows times steps, the share in which a row was decoding ...
     decode_useful            ... and in which its token was kept: what is sampled between a closed
                              tag and the end of the chunk is forgotten
     compiles_after_warmup    programs compiled in all repeats together; 0 is right
@@ -98,7 +98,7 @@ def measure_once(
     if kept != workload.generated_tokens:
         raise RuntimeError(f"{kept} tokens were sampled, not {workload.generated_tokens}")
     meter = engine.meter
-    places = engine.config.slots * meter.decode_steps
+    places = engine.row_steps
     figures = {
         "wall_s": wall,
         "decode_s": meter.decode_s,
@@ -144,14 +144,15 @@ def engine_shapes(
     chunk: int,
     dtype: str,
     max_length: int = 0,
-    extend_rows: int = 8,
     extend_buckets: Sequence[int] = (32, 128, 512),
+    pages: int = 0,
+    cache_dtype: str = "",
 ) -> EngineConfig:
     """Shapes of an engine for a workload.
 
     Args:
         workload: has to fit.
-        slots, chunk, dtype, extend_rows, extend_buckets: see `EngineConfig`.
+        slots, chunk, dtype, extend_buckets, pages, cache_dtype: see `EngineConfig`.
         max_length: positions of a slot; 0 for the longest rollout, rounded up to 128.
 
     Raises:
@@ -163,7 +164,15 @@ def engine_shapes(
             f"the workload has a rollout of {workload.longest} tokens and --max_length is "
             f"{max_length}; raise it, or leave it out"
         )
-    return EngineConfig(slots, max_length, chunk, extend_rows, tuple(sorted(extend_buckets)), dtype)
+    return EngineConfig(
+        slots=slots,
+        max_length=max_length,
+        chunk=chunk,
+        extend_buckets=tuple(sorted(extend_buckets)),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        pages=pages,
+    )
 
 
 def measure(
@@ -210,10 +219,13 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "max_length", 0, "positions of a slot; 0 for those of the workload", lower_bound=0
     )
-    flags.DEFINE_integer("extend_rows", 8, "sequences of a prefill program", lower_bound=1)
     flags.DEFINE_multi_integer(
         "extend_buckets", [32, 128, 512], "tokens of a prefill program (repeatable)", lower_bound=1
     )
+    flags.DEFINE_integer(
+        "pages", 0, "pages of the cache that slots share; 0 for pages of their own", lower_bound=0
+    )
+    flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "of keys and values")
     flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
 
 
@@ -229,8 +241,9 @@ def main(_: list[str]) -> None:
         chunk=values.chunk,
         dtype=values.dtype,
         max_length=values.max_length,
-        extend_rows=values.extend_rows,
         extend_buckets=values.extend_buckets,
+        pages=values.pages,
+        cache_dtype=values.cache_dtype,
     )
     report(measure(subject, workload, shapes, values.repeats), out)
 

@@ -20,22 +20,62 @@ class SamplingParams:
     top_k: int = 0
 
 
+MIN_ROWS = 2
+"""A single row is a matrix-vector product, which adds up in another order on CPUs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Static shapes of the engine's programs; each distinct value compiles once.
 
     Attributes:
-        slots: sequences decoded at a time.
+        slots: sequences that are in progress at a time.
         max_length: S, positions of a slot; no sequence grows beyond it.
         chunk: tokens decoded between two visits of the host.
-        extend_rows: sequences that one extend program takes.
-        extend_buckets: token counts of the extend programs, ascending.
-        dtype: of the cache and of the operands of products.
+        extend_buckets: tokens of the programs that write prompts and observations, ascending.
+        extend_block: these programs take that many tokens of a sequence together; what a sequence
+            has beyond a multiple is filled up with padding.
+        dtype: of the operands of products.
+        cache_dtype: of keys and values; empty for that of the products, ``int8`` for a byte and a
+            factor for each head and position.
+        page_size: positions of a page of the cache.
+        pages: of a pool that all slots share, in which the samples of a prompt hold its whole pages
+            once; 0 gives every slot pages of its own for ``max_length``.
+        decode_rows: sizes of the decoding programs, ascending; the smallest that takes all slots
+            that are not waiting for a tool is run.  Empty: a quarter, a half and all of the slots.
     """
 
     slots: int = 16
     max_length: int = 1024
-    chunk: int = 16
-    extend_rows: int = 8
+    chunk: int = 8
     extend_buckets: tuple[int, ...] = (32, 128, 512)
+    extend_block: int = 16
     dtype: str = "float32"
+    cache_dtype: str = ""
+    page_size: int = 128
+    pages: int = 0
+    decode_rows: tuple[int, ...] = ()
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache."""
+        return self.pages or self.slots * self.pages_per_slot
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Rows of the decoding programs, ascending; the last takes all slots.
+
+        A single slot has programs of one row, of which a step reads the weights fastest.  Otherwise
+        a program has two rows or more, for which every sequence gets the same bits.
+        """
+        if self.slots == 1:
+            return (1,)
+        sizes = self.decode_rows or (-(-self.slots // 4), -(-self.slots // 2))
+        smaller = {max(size, MIN_ROWS) for size in sizes}
+        most = max(self.slots, MIN_ROWS)
+        return (*sorted(size for size in smaller if size < most), most)

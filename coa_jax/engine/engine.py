@@ -1,4 +1,4 @@
-"""Slots on the host: admits sequences, extends them, decodes chunks, forgets overshoot."""
+"""Slots on the host: takes sequences in, extends them, decodes chunks, forgets overshoot."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.memory import check_memory, free_memory
+from coa_jax.engine.pages import PageTable
 from coa_jax.engine.sampling import sample_key
+from coa_jax.errors import UserError
+from coa_jax.model.cache import init_layers
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import Cache, init_cache
 from coa_jax.model.weights import Params, unstack_layers
 
 
@@ -41,8 +43,9 @@ class Engine:
             stop_tokens: tokens that end a sequence.
 
         Raises:
-            UserError: it needs more memory than is free.
+            UserError: it needs more memory than is free, or its shapes contradict each other.
         """
+        check_shapes(config)
         self.model, self.config = model, config
         devices = jax.tree.leaves(params)[0].devices()
         if len(devices) == 1:
@@ -58,10 +61,10 @@ class Engine:
         self._top_p = np.ones(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self.stop_tokens = tuple(stop_tokens)
-        stop = np.asarray(self.stop_tokens or (-1,), np.int32)
-        self._stop = np.broadcast_to(stop, (slots, stop.size))
         self.extended_tokens = 0  # computed by `extend` so far, padding included
-        self._cache = _new_cache(self.params, model, config)
+        self.row_steps = 0  # rows times steps of all decoding so far
+        self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
+        self._layers = _new_layers(self.params, model, config)
 
     def publish(self, params: Params) -> None:
         """Takes new training parameters over, in the decoding layout and dtype."""
@@ -69,13 +72,38 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles all programs, so that no later call waits for that; the slots must be free."""
+        self.reserve(0, self.config.max_length)
         for size in self.config.extend_buckets:
-            self.extend([(0, 0, [0] * min(size, self.config.max_length))])
-        self.fork(0, [0])
+            self._extend_blocks([(0, 0, [0])], size)
+        self._copy_pages([])
         self.start(0, 1, last_token=0, limit=2, key=(0, 0, 0), sampling=SamplingParams())
-        self.set_active(0, True)
-        self.decode()
-        self.set_active(0, False)
+        for rows in self.config.row_sizes:
+            self.truncate(0, 1, 0)
+            self._decode(np.zeros(1, np.int32), rows)
+        self.release(0)
+        self.extended_tokens = self.row_steps = 0
+
+    def reserve(
+        self, slot: int, positions: int, source: int | None = None, length: int = 0
+    ) -> bool:
+        """Makes room for a sequence in a slot, whose last one is forgotten.
+
+        Args:
+            slot: a free slot.
+            positions: of the sequence at its longest.
+            source: a slot whose sequence begins with the same ``length`` tokens; their whole pages
+                are shared, and `fork` copies the rest.  It may be the slot itself.
+            length: see ``source``.
+
+        Returns:
+            Whether there is room; always, unless slots share a pool of pages.
+        """
+        positions = min(positions, self.config.max_length)
+        return self.pages.reserve(slot, positions, source, length)
+
+    def release(self, slot: int) -> None:
+        """Gives the room of a sequence that has ended back; its keys and values are lost."""
+        self.pages.release(slot)
 
     def start(
         self,
@@ -100,6 +128,10 @@ class Engine:
         self.length[slot] = prompt_length
         self._token[slot] = last_token
         self._limit[slot] = min(limit, self.config.max_length)
+        if not self.pages.covers(slot, self._limit[slot]):
+            raise RuntimeError(
+                f"slot {slot} has no room for {self._limit[slot]} tokens: reserve it"
+            )
         self._key[slot] = np.asarray(sample_key(*key))
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
@@ -115,116 +147,169 @@ class Engine:
         self._token[slot] = last_token
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Writes tokens into caches; lengths grow to cover them.
+        """Writes tokens into the cache; lengths grow to cover them.
 
         Args:
             feeds: (slot, start, tokens); the tokens take positions ``start ..``.  ``start`` is
                 at most the slot's length: for a sequence in progress feed from ``length - 1``,
-                because its newest token is not in the cache yet.
+                because its newest token is not in the cache yet.  A slot without room gets room
+                for ``max_length``.
         """
-        biggest = self.config.extend_buckets[-1]
-        pieces = []
+        size = self.config.extend_block
+        blocks: list[tuple[int, int, Sequence[int]]] = []
         for slot, start, tokens in feeds:
-            if start + len(tokens) > self.config.max_length:
-                raise ValueError(
-                    f"slot {slot}: {start + len(tokens)} tokens exceed {self.config.max_length}"
-                )
-            pieces.append(
-                [
-                    (slot, start + at, tokens[at : at + biggest])
-                    for at in range(0, len(tokens), biggest)
-                ]
+            end = start + len(tokens)
+            if end > self.config.max_length:
+                raise ValueError(f"slot {slot}: {end} tokens exceed {self.config.max_length}")
+            self._cover(slot, end)
+            blocks.extend(
+                (slot, start + at, tokens[at : at + size]) for at in range(0, len(tokens), size)
             )
-            self.length[slot] = start + len(tokens)
+            self.length[slot] = end
             self._token[slot] = tokens[-1]
-        # A long feed runs piece after piece: later positions attend to the earlier ones.
-        while pieces:
-            wave = [queue.pop(0) for queue in pieces]
-            pieces = [queue for queue in pieces if queue]
-            wave.sort(key=lambda piece: len(piece[2]))
-            rows = self.config.extend_rows
-            for at in range(0, len(wave), rows):
-                self._extend_rows(wave[at : at + rows])
+        buckets = self.config.extend_buckets
+        while blocks:
+            # The largest program that is filled, so that only the last one has padding.
+            tokens_left = len(blocks) * size
+            bucket = max((b for b in buckets if b <= tokens_left), default=buckets[0])
+            self._extend_blocks(blocks[: bucket // size], bucket)
+            del blocks[: bucket // size]
 
-    def _extend_rows(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        longest = max(len(tokens) for _, _, tokens in feeds)
-        bucket = next(size for size in self.config.extend_buckets if size >= longest)
-        rows, size = self.config.extend_rows, self.config.max_length
-        slots = np.full(rows, self.config.slots, np.int32)
-        tokens = np.zeros((rows, bucket), np.int32)
-        positions = np.full((rows, bucket), size, np.int32)
-        for row, (slot, start, ids) in enumerate(feeds):
+    def _extend_blocks(self, blocks: Sequence[tuple[int, int, Sequence[int]]], bucket: int) -> None:
+        width, config = self.config.extend_block, self.config
+        rows = bucket // width
+        slots = np.zeros(rows, np.int32)
+        tokens = np.zeros((rows, width), np.int32)
+        positions = np.full((rows, width), config.pages_per_slot * config.page_size, np.int32)
+        for row, (slot, start, ids) in enumerate(blocks):
             slots[row] = slot
             tokens[row, : len(ids)] = ids
             positions[row, : len(ids)] = np.arange(start, start + len(ids))
-        state = programs.extend(
+        self._layers = programs.extend(
             self.params,
-            self._state(),
-            slots,
+            self._layers,
+            self.pages.table[slots],
             tokens,
             positions,
             config=self.model,
-            dtype=self.config.dtype,
+            dtype=config.dtype,
         )
-        self._cache = state.cache
-        self.extended_tokens += rows * bucket
+        self.extended_tokens += bucket
 
-    def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Copies a slot's cache into others: a group's samples share one prefill."""
-        rows = self.config.extend_rows
-        for at in range(0, len(targets), rows):
-            padded = np.full(rows, self.config.slots, np.int32)
-            part = targets[at : at + rows]
-            padded[: len(part)] = part
-            self._cache = programs.fork(self._state(), np.int32(source), padded).cache
+    def fork(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Lets sequences begin with the first ``length`` tokens of another: one prefill for all.
+
+        Args:
+            source: the slot that holds them.
+            targets: slots; one without room gets room for ``max_length``.
+            length: tokens of the common beginning.
+        """
+        pairs: list[tuple[int, int]] = []
+        for target in targets:
+            if not self.pages.covers(target, length):
+                self._reserved(self.reserve(target, self.config.max_length, source, length))
+            pairs.extend(self.pages.copies(source, target, length))
+            self.length[target] = length
+        size = self._copy_rows
+        for at in range(0, len(pairs), size):
+            self._copy_pages(pairs[at : at + size])
+
+    @property
+    def _copy_rows(self) -> int:
+        """Pages that one program copies."""
+        return min(self.config.slots, 8)
+
+    def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        padded = np.zeros((2, self._copy_rows), np.int32)
+        padded[1] = self.pages.pages  # beyond the pool: not copied
+        padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
+        self._layers = programs.copy_pages(self._layers, padded[0], padded[1])
 
     def decode(self) -> programs.Chunk:
         """Decodes one chunk in the active slots; blocks until it is there.
 
         Returns:
-            The chunk as NumPy arrays.  Slots that ended are no longer active.
+            The chunk as NumPy arrays over all slots.  Slots that ended are no longer active.
         """
-        capacity = 32 if self.config.chunk <= 32 else self.config.chunk
-        state, chunk = programs.decode_chunk(
+        active = np.flatnonzero(self._active).astype(np.int32)
+        return self._decode(active, next(n for n in self.config.row_sizes if n >= active.size))
+
+    def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
+        """A chunk of the given slots in the program of ``rows`` rows."""
+        padded = np.zeros(rows, np.int32)
+        padded[: slots.size] = slots
+        state = programs.DecodeState(
+            token=jnp.asarray(self._token[padded]),
+            length=jnp.asarray(self.length[padded]),
+            limit=jnp.asarray(self._limit[padded]),
+            active=jnp.arange(rows) < slots.size,
+            key=jnp.asarray(self._key[padded]),
+            temperature=jnp.asarray(self._temperature[padded]),
+            top_p=jnp.asarray(self._top_p[padded]),
+            top_k=jnp.asarray(self._top_k[padded]),
+        )
+        self._layers, state, chunk = programs.decode_chunk(
             self.params,
-            self._state(),
+            self._layers,
+            self.pages.table[padded],
+            state,
+            np.asarray(self.stop_tokens or (-1,), np.int32),
             np.int32(self.config.chunk),
             config=self.model,
-            capacity=capacity,
+            capacity=max(self.config.chunk, 32),
             dtype=self.config.dtype,
         )
-        self._cache = state.cache
         chunk, length, token = jax.device_get((chunk, state.length, state.token))
-        self.length, self._token = length.copy(), token.copy()
-        self._active = chunk.active.copy()
-        return chunk
+        self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
+        self.row_steps += rows * int(chunk.count.max(initial=0))
+        whole = jax.tree.map(
+            lambda part: np.zeros((self.config.slots, *part.shape[1:]), part.dtype), chunk
+        )
+        for everything, part in zip(whole, chunk, strict=True):
+            everything[slots] = part[: slots.size]
+        self._active = whole.active.copy()
+        return whole
+
+    def _cover(self, slot: int, positions: int) -> None:
+        if not self.pages.covers(slot, positions):
+            self._reserved(self.reserve(slot, self.config.max_length))
+
+    def _reserved(self, there: bool) -> None:
+        if not there:
+            raise RuntimeError("no page is free; call Engine.reserve and wait where it says no")
 
     @property
     def any_active(self) -> bool:
         """Whether a slot decodes."""
         return bool(self._active.any())
 
-    def _state(self) -> programs.DecodeState:
-        return programs.DecodeState(
-            cache=self._cache,
-            token=jnp.array(self._token),
-            length=jnp.array(self.length),
-            limit=jnp.array(self._limit),
-            active=jnp.array(self._active),
-            key=jnp.array(self._key),
-            temperature=jnp.array(self._temperature),
-            top_p=jnp.array(self._top_p),
-            top_k=jnp.array(self._top_k),
-            stop=jnp.array(self._stop),
+
+def check_shapes(config: EngineConfig) -> None:
+    """Refuses shapes that contradict each other.
+
+    Raises:
+        UserError: says which.
+    """
+    block, buckets = config.extend_block, config.extend_buckets
+    if not buckets or list(buckets) != sorted(set(buckets)) or any(b % block for b in buckets):
+        raise UserError(
+            f"extend_buckets are {', '.join(map(str, buckets)) or 'empty'}; give ascending "
+            f"multiples of extend_block, which is {block}"
+        )
+    if config.pages and config.pages < config.pages_per_slot:
+        raise UserError(
+            f"pages is {config.pages}, but a sequence of max_length {config.max_length} has "
+            f"{config.pages_per_slot} pages of {config.page_size}; raise pages, or set it to 0"
         )
 
 
 # Unless the parameters stay arguments, JAX does not tie the cache to their devices, and compiles a
 # program anew that meets first a new cache and then one that a program has returned.
 @functools.partial(jax.jit, static_argnames=("model", "config"), keep_unused=True)
-def _new_cache(params: Params, model: ModelConfig, config: EngineConfig) -> Cache:
-    """An empty cache on the devices of the parameters."""
-    return init_cache(model, config.slots, config.max_length, config.dtype)
+def _new_layers(params: Params, model: ModelConfig, config: EngineConfig) -> programs.Layers:
+    """Empty pages on the devices of the parameters."""
+    dtype = config.cache_dtype or config.dtype
+    return init_layers(model, config.num_pages, config.page_size, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))

@@ -22,20 +22,20 @@ class Memory:
 
     Attributes:
         parameters: of the decoding layout, which has an output head of its own.
-        slot: keys and values of one slot.
-        slots: how many there are.
+        page: keys and values of one page of the cache.
+        pages: how many there are.
         scratch: the largest of what its programs need besides while they run.
     """
 
     parameters: int
-    slot: int
-    slots: int
+    page: int
+    pages: int
     scratch: int
 
     @property
     def cache(self) -> int:
-        """Bytes of the keys and values of all slots."""
-        return self.slot * self.slots
+        """Bytes of all keys and values."""
+        return self.page * self.pages
 
     @property
     def total(self) -> int:
@@ -46,27 +46,33 @@ class Memory:
         """One line."""
         return (
             f"{_size(self.total)}: parameters {_size(self.parameters)}, cache {_size(self.cache)} "
-            f"({self.slots} slots of {_size(self.slot)}), scratch {_size(self.scratch)}"
+            f"({self.pages} pages of {_size(self.page)}), scratch {_size(self.scratch)}"
         )
 
 
 def engine_memory(model: ModelConfig, config: EngineConfig) -> Memory:
     """Computes what an engine will take.
 
-    Parameters and cache are exact; of the scratch only the big arrays are counted: copies of rows,
-    scores and logits, not the activations between them.
+    Parameters and cache are exact; of the scratch only the big arrays are counted: a page of every
+    row, scores, logits and the wide activations of a layer.
     """
     item = jnp.dtype(config.dtype).itemsize
     table = model.vocab_size * model.hidden_size
     parameters = (num_params(model) + (table if model.tie_embeddings else 0)) * item
-    slot = 2 * model.num_layers * model.num_kv_heads * config.max_length * model.head_dim * item
-    longest = min(config.extend_buckets[-1], config.max_length)
-    # Scores and weights in float32, beside the rows as they were and as they become.
-    scores = 2 * 4 * config.extend_rows * model.num_heads * longest * config.max_length
-    extend = 2 * config.extend_rows * slot + scores
+    vectors = 2 * model.num_layers * model.num_kv_heads * config.page_size
+    kept = jnp.dtype(config.cache_dtype or config.dtype)
+    page = vectors * (model.head_dim * kept.itemsize + (4 if kept == jnp.int8 else 0))
+
+    def attention(rows: int, width: int) -> int:
+        read = 2 * 4 * rows * model.num_kv_heads * model.head_dim * config.page_size
+        return read + 2 * 4 * rows * model.num_heads * width * config.page_size
+
+    tokens, rows = config.extend_buckets[-1], config.row_sizes[-1]
+    wide = 4 * tokens * (2 * model.intermediate_size + 4 * model.hidden_size)
+    extend = attention(tokens // config.extend_block, config.extend_block) + wide
     # Logits, scaled logits and weights in float32, and for top-p the sorted ones.
-    decode = 4 * 4 * config.slots * model.vocab_size
-    return Memory(parameters, slot, config.slots, max(extend, decode))
+    decode = attention(rows, 1) + 4 * 4 * rows * model.vocab_size
+    return Memory(parameters, page, config.num_pages, max(extend, decode))
 
 
 def free_memory(device: jax.Device) -> int | None:
@@ -98,20 +104,28 @@ def check_memory(model: ModelConfig, config: EngineConfig, free: int | None) -> 
     if free is None or memory.total <= free:
         return
 
-    def total(slots: int) -> int:
-        return engine_memory(model, dataclasses.replace(config, slots=slots)).total
+    def total(count: int) -> int:
+        if config.pages:
+            return engine_memory(model, dataclasses.replace(config, pages=count)).total
+        return engine_memory(model, dataclasses.replace(config, slots=count)).total
 
-    fits = bisect.bisect_right(range(config.slots), free, key=total) - 1
-    if fits >= 1:
-        advice = f"set slots to {fits}"
-    elif memory.parameters + memory.slot < free:
-        advice = "lower extend_rows or the largest of extend_buckets"
+    name, most = ("pages", config.pages) if config.pages else ("slots", config.slots)
+    least = config.pages_per_slot if config.pages else 1
+    fits = bisect.bisect_right(range(most), free, key=total) - 1
+    one_slot = memory.parameters + memory.page * config.pages_per_slot
+    if fits >= least:
+        advice = f"set {name} to {fits}"
+    elif one_slot < free:
+        advice = "lower the largest of extend_buckets"
+        advice += ", or slots" if config.pages else ""
     elif memory.parameters < free:
         advice = "lower max_length"
     else:
         advice = "take a smaller model"
     if config.dtype != "bfloat16":
         advice += ", or set dtype to bfloat16"
+    elif config.cache_dtype != "int8":
+        advice += ", or set cache_dtype to int8"
     raise UserError(f"the engine needs {memory}; {_size(free)} are free: {advice}")
 
 

@@ -1,8 +1,8 @@
-"""The three compiled programs of decoding, and the state that they hand on.
+"""The three compiled programs of decoding.
 
-A slot is a row of the cache.  Of a sequence with ``length`` tokens, the cache holds positions
-``0 .. length - 2`` at least: the newest token is fed by the step that samples its successor.
-Setting ``length`` back is therefore all it takes to forget tokens.
+A row is a sequence that takes part in a call.  Of a sequence with ``length`` tokens, the cache
+holds positions ``0 .. length - 2`` at least: the newest token is fed by the step that samples its
+successor.  Setting ``length`` back is therefore all it takes to forget tokens.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.engine.sampling import sample
+from coa_jax.model.cache import Cache, LayerCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import Cache, cache_size, forward, unembed
+from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import Params
+
+Layers = tuple[LayerCache, ...]
 
 
 class DecodeState(NamedTuple):
-    """All that decoding carries, donated from program to program; B slots.
+    """The rows of a decoding program; B rows.
 
     Attributes:
-        cache: keys and values, see `model.forward.Cache`.
-        token: int32 ``[B]``, the newest token of each slot.
+        token: int32 ``[B]``, the newest token of each row.
         length: int32 ``[B]``, tokens of the sequence, the newest included.
-        limit: int32 ``[B]``, length at which a slot stops.
-        active: bool ``[B]``, whether a slot decodes.
+        limit: int32 ``[B]``, length at which a row stops.
+        active: bool ``[B]``, whether a row decodes.
         key: uint32 ``[B, 2]``, see `sampling.sample_key`.
         temperature, top_p: float32 ``[B]``; top_k: int32 ``[B]``.
-        stop: int32 ``[B, E]``, tokens that end a sequence, padded with -1.
     """
 
-    cache: Cache
     token: jax.Array
     length: jax.Array
     limit: jax.Array
@@ -42,7 +42,6 @@ class DecodeState(NamedTuple):
     temperature: jax.Array
     top_p: jax.Array
     top_k: jax.Array
-    stop: jax.Array
 
 
 class Chunk(NamedTuple):
@@ -61,41 +60,59 @@ class Chunk(NamedTuple):
     active: jax.Array
 
 
+_Carry = tuple[jax.Array, Layers, DecodeState, Chunk]
+
+
 @functools.partial(
-    jax.jit, static_argnames=("config", "capacity", "dtype"), donate_argnames=("state",)
+    jax.jit, static_argnames=("config", "capacity", "dtype"), donate_argnames=("layers",)
 )
 def decode_chunk(
     params: Params,
+    layers: Layers,
+    table: jax.Array,
     state: DecodeState,
+    stop: jax.Array,
     steps: jax.Array,
     *,
     config: ModelConfig,
     capacity: int,
     dtype: Any = jnp.float32,
-) -> tuple[DecodeState, Chunk]:
-    """Decodes up to ``steps`` (at most ``capacity``) tokens in every active slot.
+) -> tuple[Layers, DecodeState, Chunk]:
+    """Decodes up to ``steps`` (at most ``capacity``) tokens in every active row.
 
-    The number of steps is data: one program serves every chunk size.  It ends early when no
-    slot is active.
+    The number of steps is data: one program serves every chunk size.  It ends early when no row
+    is active.
+
+    Args:
+        params: decoding layout.
+        layers: pages, donated.
+        table: int32 ``[B, C]``, see `model.cache.Cache`.
+        state: the rows.
+        stop: int32 ``[E]``, tokens that end a sequence.
+        steps: int32 scalar.
+        config, capacity, dtype: static.
     """
-    slots = state.token.shape[0]
-    size = cache_size(state.cache)
+    rows = state.token.shape[0]
+    size = Cache(layers, table).size
     chunk = Chunk(
-        tokens=jnp.zeros((slots, capacity), jnp.int32),
-        logps=jnp.zeros((slots, capacity), jnp.float32),
-        count=jnp.zeros((slots,), jnp.int32),
+        tokens=jnp.zeros((rows, capacity), jnp.int32),
+        logps=jnp.zeros((rows, capacity), jnp.float32),
+        count=jnp.zeros((rows,), jnp.int32),
         active=state.active,
     )
 
-    def step(
-        carry: tuple[jax.Array, DecodeState, Chunk],
-    ) -> tuple[jax.Array, DecodeState, Chunk]:
-        index, state, chunk = carry
+    def step(carry: _Carry) -> _Carry:
+        index, layers, state, chunk = carry
         live = state.active
-        # An idle slot feeds a token at a position outside the cache, which is not written.
+        # An idle row feeds a token at a position outside the cache, which is not written.
         positions = jnp.where(live, state.length - 1, size)[:, None]
         hidden, cache = forward(
-            params, config, state.token[:, None], positions, cache=state.cache, dtype=dtype
+            params,
+            config,
+            state.token[:, None],
+            positions,
+            cache=Cache(layers, table),
+            dtype=dtype,
         )
         assert cache is not None
         logits = unembed(params, config, hidden[:, 0], dtype)
@@ -104,61 +121,60 @@ def decode_chunk(
         )
         token = jnp.where(live, token, state.token)
         length = state.length + live
-        ended = jnp.any(token[:, None] == state.stop, axis=-1) | (length >= state.limit)
-        state = state._replace(cache=cache, token=token, length=length, active=live & ~ended)
+        ended = jnp.any(token[:, None] == stop, axis=-1) | (length >= state.limit)
+        state = state._replace(token=token, length=length, active=live & ~ended)
         chunk = Chunk(
             tokens=chunk.tokens.at[:, index].set(token),
             logps=chunk.logps.at[:, index].set(logp),
             count=chunk.count + live,
             active=state.active,
         )
-        return index + 1, state, chunk
+        return index + 1, cache.layers, state, chunk
 
-    def goes_on(carry: tuple[jax.Array, DecodeState, Chunk]) -> jax.Array:
-        index, state, _ = carry
+    def goes_on(carry: _Carry) -> jax.Array:
+        index, _, state, _ = carry
         return (index < jnp.minimum(steps, capacity)) & jnp.any(state.active)
 
-    _, state, chunk = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, chunk))
-    return state, chunk
+    start = (jnp.int32(0), layers, state, chunk)
+    _, layers, state, chunk = jax.lax.while_loop(goes_on, step, start)
+    return layers, state, chunk
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames=("layers",))
 def extend(
     params: Params,
-    state: DecodeState,
-    slots: jax.Array,
+    layers: Layers,
+    table: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
     *,
     config: ModelConfig,
     dtype: Any = jnp.float32,
-) -> DecodeState:
-    """Writes the keys and values of given tokens into some slots.
+) -> Layers:
+    """Writes the keys and values of given tokens into the cache.
+
+    A row is a block of tokens that follow each other.  Several rows may be blocks of one sequence:
+    a layer writes all rows before it attends, so later ones see earlier ones.
 
     Args:
         params: decoding layout.
-        state: donated.
-        slots: int32 ``[R]``; a slot out of range is a padding row and changes nothing.
+        layers: pages, donated.
+        table: int32 ``[R, C]``, that of each row's sequence.
         tokens: int32 ``[R, T]``.
         positions: int32 ``[R, T]``; a position outside the cache is padding.
         config, dtype: static.
     """
-    rows = tuple((k[slots], v[slots]) for k, v in state.cache)
-    _, filled = forward(params, config, tokens, positions, cache=rows, dtype=dtype)
+    cache = Cache(layers, table)
+    _, filled = forward(params, config, tokens, positions, cache=cache, dtype=dtype)
     assert filled is not None
-    cache = tuple(
-        (k.at[slots].set(new_k, mode="drop"), v.at[slots].set(new_v, mode="drop"))
-        for (k, v), (new_k, new_v) in zip(state.cache, filled, strict=True)
-    )
-    return state._replace(cache=cache)
+    return filled.layers
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def fork(state: DecodeState, source: jax.Array, targets: jax.Array) -> DecodeState:
-    """Copies the cache of slot ``source`` into the slots ``targets [R]`` (out of range: none)."""
+@functools.partial(jax.jit, donate_argnames=("layers",))
+def copy_pages(layers: Layers, sources: jax.Array, targets: jax.Array) -> Layers:
+    """Copies pages ``sources [R]`` to ``targets [R]``; a target beyond the pool is none."""
 
     def copy(buffer: jax.Array) -> jax.Array:
-        row = jnp.broadcast_to(buffer[source], (targets.shape[0], *buffer.shape[1:]))
-        return buffer.at[targets].set(row, mode="drop")
+        return buffer.at[targets].set(buffer[sources], mode="drop")
 
-    return state._replace(cache=tuple((copy(k), copy(v)) for k, v in state.cache))
+    return jax.tree.map(copy, layers)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model.products import row_sum
+
 _BLOCK = 128
 
 
@@ -26,15 +28,21 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
+def _blocks(weights: jax.Array) -> jax.Array:
+    """``[B, V]`` as ``[B, ceil(V / _BLOCK), _BLOCK]``, with zeros at the end."""
+    rows, vocab = weights.shape
+    return jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+
+
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The index at which the cumulative sum of ``weights [B, V]`` passes ``uniform [B]`` of it.
 
     Two levels: sums of blocks find the block, a cumulative sum within it finds the index.  That
     is one pass over the vocabulary, where Gumbel noise needs V random numbers a row.
     """
-    rows, vocab = weights.shape
-    padded = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
-    sums = jnp.cumsum(padded.sum(-1), axis=-1)
+    rows = weights.shape[0]
+    padded = _blocks(weights)
+    sums = jnp.cumsum(row_sum(padded), axis=-1)
     target = uniform * sums[:, -1]
     block = jnp.minimum((sums <= target[:, None]).sum(-1), sums.shape[1] - 1)
     lane = jnp.arange(rows)
@@ -70,10 +78,12 @@ def sample(
     """
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    log_z = jax.nn.logsumexp(scaled, axis=-1)
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    weights = jnp.exp(scaled - largest)
+    log_z = jnp.log(row_sum(row_sum(_blocks(weights)))) + largest[:, 0]
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
     allowed = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
-    weights = jnp.exp(allowed - jnp.max(allowed, axis=-1, keepdims=True))
+    weights = jnp.where(allowed == -jnp.inf, 0.0, weights)
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))

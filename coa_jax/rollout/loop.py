@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.engine import Engine
@@ -112,6 +112,8 @@ class _Loop:
         self.on_text = on_text
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, _Running] = {}
+        # The request whose prompt a slot has in its cache, after its sample has ended too.
+        self.held: dict[int, Request] = {}
         self.waiting: deque[tuple[Request, int]] = deque()
         self.limit = min(config.max_tokens, engine.config.max_length)
         self.refused: list[Trajectory] = []
@@ -119,7 +121,9 @@ class _Loop:
 
     async def admit(self) -> bool:
         """Fills free slots; returns whether anything is left to do."""
-        placed: dict[int, list[tuple[Request, int, int]]] = {}
+        placed: list[tuple[Request, int, int]] = []
+        prefills: list[tuple[int, int, Sequence[int]]] = []
+        forks: dict[int, list[int]] = {}
         while self.free:
             if not self.waiting:
                 request = next(self.requests, None)
@@ -127,36 +131,55 @@ class _Loop:
                     break
                 self.waiting.extend((request, sample) for sample in request.samples)
                 continue
-            request, sample = self.waiting.popleft()
-            if len(request.prompt) >= self.limit:  # no room for a single token
+            request, sample = self.waiting[0]
+            length = len(request.prompt)
+            if length >= self.limit:  # no room for a single token
+                self.waiting.popleft()
                 self.refused.append(self._refuse(request, sample))
                 continue
-            placed.setdefault(id(request), []).append((request, sample, self.free.popleft()))
-        prefills, forks = [], []
-        for group in placed.values():
-            request = group[0][0]
-            source = next((r.slot for r in self.running.values() if r.request is request), None)
-            slots = [slot for _, _, slot in group]
+            source = next((s for s, held in self.held.items() if held is request), None)
+            slot = source if source is not None and source in self.free else self.free[0]
+            if not self._reserve(slot, source, length):
+                break
+            if source is not None and self.held.get(source) is not request:
+                source = None  # it had to give way
+            self.waiting.popleft()
+            self.free.remove(slot)
+            self.held[slot] = request
+            placed.append((request, sample, slot))
             if source is None:
-                source = slots.pop(0)
-                prefills.append((source, 0, request.prompt))
-            if slots:
-                forks.append((source, slots))
-        if placed:
-            await self._on_device(self._prefill, prefills, forks)
-        for group in placed.values():
-            for request, sample, slot in group:
-                self._start(request, sample, slot)
+                prefills.append((slot, 0, request.prompt))
+            elif source != slot:
+                forks.setdefault(source, []).append(slot)
+        if prefills or forks:
+            lengths = {source: len(self.held[source].prompt) for source in forks}
+            await self._on_device(self._prefill, prefills, forks, lengths)
+        for request, sample, slot in placed:
+            self._start(request, sample, slot)
         return bool(self.running or self.refused)
+
+    def _reserve(self, slot: int, source: int | None, length: int) -> bool:
+        """Makes room in a slot; the prompts that free slots still hold give way to it."""
+        for other in (None, *self.free):
+            if other is not None and other not in (slot, source):
+                self.engine.release(other)
+                self.held.pop(other, None)
+            if self.engine.reserve(slot, self.limit, source, length):
+                return True
+            if source == slot:  # `reserve` took what it held
+                self.held.pop(slot, None)
+                source = None
+        return False
 
     def _prefill(
         self,
-        prefills: list[tuple[int, int, Sequence[int]]],
-        forks: list[tuple[int, list[int]]],
+        prefills: Sequence[tuple[int, int, Sequence[int]]],
+        forks: Mapping[int, Sequence[int]],
+        lengths: Mapping[int, int],
     ) -> None:
         self.engine.extend(prefills)
-        for source, slots in forks:
-            self.engine.fork(source, slots)
+        for source, slots in forks.items():
+            self.engine.fork(source, slots, lengths[source])
 
     async def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a call of the engine in a thread: tools go on while the device works.
@@ -332,6 +355,7 @@ class _Loop:
             "engine": {
                 **dataclasses.asdict(shapes),
                 "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
+                "decode_rows": list(shapes.decode_rows),
             },
         }
 

@@ -60,7 +60,7 @@ SHOWN = 3
 _SHAPES = {
     "slots": "sequences decoded at a time",
     "chunk": "tokens decoded between two visits of the host",
-    "extend_rows": "rows of a prefill",
+    "pages": "pages of the cache that the slots share; 0 for pages of their own",
 }
 
 # --- the record ----------------------------------------------------------------------------
@@ -122,7 +122,13 @@ def recording(trajectory: Trajectory) -> Recording:
         prompt_id=int(metadata["prompt_id"]),
         sampling=SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"])),
         rollout=RolloutConfig(**jsonl.fields(RolloutConfig, metadata["rollout"])),
-        engine=EngineConfig(**{**shapes, "extend_buckets": tuple(shapes["extend_buckets"])}),
+        engine=EngineConfig(
+            **{
+                **shapes,
+                "extend_buckets": tuple(shapes["extend_buckets"]),
+                "decode_rows": tuple(shapes["decode_rows"]),
+            }
+        ),
     )
 
 
@@ -310,7 +316,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "step of the phase; needed where it has several")
     flags.DEFINE_integer("limit", 200, "trajectories to replay, 0 for all", lower_bound=0)
     for name, text in _SHAPES.items():
-        flags.DEFINE_integer(name, None, f"{text}; as recorded unless given", lower_bound=1)
+        flags.DEFINE_integer(name, None, f"{text}; as recorded unless given", lower_bound=0)
     flags.DEFINE_list(
         "extend_buckets", None, "token counts of the prefills; as recorded unless given"
     )

@@ -58,7 +58,6 @@ def get_config() -> ml_collections.ConfigDict:
                 "slots": 16,
                 "max_length": 32_768,
                 "chunk": 32,
-                "extend_rows": 4,
                 "extend_buckets": (256, 1024, 4096),
                 "dtype": "bfloat16",
             },

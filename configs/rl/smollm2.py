@@ -53,7 +53,6 @@ def get_config() -> ml_collections.ConfigDict:
                 "slots": 32,
                 "max_length": 768,
                 "chunk": 16,
-                "extend_rows": 8,
                 "extend_buckets": (64, 192),
             },
             "rollout": {

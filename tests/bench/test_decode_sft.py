@@ -16,7 +16,7 @@ from tests.bench.small_workload import subject
 
 
 def test_decoding_samples_what_was_asked_for():
-    engine = MeteredEngine(subject().params, subject().config, EngineConfig(3, 30, 4, 3, (20,)))
+    engine = MeteredEngine(subject().params, subject().config, EngineConfig(3, 30, 4, (32,)))
     prompts = np.arange(60).reshape(3, 20)
     prefill, seconds = decode.decode_once(engine, prompts, new=10)
     assert prefill > 0 and seconds > 0

@@ -10,13 +10,16 @@ import pytest
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import init_params
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
-SHAPES = EngineConfig(slots=4, max_length=96, chunk=8, extend_rows=2, extend_buckets=(8, 32))
+SHAPES = EngineConfig(
+    slots=4, max_length=96, chunk=8, extend_buckets=(8, 32), extend_block=8, page_size=32
+)
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 17, 3, 120, 44, 9, 9, 61, 2, 77, 31]
 
@@ -101,19 +104,62 @@ def test_greedy_tokens_equal_transformers_generate(tmp_path):
         assert tokens[slot] == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 32])
-@pytest.mark.parametrize("slots", [1, 7])
-def test_samples_do_not_depend_on_chunk_size_or_number_of_slots(chunk, slots):
-    def sampled(engine, slot):
-        engine.extend([(slot, 0, PROMPT)])
-        begin(engine, slot, PROMPT, 60, SamplingParams(), (4, 5, 6))
-        tokens, logps = run(engine, [slot])
-        return tokens[slot], logps[slot]
+def sampled(engine, slot, others=()):
+    """One sample in a slot, with others beside it."""
+    for number, other in enumerate(others):
+        prompt = PROMPT[: 3 + number]
+        engine.extend([(other, 0, prompt)])
+        begin(engine, other, prompt, 20 + 9 * number, SamplingParams(top_p=0.8), (1, 2, number))
+    engine.extend([(slot, 0, PROMPT)])
+    begin(engine, slot, PROMPT, 60, SamplingParams(), (4, 5, 6))
+    tokens, logps = run(engine, [slot])
+    return tokens[slot], logps[slot]
 
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"chunk": 1, "slots": 7},
+        {"chunk": 32, "slots": 2},
+        {"chunk": 3, "slots": 16},
+        {"slots": 16, "decode_rows": (2, 5, 9)},
+        {"pages": 9},
+        {"slots": 16, "pages": 40, "extend_buckets": (16, 48)},
+    ],
+)
+def test_a_sample_has_the_same_bits_under_all_shapes_and_beside_others(shapes):
+    expected = sampled(make(), 2)
+    slots = shapes.get("slots", SHAPES.slots)
+    assert sampled(make(**shapes), slots - 1) == expected
+    assert sampled(make(**shapes), 0, others=range(1, min(slots, 3))) == expected
+
+
+def test_a_single_slot_samples_what_several_do():
+    tokens, logps = sampled(make(slots=1), 0)
     expected, expected_logps = sampled(make(), 2)
-    tokens, logps = sampled(make(chunk=chunk, slots=slots), slots - 1)
     assert tokens == expected
     np.testing.assert_allclose(logps, expected_logps, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 16, 33])
+def test_all_slots_fit_into_the_largest_program(slots):
+    sizes = EngineConfig(slots=slots).row_sizes
+    assert sizes[-1] == (1 if slots == 1 else slots)
+    assert list(sizes) == sorted(set(sizes))
+    assert EngineConfig(slots=slots, decode_rows=(1, 6, 99)).row_sizes[-1] == sizes[-1]
+
+
+def test_bytes_for_keys_and_values_move_log_probabilities_only_a_little():
+    tokens, logps = sampled(make(), 0)
+    engine = make(cache_dtype="int8")
+    engine.extend([(0, 0, PROMPT)])
+    begin(engine, 0, PROMPT, 60, SamplingParams(), (4, 5, 6))
+    rough, rough_logps = run(engine, [0])
+    same = np.asarray(tokens) == np.asarray(rough[0])
+    first = len(same) if same.all() else int(np.argmin(same))
+    assert first >= 8
+    gap = np.abs(np.asarray(logps[:first]) - np.asarray(rough_logps[0][:first]))
+    assert 0 < gap.max() < 0.05
 
 
 def test_log_probabilities_are_those_of_the_full_forward_pass():
@@ -147,11 +193,61 @@ def test_tokens_set_back_leave_no_trace():
 def test_a_fork_decodes_as_if_it_had_been_prefilled():
     engine = make()
     engine.extend([(0, 0, PROMPT)])
-    engine.fork(0, [1, 3])
+    engine.fork(0, [1, 3], len(PROMPT))
     for slot in (0, 1, 3):
         begin(engine, slot, PROMPT, 40)
     tokens, _ = run(engine, [0, 1, 3])
     assert tokens[0] == tokens[1] == tokens[3] == reference_greedy(PROMPT, 40 - len(PROMPT))
+
+
+def test_a_group_holds_the_whole_pages_of_its_prompt_once():
+    engine = make(pages=12)
+    long = (PROMPT * 6)[:65]  # two whole pages of 32 and a token, which decoding writes again
+    assert engine.reserve(0, 96)
+    engine.extend([(0, 0, long)])
+    for slot in (1, 2, 3):
+        assert engine.reserve(slot, 96, 0, len(long))
+    assert engine.pages.free_pages == 12 - 3 - 3
+    engine.fork(0, [1, 2, 3], len(long))
+    for slot in range(4):
+        begin(engine, slot, long, 90, SamplingParams(), (0, 0, slot))
+    together, _ = run(engine, range(4))
+    engine.release(0)
+    assert engine.pages.free_pages == 12 - 2 - 3
+    # The others still read what slot 0 has let go.
+    for slot in range(1, 4):
+        engine.release(slot)
+    assert engine.pages.free_pages == 12
+    for slot in range(4):
+        alone = make()
+        alone.extend([(0, 0, long)])
+        begin(alone, 0, long, 90, SamplingParams(), (0, 0, slot))
+        assert run(alone, [0])[0][0] == together[slot]
+
+
+def test_no_room_is_said_before_anything_is_written():
+    engine = make(pages=4)
+    assert engine.reserve(0, 96)
+    assert not engine.reserve(1, 64)
+    assert engine.reserve(1, 30)
+    with pytest.raises(RuntimeError, match="no page is free"):
+        engine.extend([(2, 0, PROMPT)])
+    with pytest.raises(RuntimeError, match="slot 1 has no room for 40 tokens"):
+        begin(engine, 1, PROMPT, 40)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"extend_buckets": (8, 20)}, "extend_buckets are 8, 20; give ascending multiples of ext"),
+        ({"extend_buckets": (32, 8)}, "extend_buckets are 32, 8"),
+        ({"extend_buckets": ()}, "extend_buckets are empty"),
+        ({"pages": 2}, "pages is 2, but a sequence of max_length 96 has 3 pages of 32"),
+    ],
+)
+def test_shapes_that_contradict_each_other_are_refused(shapes, message):
+    with pytest.raises(UserError, match=message):
+        make(**shapes)
 
 
 def test_a_prompt_longer_than_the_largest_bucket_is_fed_in_pieces():

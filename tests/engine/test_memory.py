@@ -13,22 +13,26 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
-SHAPES = EngineConfig(slots=4, max_length=96, chunk=8, extend_rows=2, extend_buckets=(8, 32))
+SHAPES = EngineConfig(
+    slots=4, max_length=96, chunk=8, extend_buckets=(8, 32), extend_block=8, page_size=32
+)
 
 
 def nbytes(tree):
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": "bfloat16"}, {"cache_dtype": "int8"}, {"pages": 7}, {"page_size": 40}]
+)
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_and_cache_are_what_an_engine_then_has(dtype, tied):
+def test_parameters_and_cache_are_what_an_engine_then_has(changes, tied):
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
-    shapes = dataclasses.replace(SHAPES, dtype=dtype)
+    shapes = dataclasses.replace(SHAPES, **changes)
     engine = Engine(init_params(model, jax.random.key(0)), model, shapes)
     memory = engine_memory(model, shapes)
     assert memory.parameters == nbytes(engine.params)
-    assert memory.cache == nbytes(engine._cache)
+    assert memory.cache == nbytes(engine._layers)
     assert memory.total == memory.parameters + memory.cache + memory.scratch
 
 
@@ -38,16 +42,25 @@ def test_a_published_model_takes_what_its_figures_say():
     qwen = dataclasses.replace(qwen, tie_embeddings=False)
     shapes = EngineConfig(slots=256, max_length=16384, dtype="bfloat16")
     memory = engine_memory(qwen, shapes)
-    assert memory.slot == 57344 * 16384
+    assert memory.page == 57344 * 128
+    assert memory.pages == 256 * 128
     assert memory.parameters == 2 * 7_615_616_512
+
+
+def test_a_pool_is_advised_by_its_pages():
+    shapes = dataclasses.replace(SHAPES, slots=8, pages=20)
+    pool = engine_memory(MODEL, shapes)
+    assert pool.cache == 20 * pool.page
+    with pytest.raises(UserError, match="set pages to 17, or"):
+        check_memory(MODEL, shapes, pool.total - 3 * pool.page)
 
 
 @pytest.mark.parametrize(
     ("free", "advice"),
     [
-        (0.9, r"set slots to 5, or set dtype to bfloat16"),
-        (0.5, "lower extend_rows or the largest of extend_buckets, or"),
-        (0.26, "lower max_length, or"),
+        (0.9, r"set slots to 6, or set dtype to bfloat16"),
+        (0.5, "lower the largest of extend_buckets, or"),
+        (0.4, "lower max_length, or"),
         (0.1, "take a smaller model, or"),
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from coa_jax.model.api import load_model
-from coa_jax.model.forward import forward, init_cache, unembed
+from coa_jax.model.cache import Cache, contiguous_table, init_layers
+from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import unstack_layers
 
 RNG = np.random.default_rng(1)
@@ -53,7 +54,8 @@ def test_chunks_through_a_cache_equal_one_pass(references, family):
     full = run(model, tokens, np.broadcast_to(np.arange(24), (2, 24)))
     params = unstack_layers(model.params, model.config)
     # More cache than is needed, full of rubbish: what is not valid must not be read.
-    cache = jax.tree.map(lambda c: c + 7.0, init_cache(model.config, 2, 32))
+    layers = jax.tree.map(lambda c: c + 7.0, init_layers(model.config, 8, 8))
+    cache = Cache(layers, contiguous_table(2, 4))
     start, steps = np.array([0, 0]), np.arange(16)
     for sizes in ((9, 6), (1, 1), (1, 1), (13, 16)):
         positions = start[:, None] + steps

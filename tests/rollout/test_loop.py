@@ -72,13 +72,6 @@ def test_log_probabilities_are_those_of_the_full_forward_pass(greedy, sampled):
         assert gap.max() < 1e-4
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(4, 1), (4, 32), (16, 8)])
-def test_trajectories_do_not_depend_on_slots_and_chunks(sampled, slots, chunk):
-    again = run(requests(4, SamplingParams(temperature=1.3)), on=engine(slots, chunk))
-    assert tokens_of(again) == tokens_of(sampled)
-    assert len({tuple(t) for group in tokens_of(sampled) for t in group}) > len(TASKS)
-
-
 def test_trajectories_do_not_depend_on_the_order_of_the_requests(sampled):
     again = run(requests(4, SamplingParams(temperature=1.3))[::-1])
     assert tokens_of(again[::-1]) == tokens_of(sampled)
@@ -117,9 +110,9 @@ def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
         fed.extend((slot, start, len(tokens)) for slot, start, tokens in feeds)
         return extend(self, feeds)
 
-    def count_fork(self, source, targets):
+    def count_fork(self, source, targets, length):
         forked.extend(targets)
-        return fork(self, source, targets)
+        return fork(self, source, targets, length)
 
     monkeypatch.setattr(Engine, "extend", count_extend)
     monkeypatch.setattr(Engine, "fork", count_fork)
@@ -131,6 +124,55 @@ def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
     # Beyond the prompt only observations are fed, each with the token before it.
     observed = sum(int(np.count_nonzero(t.author == Author.ENVIRONMENT)) + 1 for t in group)
     assert sum(size for _, start, size in fed if start) == observed
+
+
+@pytest.mark.parametrize("shapes", [{"slots": 1}, {"slots": 2, "pages": 5}])
+def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shapes, monkeypatch):
+    prompts = []
+    extend = Engine.extend
+
+    def count(self, feeds):
+        prompts.extend(tokens for _, start, tokens in feeds if start == 0)
+        return extend(self, feeds)
+
+    monkeypatch.setattr(Engine, "extend", count)
+    wanted = requests(5, SamplingParams(), TASKS[:2])
+    groups = run(wanted, on=engine(**shapes))
+    assert prompts == [request.prompt for request in wanted]
+    assert tokens_of(groups) == tokens_of(run(wanted, on=engine(slots=16)))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"slots": 4},
+        {"slots": 4, "chunk": 1},
+        {"slots": 16, "chunk": 32},
+        {"slots": 16, "page_size": 32, "pages": 14},
+        {"slots": 5, "decode_rows": (4,), "extend_buckets": (16, 128), "page_size": 32},
+    ],
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_trajectories_are_the_same_bits_under_all_shapes_orders_and_groups(shapes, grouped):
+    """Rows, pages, chunks, mates: nothing of that is in the numbers of a sequence."""
+    base = {"page_size": 32} if "page_size" in shapes else {}
+    wanted = requests(3, SamplingParams())
+    expected = run(wanted, on=engine(slots=8, **base))
+    if not grouped:
+        singles = [dataclasses.replace(r, samples=(s,)) for s in (2, 0, 1) for r in wanted]
+        alone = [group[0] for group in run(singles, on=engine(**shapes))]
+        found = {(t.task_id, t.sample_id): t for t in alone}
+    else:
+        found = {
+            (t.task_id, t.sample_id): t
+            for group in run(wanted[::-1], on=engine(**shapes))
+            for t in group
+        }
+    assert len(found) == 3 * len(wanted)
+    for trajectory in (t for group in expected for t in group):
+        other = found[trajectory.task_id, trajectory.sample_id]
+        np.testing.assert_array_equal(other.tokens, trajectory.tokens)
+        np.testing.assert_array_equal(other.logp, trajectory.logp)
 
 
 def test_decoding_compiles_once_for_a_whole_run():

@@ -1,0 +1,169 @@
+"""Keys and values of earlier tokens, in pages of positions.
+
+Shape letters: B sequences, T new tokens, P pages, S positions of a page, C pages of a sequence, N
+key/value heads, G query heads per key/value head, K head width.
+
+A sequence's table says which page holds its positions ``0 .. S - 1``, which one the next S, and so
+on; sequences with the same beginning may name the same pages.  Attention walks over the pages of
+all sequences in step, as far as the longest one reaches, and folds each page into a running
+softmax.  What a page adds depends on its own sequence alone, and a page beyond a sequence's end
+adds exactly nothing: the numbers of a sequence depend neither on the other sequences of the batch
+nor on where its pages lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.products import project, row_sum
+
+MASKED = -1e30
+"""Score of a key that a query may not see; finite, so that nothing becomes NaN."""
+
+
+class LayerCache(NamedTuple):
+    """Pages of one layer; one buffer per layer and part, so that a write never copies the others.
+
+    Attributes:
+        keys: ``[P, N, K, S]``, values: ``[P, N, S, K]``: the layouts in which one token's product
+            with either reads memory in order (on CPUs twice as fast as keys like values).
+        key_scales, value_scales: float32 ``[P, N, S]`` of int8 keys and values, else None.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
+
+
+class Cache(NamedTuple):
+    """Pages of all layers, and where the sequences of this call have theirs.
+
+    Attributes:
+        layers: a `LayerCache` each.
+        table: int32 ``[B, C]``, pages in the order of their positions.  What stands behind a
+            sequence's last page does not matter, so long as it is the number of some page.
+    """
+
+    layers: tuple[LayerCache, ...]
+    table: jax.Array
+
+    @property
+    def size(self) -> int:
+        """Positions that a sequence may have; a token at or beyond it is padding."""
+        return self.table.shape[1] * self.layers[0].values.shape[2]
+
+
+def init_layers(
+    config: ModelConfig, pages: int, page_size: int, dtype: Any = jnp.float32
+) -> tuple[LayerCache, ...]:
+    """Empty pages of all layers; with dtype ``int8`` also their scales."""
+    heads, width = config.num_kv_heads, config.head_dim
+
+    def layer() -> LayerCache:
+        keys = jnp.zeros((pages, heads, width, page_size), dtype)
+        values = jnp.zeros((pages, heads, page_size, width), dtype)
+        if jnp.dtype(dtype) != jnp.int8:
+            return LayerCache(keys, values)
+        scales = (jnp.zeros((pages, heads, page_size), jnp.float32) for _ in range(2))
+        return LayerCache(keys, values, *scales)
+
+    return tuple(layer() for _ in range(config.num_layers))
+
+
+def contiguous_table(batch: int, pages: int) -> jax.Array:
+    """The table of sequences of which each has ``pages`` pages of its own, one after another."""
+    return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+
+
+def write(
+    layer: LayerCache, table: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> LayerCache:
+    """Puts new keys and values ``[B, T, N, K]`` at their positions ``[B, T]``.
+
+    Those outside the cache are dropped.
+    """
+    pages, page_size = layer.keys.shape[0], layer.keys.shape[3]
+    index, offset = jnp.divmod(positions, page_size)
+    inside = index < table.shape[1]
+    page = jnp.take_along_axis(table, jnp.where(inside, index, 0), axis=1)
+    page = jnp.where(inside, page, pages)
+    at = (page, slice(None), offset)
+    if layer.key_scales is None or layer.value_scales is None:
+        k, v = k.astype(layer.keys.dtype), v.astype(layer.values.dtype)
+        scales = {}
+    else:
+        (k, key_scale), (v, value_scale) = quantize(k), quantize(v)
+        scales = {
+            "key_scales": layer.key_scales.at[at].set(key_scale, mode="drop"),
+            "value_scales": layer.value_scales.at[at].set(value_scale, mode="drop"),
+        }
+    return layer._replace(
+        keys=layer.keys.at[page, :, :, offset].set(k, mode="drop"),
+        values=layer.values.at[at].set(v, mode="drop"),
+        **scales,
+    )
+
+
+def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Vectors of the last axis as int8 and one float32 factor each: ``int8 * factor`` is near x."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-30) / 127.0
+    return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
+
+
+def attend(
+    q: jax.Array, layer: LayerCache, table: jax.Array, positions: jax.Array, dtype: Any
+) -> jax.Array:
+    """Attention of new tokens to all positions up to their own.
+
+    Args:
+        q: ``[B, T, N, G, K]``.
+        layer: already holds the keys and values of the new tokens.
+        table: int32 ``[B, C]``.
+        positions: int32 ``[B, T]``; of a token outside the cache the result means nothing.
+        dtype: of the operands of products.
+
+    Returns:
+        float32, like q.
+    """
+    b, t, n, g, width = q.shape
+    page_size = layer.keys.shape[3]
+    # The queries of a group are rows of one product with their head's keys.
+    q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
+    ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
+    inside = positions < table.shape[1] * page_size
+    count = jnp.max(jnp.where(inside, positions // page_size + 1, 0))
+
+    def read(buffer: jax.Array, scales: jax.Array | None, index: jax.Array, axis: int) -> jax.Array:
+        page = table[:, index]
+        part = buffer.at[page].get(mode="promise_in_bounds")
+        if scales is None:
+            return part
+        scale = scales.at[page].get(mode="promise_in_bounds")
+        return part.astype(jnp.float32) * jnp.expand_dims(scale, axis)
+
+    def fold(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        largest, total, attended = carry
+        k = read(layer.keys, layer.key_scales, index, 2)
+        v = read(layer.values, layer.value_scales, index, 3)
+        visible = index * page_size + jnp.arange(page_size) <= ends
+        scores = jnp.where(visible, project("bnqk,bnks->bnqs", q, k, dtype), MASKED)
+        larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - larger)
+        keep = jnp.exp(largest - larger)
+        total = total * keep + row_sum(weights)[..., None]
+        new = project("bnqs,bnsk->bnqk", weights, v, dtype)
+        return larger, total, attended * keep + new
+
+    empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
+    start = (empty + MASKED, empty, jnp.zeros(q.shape, jnp.float32))
+    _, total, attended = jax.lax.fori_loop(0, count, fold, start)
+    attended = attended / total
+    return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)

@@ -1,0 +1,63 @@
+"""Products whose operands, and only they, are in the compute dtype."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Product in the operands' dtype, accumulated and returned in float32."""
+    return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
+
+
+def _einsum_fwd(
+    spec: str, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _einsum(spec, x, w), (x, w)
+
+
+def _einsum_bwd(
+    spec: str, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # Without this the backward products would mix a float32 cotangent with bfloat16 operands
+    # and run at float32 speed.
+    x, w = operands
+    inputs, out = spec.split("->")
+    a, b = inputs.split(",")
+    g = g.astype(x.dtype)
+    dx = jnp.einsum(f"{out},{b}->{a}", g, w, preferred_element_type=jnp.float32)
+    dw = jnp.einsum(f"{a},{out}->{b}", x, g, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_einsum.defvjp(_einsum_fwd, _einsum_bwd)
+
+
+def project(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """``einsum(spec, x, w)`` with operands in ``dtype`` and a float32 result.
+
+    In float32 the products are exact float32 on every platform; the default of TPUs and of
+    GPUs with TF32 would round the operands.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return jnp.einsum(
+            spec, x.astype(jnp.float32), w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+    return _einsum(spec, x.astype(dtype), w.astype(dtype))
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sums over the last axis, float32, in an order that does not depend on the other axes.
+
+    That is what XLA's CPU products do, as a product with ones, and its reductions do not: how they
+    share a row's sum out depends on how many rows there are.  A sequence would depend, in its last
+    bits, on how many others are decoded beside it.
+    """
+    # Eight equal columns: a single one would be a matrix-vector product, which has other orders.
+    ones = jnp.ones((x.shape[-1], 8), jnp.float32)
+    return project("...d,dk->...k", x, ones, jnp.float32)[..., 0]
