@@ -25,6 +25,7 @@ import errno
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -88,6 +89,9 @@ def run_main(
     except SystemExit as done:
         sys.exit(done.code)
     except KeyboardInterrupt:
+        # One more Ctrl-C ends the process at once and does not break into what runs at its end,
+        # which would show a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("interrupted; run the same command again to continue", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ def tools() -> dict[str, Any]:
     return {"wiki_search": search, "code": CodeTool(concurrency=2)}
 
 
+def observed(text: str) -> str:
+    """What a tool returned, as the policy reads it."""
+    return observation_text(get_protocol(PROTOCOL), text)
+
+
 @functools.cache
 def records() -> tuple[DistilledRecord, ...]:
     """An episode for each task; the observations are what the tools return."""
@@ -78,7 +84,7 @@ def records() -> tuple[DistilledRecord, ...]:
         )
         parts = (
             ("policy", head),
-            ("environment", observation_text(get_protocol(PROTOCOL), seen.text)),
+            ("environment", observed(seen.text)),
             ("policy", _END.format(answer)),
         )
         assert part_violations(PROTOCOL, parts) == []
@@ -87,11 +93,14 @@ def records() -> tuple[DistilledRecord, ...]:
     return tuple(asyncio.run(made()))
 
 
-def write_untrained(path: Path) -> Path:
-    """Writes the policy before training."""
+def write_untrained(path: Path, episodes: Sequence[DistilledRecord] = ()) -> Path:
+    """Writes the policy before training on ``episodes``, by default on `records`."""
     protocol = get_protocol(PROTOCOL)
     tokenizer = train_bpe(
-        [render_prompt(protocol, r.question, "brief") + "\n" + r.text for r in records()],
+        [
+            render_prompt(protocol, r.question, "brief") + "\n" + r.text
+            for r in episodes or records()
+        ],
         500,
         tags=[f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")],
     )
@@ -104,9 +113,14 @@ def write_untrained(path: Path) -> Path:
 @functools.cache
 def policy() -> Model:
     """The trained policy.  Its parameters are shared: hand them to nothing that donates them."""
+    return learn(records())
+
+
+def learn(episodes: Sequence[DistilledRecord]) -> Model:
+    """A policy that knows episodes by heart."""
     with tempfile.TemporaryDirectory() as folder:
-        model = load_model(write_untrained(Path(folder) / "model"))
-    examples = [record_example(model.tokenizer, record, "brief") for record in records()]
+        model = load_model(write_untrained(Path(folder) / "model", episodes))
+    examples = [record_example(model.tokenizer, record, "brief") for record in episodes]
     batches = split_rows(pack(examples, ROW_LENGTH), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=90, warmup_steps=5)
     loss_fn = bind(sft_loss, dtype="float32", remat=False)

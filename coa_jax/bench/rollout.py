@@ -32,7 +32,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,11 +50,11 @@ from coa_jax.bench.measure import (
 )
 from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.shapes import define_shape_flags, given_shapes
 from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
-from coa_jax.errors import UserError
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.losses import token_logps
 from coa_jax.rollout.loop import run_episodes
@@ -64,12 +64,17 @@ from coa_jax.trajectory import Author, Trajectory
 # --- one repeat ----------------------------------------------------------------------------
 
 
-def run_workload(engine: Engine, workload: Workload) -> list[Trajectory]:
+def run_workload(
+    engine: Engine,
+    workload: Workload,
+    on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> list[Trajectory]:
     """Runs a workload in the agent loop of training.
 
     Args:
         engine: its slots are free and hold ``workload.longest`` tokens; it has no stop tokens.
         workload: what to run.
+        on_finish: called with each trajectory as it ends.
 
     Returns:
         A trajectory for each rollout, in the workload's order.
@@ -80,8 +85,12 @@ def run_workload(engine: Engine, workload: Workload) -> list[Trajectory]:
 
     async def collect() -> list[Trajectory]:
         stream = run_episodes(engine, episodes, episodes.requests(), [Sleep()], config)
+        finished = []
         async with contextlib.aclosing(stream):
-            return [trajectory async for trajectory in stream]
+            async for trajectory in stream:
+                on_finish(trajectory)
+                finished.append(trajectory)
+        return finished
 
     return sorted(asyncio.run(collect()), key=lambda trajectory: trajectory.sample_id)
 
@@ -137,44 +146,6 @@ def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -
 # --- the command ---------------------------------------------------------------------------
 
 
-def engine_shapes(
-    workload: Workload,
-    *,
-    slots: int,
-    chunk: int,
-    dtype: str,
-    max_length: int = 0,
-    extend_buckets: Sequence[int] = (32, 128, 512),
-    pages: int = 0,
-    cache_dtype: str = "",
-) -> EngineConfig:
-    """Shapes of an engine for a workload.
-
-    Args:
-        workload: has to fit.
-        slots, chunk, dtype, extend_buckets, pages, cache_dtype: see `EngineConfig`.
-        max_length: positions of a slot; 0 for the longest rollout, rounded up to 128.
-
-    Raises:
-        UserError: a rollout is longer than ``max_length``.
-    """
-    max_length = max_length or -(-workload.longest // 128) * 128
-    if workload.longest > max_length:
-        raise UserError(
-            f"the workload has a rollout of {workload.longest} tokens and --max_length is "
-            f"{max_length}; raise it, or leave it out"
-        )
-    return EngineConfig(
-        slots=slots,
-        max_length=max_length,
-        chunk=chunk,
-        extend_buckets=tuple(sorted(extend_buckets)),
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        pages=pages,
-    )
-
-
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
@@ -213,20 +184,7 @@ def measure(
 def define_flags() -> None:
     """The flags of the command."""
     define_model_flags()
-    flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
-    flags.DEFINE_integer("slots", 16, "sequences decoded at a time", lower_bound=1)
-    flags.DEFINE_integer("chunk", 16, "tokens between two visits of the host", lower_bound=1)
-    flags.DEFINE_integer(
-        "max_length", 0, "positions of a slot; 0 for those of the workload", lower_bound=0
-    )
-    flags.DEFINE_multi_integer(
-        "extend_buckets", [32, 128, 512], "tokens of a prefill program (repeatable)", lower_bound=1
-    )
-    flags.DEFINE_integer(
-        "pages", 0, "pages of the cache that slots share; 0 for pages of their own", lower_bound=0
-    )
-    flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "of keys and values")
-    flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
+    define_shape_flags()
 
 
 def main(_: list[str]) -> None:
@@ -235,16 +193,7 @@ def main(_: list[str]) -> None:
     out = output_path(values.out)
     subject = load_subject(values.model, values.random, values.dtype)
     workload = read_workload(values.workload, subject.config.vocab_size)
-    shapes = engine_shapes(
-        workload,
-        slots=values.slots,
-        chunk=values.chunk,
-        dtype=values.dtype,
-        max_length=values.max_length,
-        extend_buckets=values.extend_buckets,
-        pages=values.pages,
-        cache_dtype=values.cache_dtype,
-    )
+    shapes = given_shapes(values, workload)
     report(measure(subject, workload, shapes, values.repeats), out)
 
 

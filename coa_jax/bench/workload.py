@@ -1,6 +1,9 @@
 """The workload of the rollout benchmark: how many tokens, how long a tool takes, what it returns.
 
-A JSON object:
+    python -m coa_jax.bench.workload --preset=W1 --out=w1.json
+    python -m coa_jax.bench.workload --slow_tool=20 --out=slow.json   # 20 s once, 0.1 s elsewhere
+
+The command draws one from a seed and prints what it amounts to.  A workload is a JSON object:
 
     {"name": "two", "seed": 0,
      "prompts": [[5, 6, 7], ...],                       token ids of each prompt
@@ -11,18 +14,26 @@ A JSON object:
                              ...],
                    "final_gen_tokens": 16}, ...]}       sampled after the last observation
 
-The weights decide nothing: every engine that runs it does the same work.  Other keys are ignored.
+The weights decide nothing: every engine that runs it does the same work.  Other keys are ignored
+here; ``prompt_len`` and ``totals`` are for engines that work in lock-step or check their sums.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from absl import flags
+
+from coa_jax.bench.measure import output_path
+from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.files import read_json_object
+from coa_jax.files import read_json_object, replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +96,9 @@ class Workload:
             + sum(len(call.observation) for call in script.calls)
             for script in self.scripts
         )
+
+
+# --- reading -------------------------------------------------------------------------------
 
 
 def read_workload(path: str | Path, vocab_size: int) -> Workload:
@@ -161,3 +175,204 @@ class _Reader:
                     f"{self.vocab_size - 1}; write the workload for its vocabulary"
                 )
         return tuple(found)
+
+
+# --- writing -------------------------------------------------------------------------------
+
+_FIRST_ID = 64  # below it many vocabularies keep tokens with a meaning of their own
+_QUICK_TOOL = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a workload is drawn from; whole numbers evenly, both ends of their range included.
+
+    Attributes:
+        rollouts: in groups that share a prompt.
+        group_size: rollouts of a prompt.
+        prompt_tokens: of each prompt.
+        turns: calls of each rollout.
+        gen_tokens: sampled before a call.
+        tool_seconds: of a call: log-normal around the middle of the range on a logarithmic scale,
+            clipped to it.
+        observation_tokens: returned by a call.
+        final_tokens: sampled after the last call.
+        vocab_size: ids are below it.
+        slow_tool: if not 0, the seconds of the first call of the first rollout; all others then
+            take a tenth of a second.
+    """
+
+    rollouts: int = 32
+    group_size: int = 4
+    prompt_tokens: int = 384
+    turns: int = 3
+    gen_tokens: tuple[int, int] = (24, 72)
+    tool_seconds: tuple[float, float] = (0.05, 2.0)
+    observation_tokens: tuple[int, int] = (32, 128)
+    final_tokens: tuple[int, int] = (16, 32)
+    vocab_size: int = 49152
+    slow_tool: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rollouts % self.group_size:
+            raise UserError(
+                f"--rollouts={self.rollouts} is no multiple of --group_size={self.group_size}"
+            )
+        if self.vocab_size <= _FIRST_ID:
+            raise UserError(f"--vocab_size={self.vocab_size}: give more than {_FIRST_ID}")
+        if self.slow_tool and not self.turns:
+            raise UserError("--slow_tool needs a call: give --turns=1 or more")
+
+
+PRESETS = {
+    "W1": Recipe(),
+    "W1s": Recipe(rollouts=8),
+    "tiny": Recipe(
+        rollouts=4,
+        group_size=2,
+        prompt_tokens=32,
+        turns=2,
+        gen_tokens=(4, 8),
+        tool_seconds=(0.01, 0.05),
+        observation_tokens=(4, 8),
+        final_tokens=(2, 4),
+    ),
+}
+
+
+def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
+    """A workload as the JSON object of the head of this file."""
+    random = np.random.default_rng(seed)
+
+    def ids(size: int) -> list[int]:
+        return random.integers(_FIRST_ID, recipe.vocab_size, size).tolist()
+
+    def whole(bounds: tuple[int, int]) -> int:
+        return int(random.integers(*bounds, endpoint=True))
+
+    def seconds() -> float:
+        low, high = recipe.tool_seconds
+        drawn = np.sqrt(low * high) * np.exp(0.8 * random.standard_normal())
+        return round(float(np.clip(drawn, low, high)), 3)
+
+    def turn() -> dict[str, Any]:
+        latency = _QUICK_TOOL if recipe.slow_tool else seconds()
+        return {
+            "gen_tokens": whole(recipe.gen_tokens),
+            "tool_latency_s": latency,
+            "observation": ids(whole(recipe.observation_tokens)),
+        }
+
+    prompts = [ids(recipe.prompt_tokens) for _ in range(recipe.rollouts // recipe.group_size)]
+    rollouts: list[dict[str, Any]] = [
+        {
+            "prompt": number // recipe.group_size,
+            "turns": [turn() for _ in range(recipe.turns)],
+            "final_gen_tokens": whole(recipe.final_tokens),
+        }
+        for number in range(recipe.rollouts)
+    ]
+    if recipe.slow_tool:
+        rollouts[0]["turns"][0]["tool_latency_s"] = recipe.slow_tool
+    return {
+        "name": name,
+        "seed": seed,
+        "vocab": recipe.vocab_size,
+        "prompt_len": recipe.prompt_tokens,
+        "totals": totals(prompts, rollouts),
+        "prompts": prompts,
+        "rollouts": rollouts,
+    }
+
+
+def totals(
+    prompts: Sequence[Sequence[int]], rollouts: Sequence[dict[str, Any]]
+) -> dict[str, int | float]:
+    """What rollouts amount to.
+
+    Returns:
+        ``generated`` tokens; tokens to prefill with prompts shared and the cache kept
+        (``prefill_once``), and with the whole context at every turn (``prefill_again``);
+        ``tool_seconds`` of all calls one after another, and of the rollout that waits longest.
+    """
+    generated = once = again = 0
+    waits = []
+    for rollout in rollouts:
+        context = len(prompts[rollout["prompt"]])
+        for turn in rollout["turns"]:
+            again += context
+            once += len(turn["observation"])
+            generated += turn["gen_tokens"]
+            context += turn["gen_tokens"] + len(turn["observation"])
+        again += context
+        generated += rollout["final_gen_tokens"]
+        waits.append(sum(turn["tool_latency_s"] for turn in rollout["turns"]))
+    return {
+        "generated": generated,
+        "prefill_once": once + sum(map(len, prompts)),
+        "prefill_again": again,
+        "tool_seconds": round(sum(waits), 3),
+        "tool_seconds_longest": round(max(waits), 3),
+    }
+
+
+def define_flags() -> None:
+    """The flags of the command: those of a `Recipe`, over a preset."""
+    flags.DEFINE_enum("preset", "W1", list(PRESETS), "where the values not given come from")
+    flags.DEFINE_string("out", None, "file to write", required=True)
+    flags.DEFINE_integer("seed", 0, "of all that is drawn", lower_bound=0)
+    flags.DEFINE_integer("rollouts", None, "rollouts", lower_bound=1)
+    flags.DEFINE_integer("group_size", None, "rollouts of a prompt", lower_bound=1)
+    flags.DEFINE_integer("prompt_tokens", None, "of each prompt", lower_bound=1)
+    flags.DEFINE_integer("turns", None, "calls of each rollout", lower_bound=0)
+    flags.DEFINE_list("gen_tokens", None, "sampled before a call, as 24,72")
+    flags.DEFINE_list("tool_seconds", None, "of a call, as 0.05,2")
+    flags.DEFINE_list("observation_tokens", None, "returned by a call, as 32,128")
+    flags.DEFINE_list("final_tokens", None, "sampled after the last call, as 16,32")
+    flags.DEFINE_integer("vocab_size", None, "ids are below it", lower_bound=1)
+    flags.DEFINE_float(
+        "slow_tool", None, "seconds of one call; all others take 0.1", lower_bound=0.0
+    )
+
+
+def given_recipe(values: Any) -> Recipe:
+    """The recipe that the flags name.
+
+    Raises:
+        UserError: a range is not two numbers in order, or the values do not go together.
+    """
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(Recipe):
+        value = getattr(values, field.name)
+        if isinstance(value, list):
+            value = _bounds(field.name, value, float if field.name == "tool_seconds" else int)
+        if value is not None:
+            chosen[field.name] = value
+    return dataclasses.replace(PRESETS[values.preset], **chosen)
+
+
+def _bounds(name: str, texts: Sequence[str], kind: type) -> tuple[Any, Any]:
+    try:
+        low, high = map(kind, texts)
+    except ValueError:
+        low, high = 1, 0
+    if not (0 if kind is float else 1) <= low <= high < float("inf"):
+        example = "0.05,2" if kind is float else "24,72"
+        raise UserError(f"--{name}={','.join(texts)}: give the least and the most, as {example}")
+    return low, high
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    path = output_path(values.out)
+    assert path is not None  # the flag is required
+    recipe = given_recipe(values)
+    name = values.preset if recipe == PRESETS[values.preset] else path.stem
+    workload = draw(recipe, name, values.seed)
+    replace(path, (json.dumps(workload) + "\n").encode())
+    print(json.dumps({"workload": workload["name"], "file": str(path), **workload["totals"]}))
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

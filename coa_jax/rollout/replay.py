@@ -316,7 +316,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "step of the phase; needed where it has several")
     flags.DEFINE_integer("limit", 200, "trajectories to replay, 0 for all", lower_bound=0)
     for name, text in _SHAPES.items():
-        flags.DEFINE_integer(name, None, f"{text}; as recorded unless given", lower_bound=0)
+        least = 0 if name == "pages" else 1
+        flags.DEFINE_integer(name, None, f"{text}; as recorded unless given", lower_bound=least)
     flags.DEFINE_list(
         "extend_buckets", None, "token counts of the prefills; as recorded unless given"
     )

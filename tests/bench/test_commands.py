@@ -36,12 +36,27 @@ def test_a_result_is_printed_and_written(tmp_path):
     assert {"wall_s", "idle_s", "device", "load1", "compiles_after_warmup"} <= set(result)
 
 
+def test_a_drawn_workload_is_run_with_its_slow_tool(tmp_path):
+    path = tmp_path / "slow.json"
+    options = ["--preset=tiny", "--vocab_size=512", "--slow_tool=0.5", "--rollouts=2"]
+    ended = run("workload", *options, f"--out={path}")
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["workload"], told["file"]) == ("slow", str(path))
+    ended = run("stalls", "--random=tiny", f"--workload={path}", "--repeats=1")
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert (result["bench"], result["workload"], result["slow_tool_s"]) == ("stalls", "slow", 0.5)
+    assert {"lost", "others_tokens_per_s", "others_tokens_per_s_quick"} <= set(result)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         (["rollout", "--random=tiny", "--workload={folder}/none.json"], "cannot read"),
         (["decode", "--model={folder}/none"], "does not exist: give a model directory"),
         (["decode", "--random=tiny", "--batch=0"], "--batch=0: give whole numbers from 1"),
+        (["workload", "--rollouts=3", "--out={folder}/w.json"], "no multiple of --group_size=4"),
         (["sft", "--random=tiny", "--batch=0"], "--batch=0: 0 is not a positive integer"),
         (["sft", "--random=tiny", "--out={folder}/none/r.json"], "a directory that exists"),
     ],

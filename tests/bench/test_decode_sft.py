@@ -22,7 +22,8 @@ def test_decoding_samples_what_was_asked_for():
     assert prefill > 0 and seconds > 0
     assert engine.length.tolist() == [30, 30, 30]
     assert engine.meter.decode_steps == 10
-    assert engine.extended_tokens == 60
+    # Blocks of 16 tokens, two of each prompt, in programs of two blocks.
+    assert engine.extended_tokens == 96
 
 
 def test_decoding_is_reported_for_each_batch_size_beside_its_floor():

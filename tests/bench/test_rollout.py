@@ -12,21 +12,22 @@ import pytest
 from coa_jax.bench.measure import compile_count
 from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import load_subject
-from coa_jax.bench.rollout import engine_shapes, logp_gap, measure, measure_once, run_workload
+from coa_jax.bench.rollout import logp_gap, measure, measure_once, run_workload
+from coa_jax.bench.shapes import engine_shapes
 from coa_jax.errors import UserError
 from coa_jax.trajectory import Author, StopReason
 from tests.bench.small_workload import rollout, subject, workload
 
 
-def engine(work, slots=4, chunk=4, rows=4, buckets=(32,), max_length=128):
+def engine(work, slots=4, chunk=4, block=8, buckets=(32,), max_length=128):
     shapes = engine_shapes(
         work,
         slots=slots,
         chunk=chunk,
         dtype="float32",
         max_length=max_length,
-        extend_rows=rows,
         extend_buckets=buckets,
+        extend_block=block,
     )
     return MeteredEngine(subject().params, subject().config, shapes)
 
@@ -85,19 +86,19 @@ def test_tokens_do_not_depend_on_slots_and_chunks(several, ran, slots, chunk):
 
 
 def test_prompts_and_observations_are_prefilled_once(several):
-    # Programs of one row and one token have no padding.
-    figures, _ = measure_once(engine(several, slots=5, rows=1, buckets=(1,)), several)
+    # Programs of one token have no padding.
+    figures, _ = measure_once(engine(several, slots=5, block=1, buckets=(1,)), several)
     calls = 3 + 1 + 0 + 1 + 1
     # Each observation is fed with the token before it, which is not in the cache yet.
     assert figures["prefill_tokens_computed"] == 2 * 12 + calls * (6 + 1)
     assert several.prefill_tokens == 2 * 12 + calls * 6
 
 
-def test_padding_of_rows_and_buckets_counts_as_computed(tmp_path):
+def test_padding_of_blocks_and_buckets_counts_as_computed(tmp_path):
     work = workload(tmp_path, rollout(0, (2, 2)), rollout(0, (2,)), prompt_length=40)
-    figures, _ = measure_once(engine(work, rows=4, buckets=(8, 64)), work)
-    # One program for the prompt of 40 and one for the observation of 6 + 1.
-    assert figures["prefill_tokens_computed"] == 4 * 64 + 4 * 8
+    figures, _ = measure_once(engine(work, buckets=(16, 64)), work)
+    # The prompt of 40 in programs of 16, and one for the observation of 6 + 1.
+    assert figures["prefill_tokens_computed"] == 48 + 16
 
 
 def test_occupancy_counts_what_is_sampled_and_then_forgotten(tmp_path):
@@ -132,7 +133,7 @@ def test_the_log_probabilities_are_those_of_training(several, ran):
 def test_nothing_is_compiled_after_the_warm_up(several):
     # Shapes that no other test uses, so that there is something to compile.
     shapes = engine_shapes(
-        several, slots=3, chunk=5, dtype="float32", extend_rows=3, extend_buckets=(24, 8)
+        several, slots=3, chunk=5, dtype="float32", extend_block=8, extend_buckets=(24, 8)
     )
     before = compile_count()
     result = measure(subject(), several, shapes, repeats=2)

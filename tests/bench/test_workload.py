@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import types
 
-from coa_jax.bench.workload import Call, Script, read_workload
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.bench.workload import (
+    PRESETS,
+    Call,
+    Recipe,
+    Script,
+    draw,
+    given_recipe,
+    read_workload,
+)
 from coa_jax.errors import UserError
 from tests.bench.small_workload import content, rollout, workload, write
 
@@ -71,3 +84,119 @@ def test_what_is_wrong_is_named(tmp_path, value, message):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*none.json"):
         read_workload(tmp_path / "none.json", 512)
+
+
+# --- writing -------------------------------------------------------------------------------
+
+
+def ranges(least: int, most: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(least, most), st.integers(least, most)).map(
+        lambda pair: (min(pair), max(pair))
+    )
+
+
+@st.composite
+def recipes(draw_value) -> Recipe:
+    group = draw_value(st.integers(1, 4))
+    return Recipe(
+        rollouts=group * draw_value(st.integers(1, 4)),
+        group_size=group,
+        prompt_tokens=draw_value(st.integers(1, 40)),
+        turns=draw_value(st.integers(0, 3)),
+        gen_tokens=draw_value(ranges(1, 9)),
+        tool_seconds=draw_value(st.sampled_from([(0.0, 0.0), (0.01, 0.01), (0.05, 2.0)])),
+        observation_tokens=draw_value(ranges(1, 9)),
+        final_tokens=draw_value(ranges(1, 9)),
+        vocab_size=draw_value(st.integers(65, 512)),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("drawn")
+
+
+@given(recipe=recipes(), seed=st.integers(0, 2**32))
+def test_a_drawn_workload_is_read_back_with_what_was_asked_for(folder, recipe, seed):
+    drawn = draw(recipe, "drawn", seed)
+    assert drawn == draw(recipe, "drawn", seed)
+    read = read_workload(write(folder, drawn), recipe.vocab_size)
+    assert (read.name, read.seed) == ("drawn", seed)
+    assert {len(prompt) for prompt in read.prompts} == {recipe.prompt_tokens}
+    groups = [script.prompt for script in read.scripts]
+    assert groups == [i // recipe.group_size for i in range(recipe.rollouts)]
+    for script in read.scripts:
+        *turns, final = script.lengths
+        assert len(turns) == recipe.turns
+        assert recipe.final_tokens[0] <= final <= recipe.final_tokens[1]
+        assert all(recipe.gen_tokens[0] <= n <= recipe.gen_tokens[1] for n in turns)
+        for call in script.calls:
+            low, high = recipe.observation_tokens
+            assert low <= len(call.observation) <= high
+            assert recipe.tool_seconds[0] <= call.seconds <= recipe.tool_seconds[1]
+    ids = [i for p in read.prompts for i in p]
+    ids += [i for s in read.scripts for c in s.calls for i in c.observation]
+    assert min(ids) >= 64
+
+
+def test_the_default_is_the_workload_of_the_bars(folder):
+    drawn = draw(PRESETS["W1"], "W1", 0)
+    assert drawn["prompt_len"] == 384
+    read = read_workload(write(folder, drawn), 49152)
+    assert (len(read.prompts), len(read.scripts)) == (8, 32)
+    assert {len(script.calls) for script in read.scripts} == {3}
+    # 96 turns of 24 to 72 tokens and 32 ends of 16 to 32; 96 observations of 32 to 128.
+    assert read.generated_tokens == pytest.approx(96 * 48 + 32 * 24, rel=0.1)
+    assert read.prefill_tokens == pytest.approx(8 * 384 + 96 * 80, rel=0.1)
+    seconds = sorted(call.seconds for script in read.scripts for call in script.calls)
+    assert seconds[48] == pytest.approx((0.05 * 2.0) ** 0.5, rel=0.3)
+    assert draw(PRESETS["W1"], "W1", 1)["rollouts"] != drawn["rollouts"]
+
+
+def test_totals_are_those_of_a_hand_count():
+    recipe = Recipe(
+        rollouts=4, group_size=2, prompt_tokens=10, turns=2, gen_tokens=(3, 3),
+        tool_seconds=(0.5, 0.5), observation_tokens=(4, 4), final_tokens=(2, 2),
+    )  # fmt: skip
+    assert draw(recipe, "same", 0)["totals"] == {
+        "generated": 4 * (3 + 3 + 2),
+        "prefill_once": 2 * 10 + 4 * 2 * 4,
+        "prefill_again": 4 * (10 + 17 + 24),
+        "tool_seconds": 4.0,
+        "tool_seconds_longest": 1.0,
+    }
+
+
+def test_one_tool_can_be_slow():
+    rollouts = draw(dataclasses.replace(PRESETS["W1"], slow_tool=20.0), "slow", 0)["rollouts"]
+    seconds = [turn["tool_latency_s"] for r in rollouts for turn in r["turns"]]
+    assert seconds == [20.0] + [0.1] * 95
+
+
+def values_of(**given_values):
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    return types.SimpleNamespace(**{**dict.fromkeys(names), "preset": "tiny", **given_values})
+
+
+def test_flags_change_the_preset():
+    recipe = given_recipe(values_of(rollouts=6, gen_tokens=["2", "3"], tool_seconds=["0", "0.5"]))
+    changed = {"rollouts": 6, "gen_tokens": (2, 3), "tool_seconds": (0.0, 0.5)}
+    assert recipe == dataclasses.replace(PRESETS["tiny"], **changed)
+
+
+@pytest.mark.parametrize(
+    ("given_values", "message"),
+    [
+        ({"rollouts": 5}, "--rollouts=5 is no multiple of --group_size=2"),
+        ({"vocab_size": 64}, "--vocab_size=64: give more than 64"),
+        ({"turns": 0, "slow_tool": 20.0}, "--slow_tool needs a call"),
+        ({"gen_tokens": ["4"]}, "--gen_tokens=4: give the least and the most, as 24,72"),
+        ({"gen_tokens": ["5", "4"]}, "--gen_tokens=5,4: give the least"),
+        ({"final_tokens": ["0", "4"]}, "--final_tokens=0,4: give the least"),
+        ({"tool_seconds": ["0", "inf"]}, "--tool_seconds=0,inf: .* as 0.05,2"),
+        ({"tool_seconds": ["nan", "1"]}, "--tool_seconds=nan,1: .* as 0.05,2"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(given_values, message):
+    with pytest.raises(UserError, match=message):
+        given_recipe(values_of(**given_values))

@@ -234,7 +234,7 @@ def test_a_phase_and_a_step_are_chosen(sampled, tmp_path):
 def call(monkeypatch, tmp_path):
     """Calls the command with some flags; returns its exit code."""
     save_model(tiny_policy.policy(), tmp_path / "model")
-    values = dict.fromkeys(("step", "slots", "chunk", "extend_rows", "extend_buckets"))
+    values = dict.fromkeys(("step", "slots", "chunk", "pages", "extend_buckets"))
     values |= {"model": str(tmp_path / "model"), "phase": "", "limit": 0}
 
     def run_command(*arguments, **given):

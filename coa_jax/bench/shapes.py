@@ -1,0 +1,93 @@
+"""The workload of a benchmark of rollouts, and the shapes of the engine that runs it: flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from coa_jax.bench.workload import Workload
+from coa_jax.engine.config import EngineConfig
+from coa_jax.errors import UserError
+
+# Flags defined by the helper below belong to the command that calls it (for --help).
+flags.disclaim_key_flags()
+
+
+def define_shape_flags() -> None:
+    """Flags of the workload, of the engine and of the number of repeats."""
+    flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
+    flags.DEFINE_integer(
+        "slots", 0, "sequences in progress at a time; 0 for all rollouts, 32 at most", lower_bound=0
+    )
+    flags.DEFINE_integer("chunk", 8, "tokens between two visits of the host", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_length", 0, "positions of a slot; 0 for those of the workload", lower_bound=0
+    )
+    flags.DEFINE_multi_integer(
+        "extend_buckets", [32, 128, 512], "tokens of a prefill program (repeatable)", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "pages", 0, "pages of the cache that slots share; 0 for pages of their own", lower_bound=0
+    )
+    flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "of keys and values")
+    flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
+
+
+def given_shapes(values: Any, workload: Workload) -> EngineConfig:
+    """The shapes that the flags of `define_shape_flags` name, for a workload.
+
+    Raises:
+        UserError: see `engine_shapes`.
+    """
+    return engine_shapes(
+        workload,
+        slots=values.slots or min(len(workload.scripts), 32),
+        chunk=values.chunk,
+        dtype=values.dtype,
+        max_length=values.max_length,
+        extend_buckets=values.extend_buckets,
+        pages=values.pages,
+        cache_dtype=values.cache_dtype,
+    )
+
+
+def engine_shapes(
+    workload: Workload,
+    *,
+    slots: int,
+    chunk: int,
+    dtype: str,
+    max_length: int = 0,
+    extend_buckets: Sequence[int] = (32, 128, 512),
+    extend_block: int = 16,
+    pages: int = 0,
+    cache_dtype: str = "",
+) -> EngineConfig:
+    """Shapes of an engine for a workload.
+
+    Args:
+        workload: has to fit.
+        slots, chunk, dtype, extend_buckets, extend_block, pages, cache_dtype: see `EngineConfig`.
+        max_length: positions of a slot; 0 for the longest rollout, rounded up to 128.
+
+    Raises:
+        UserError: a rollout is longer than ``max_length``.
+    """
+    max_length = max_length or -(-workload.longest // 128) * 128
+    if workload.longest > max_length:
+        raise UserError(
+            f"the workload has a rollout of {workload.longest} tokens and --max_length is "
+            f"{max_length}; raise it, or leave it out"
+        )
+    return EngineConfig(
+        slots=slots,
+        max_length=max_length,
+        chunk=chunk,
+        extend_buckets=tuple(sorted(extend_buckets)),
+        extend_block=extend_block,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        pages=pages,
+    )

@@ -1,0 +1,148 @@
+"""Measures what one slow tool costs the rollouts that do not wait for it.
+
+    python -m coa_jax.bench.workload --slow_tool=20 --out=slow.json
+    python -m coa_jax.bench.stalls --model=DIR --workload=slow.json --slots=32 --out=r.json
+
+Runs the workload as it is and with its longest call as quick as the median one, in turns.  The
+rollout of that call apart, the tokens of the others by the time until the last of them has ended
+are their throughput.  Prints one JSON object; what is measured is given as its median, smallest
+and largest value:
+
+    others_tokens_per_s        throughput of the others beside the slow call ...
+    others_tokens_per_s_quick  ... and where it is quick
+    lost                       share of the throughput that the slow call costs, from the medians;
+                               negative where the others gain the place of the one that waits
+    wall_s, wall_s_quick       until the last rollout of all has ended
+    compiles_after_warmup      programs compiled in all repeats together; 0 is right
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+from absl import flags
+
+from coa_jax.bench.measure import compile_count, output_path, report, spread
+from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.rollout import run_workload
+from coa_jax.bench.shapes import define_shape_flags, given_shapes
+from coa_jax.bench.workload import Call, Workload, read_workload
+from coa_jax.cli import run_main
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
+from coa_jax.trajectory import Trajectory
+
+
+def quicken(workload: Workload) -> tuple[Workload, int]:
+    """A workload with its longest call as quick as the median one.
+
+    Returns:
+        The changed workload, and the number of the rollout that has the call.
+
+    Raises:
+        UserError: it has one rollout only, or no call is longer than all others.
+    """
+    seconds = sorted(call.seconds for script in workload.scripts for call in script.calls)
+    if len(workload.scripts) < 2 or len(seconds) < 2 or seconds[-1] == seconds[-2]:
+        raise UserError(
+            f"workload {workload.name}: one call of several rollouts must be longer than all "
+            "others; write it with python -m coa_jax.bench.workload --slow_tool=20"
+        )
+    usual = statistics.median_low(seconds)
+
+    def shorter(call: Call) -> Call:
+        return dataclasses.replace(call, seconds=usual) if call.seconds == seconds[-1] else call
+
+    scripts = tuple(
+        dataclasses.replace(script, calls=tuple(map(shorter, script.calls)))
+        for script in workload.scripts
+    )
+    (slow,) = (i for i, script in enumerate(scripts) if script != workload.scripts[i])
+    return dataclasses.replace(workload, scripts=scripts), slow
+
+
+def throughput(engine: Engine, workload: Workload, apart: int) -> tuple[float, float]:
+    """Runs a workload once.
+
+    Args:
+        engine: see `run_workload`.
+        workload: at least two rollouts.
+        apart: number of a rollout that does not count.
+
+    Returns:
+        Tokens a second of the other rollouts until the last of them has ended, and the seconds
+        until all have ended.
+    """
+    ends: dict[int, float] = {}
+    began = time.perf_counter()
+
+    def ended(trajectory: Trajectory) -> None:
+        ends[trajectory.sample_id] = time.perf_counter() - began
+
+    run_workload(engine, workload, ended)
+    others = [number for number in ends if number != apart]
+    tokens = sum(sum(workload.scripts[number].lengths) for number in others)
+    return tokens / max(ends[number] for number in others), max(ends.values())
+
+
+def measure(
+    subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
+) -> dict[str, Any]:
+    """Compiles, then runs both workloads ``repeats`` times; the result of the command.
+
+    Raises:
+        UserError: there are fewer slots than rollouts, or see `quicken`.
+    """
+    quick, apart = quicken(workload)
+    if shapes.slots < len(workload.scripts):
+        raise UserError(
+            f"--slots={shapes.slots}: give one for each of the {len(workload.scripts)} rollouts; "
+            "one that waits for a slot has no throughput"
+        )
+    compile_count()
+    engine = Engine(subject.params, subject.config, shapes)
+    engine.warm_up()
+    compiled = compile_count()
+    runs: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for suffix, chosen in (("", workload), ("_quick", quick)):
+            speed, wall = throughput(engine, chosen, apart)
+            runs.setdefault(f"others_tokens_per_s{suffix}", []).append(speed)
+            runs.setdefault(f"wall_s{suffix}", []).append(wall)
+    medians = {name: statistics.median(values) for name, values in runs.items()}
+    lost = 1 - medians["others_tokens_per_s"] / medians["others_tokens_per_s_quick"]
+    return {
+        "bench": "stalls",
+        "model": subject.name,
+        "workload": workload.name,
+        **dataclasses.asdict(shapes),
+        "repeats": repeats,
+        "slow_tool_s": max(c.seconds for script in workload.scripts for c in script.calls),
+        "lost": round(lost, 4),
+        **{name: spread(values) for name, values in runs.items()},
+        "compiles_after_warmup": compile_count() - compiled,
+    }
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    define_model_flags()
+    define_shape_flags()
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    out = output_path(values.out)
+    subject = load_subject(values.model, values.random, values.dtype)
+    workload = read_workload(values.workload, subject.config.vocab_size)
+    shapes = given_shapes(values, workload)
+    report(measure(subject, workload, shapes, values.repeats), out)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)
