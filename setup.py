@@ -36,6 +36,7 @@ EXTRAS = {
     "tfds": ["tensorflow-datasets>=4.9"],
     # Accelerators: jax alone brings the CPU backend.
     "cuda": ["jax[cuda13]>=0.10.2"],
+    # With "tpu" on a machine without one, the tests compile for TPUs all the same.
     "tpu": ["jax[tpu]>=0.10.2"],
 }
 

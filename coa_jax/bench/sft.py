@@ -33,6 +33,7 @@ from coa_jax.cli import run_main
 from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+from coa_jax.model.attention.causal import choose
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
@@ -43,7 +44,15 @@ def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
 
 
 def measure(
-    subject: Subject, *, batch: int, length: int, rows: int, dtype: str, remat: bool, steps: int
+    subject: Subject,
+    *,
+    batch: int,
+    length: int,
+    rows: int,
+    dtype: str,
+    remat: bool,
+    steps: int,
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """The result of the command.
 
@@ -53,12 +62,14 @@ def measure(
         rows: sequences of a micro-batch.
         dtype, remat: see `SFTConfig`.
         steps: measured steps.
+        attention: see `SFTConfig`.
     """
     batches = split_rows(
         pack(random_examples(subject.config.vocab_size, batch, length), length), rows
     )
     optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
-    loss_fn = bind(sft_loss, dtype=dtype, remat=remat)
+    chosen = choose(attention, subject.config, dtype)
+    loss_fn = bind(sft_loss, dtype=dtype, remat=remat, attention=chosen)
     state = init_state(subject.params, optimizer)
     compile_count()
     compiled, seconds = 0, []
@@ -85,6 +96,7 @@ def measure(
         "rows": rows,
         "dtype": dtype,
         "remat": remat,
+        "attention": chosen.implementation,
         "steps": steps,
         "first_step_s": round(seconds[0], 2),
         "step_s": spread(measured),
@@ -105,6 +117,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("length", 256, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("rows", 0, "sequences of a micro-batch; 0 for all", lower_bound=0)
     flags.DEFINE_bool("remat", False, "recompute activations in the backward pass")
+    flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
     flags.DEFINE_integer("steps", 3, "measured steps", lower_bound=1)
 
 
@@ -122,6 +135,7 @@ def main(_: list[str]) -> None:
         dtype=values.dtype,
         remat=values.remat,
         steps=values.steps,
+        attention=values.attention,
     )
     report(result, out)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.learn.batch import Batch
+from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import Params
@@ -43,6 +44,7 @@ def token_logps(
     *,
     dtype: Any,
     remat: bool,
+    attention: Attention = REFERENCE,
     temperature: float = 1.0,
     vocab_chunk: int = 2048,
 ) -> tuple[jax.Array, jax.Array]:
@@ -54,7 +56,14 @@ def token_logps(
         float32 ``[R, T]`` each; index 0 of a row is 0.
     """
     hidden, _ = forward(
-        params, config, batch.tokens, batch.positions, batch.segment_ids, dtype=dtype, remat=remat
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segment_ids,
+        dtype=dtype,
+        remat=remat,
+        attention=attention,
     )
     rows, length = batch.tokens.shape
     flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
@@ -79,13 +88,19 @@ def token_logps(
 
 
 def sft_loss(
-    params: Params, config: ModelConfig, batch: Batch, *, dtype: Any, remat: bool
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    *,
+    dtype: Any,
+    remat: bool,
+    attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Stats]:
     """Negative log-likelihood of the policy's tokens (paper eq 7), summed.
 
     Observations and prompts have mask 0: what the policy did not write it does not learn to write.
     """
-    logp, _ = token_logps(params, config, batch, dtype=dtype, remat=remat)
+    logp, _ = token_logps(params, config, batch, dtype=dtype, remat=remat, attention=attention)
     loss = -jnp.sum(logp * batch.mask)
     return loss, {"loss": loss}
 
@@ -99,13 +114,20 @@ def policy_loss(
     temperature: float,
     dtype: Any,
     remat: bool,
+    attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Stats]:
     """Clipped policy-gradient loss, summed over the policy's tokens.
 
     The log-probabilities of the sampler stand for the old policy.
     """
     logp, entropy = token_logps(
-        params, config, batch, dtype=dtype, remat=remat, temperature=temperature
+        params,
+        config,
+        batch,
+        dtype=dtype,
+        remat=remat,
+        attention=attention,
+        temperature=temperature,
     )
     difference = (logp - batch.logp) * batch.mask
     ratio = jnp.exp(jnp.clip(difference, -20.0, 20.0))

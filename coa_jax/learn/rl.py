@@ -28,6 +28,8 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.attention.causal import choose
+from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
 from coa_jax.progress import progress
@@ -65,6 +67,7 @@ class RLConfig:
         rollout: budgets of a trajectory.
         checkpoint_every: steps between two checkpoints.
         mesh: axes over which parameters and rows are sharded.
+        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
     """
 
     model: str
@@ -87,6 +90,7 @@ class RLConfig:
     rollout: RolloutConfig
     checkpoint_every: int
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         longest = min(self.rollout.max_tokens, self.engine.max_length)
@@ -129,6 +133,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     mesh = training_mesh(config.mesh)
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
     model = load_model(config.model, mesh=mesh)
+    attention = choose(config.attention, model.config, config.dtype, mesh)
     state = init_state(model.params, config.optimizer)
     checkpoints = Checkpoints(run.checkpoints / "rl")
     step, cursor = checkpoints.latest() or 0, 0
@@ -147,7 +152,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             sampled = sample_groups(config, runner, engine, model, stream, cursor, tools)
             cursor = sampled.cursor
             clock.lap("rollout")
-            state, stats = update(config, state, model, sampled.used, mesh)
+            state, stats = update(config, state, model, sampled.used, mesh, attention)
             clock.lap("update")
             engine.publish(state.params)
             clock.lap("publish")
@@ -220,6 +225,7 @@ def update(
     model: Model,
     groups: Sequence[Sequence[Trajectory]],
     mesh: jax.sharding.Mesh | None = None,
+    attention: Attention = REFERENCE,
 ) -> tuple[TrainState, dict[str, float]]:
     """The updates of one step; statistics are those of the first, which is on-policy.
 
@@ -241,6 +247,7 @@ def update(
         temperature=config.temperature,
         dtype=config.dtype,
         remat=config.remat,
+        attention=attention,
     )
     first: dict[str, float] = {}
     for part in range(config.updates):

@@ -19,6 +19,7 @@ from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.attention.causal import choose
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
@@ -48,6 +49,7 @@ class SFTConfig:
         validate_every: updates between two measurements of the validation loss.
         checkpoint_every: updates between two checkpoints.
         mesh: axes over which parameters and rows are sharded.
+        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
     """
 
     model: str
@@ -65,6 +67,7 @@ class SFTConfig:
     validate_every: int
     checkpoint_every: int
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: str = "auto"
 
 
 def train(config: SFTConfig, run: RunDir, output: Path) -> None:
@@ -94,7 +97,8 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
             model.tokenizer, held_out, style=config.prompt_style, length=config.row_length
         )
     state, cursor, checkpoints = _resume(config, run, model)
-    loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat)
+    attention = choose(config.attention, model.config, config.dtype, mesh)
+    loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention)
     stream = example_stream(
         model.tokenizer,
         kept,

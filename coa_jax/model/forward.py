@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.model.cache import MASKED, Cache, LayerCache, attend, write
+from coa_jax.model.attention.causal import Attend, causal_attention
+from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.cache import Cache, LayerCache, attend, write
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project, row_sum
 from coa_jax.model.weights import Params
@@ -46,39 +48,6 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
-_BLOCK = 128
-"""Queries that are attended together without a cache: later keys are not even multiplied."""
-
-
-def _attend_causal(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
-) -> jax.Array:
-    """q ``[B,T,N,G,K]``, k and v ``[B,T,N,K]``, a lower triangular mask ``[B,T,T]`` -> like q.
-
-    A block of queries reads the keys up to its end.
-    """
-    length = q.shape[1]
-    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    if length % _BLOCK:
-        return _attend(q, k, v, mask, dtype)
-    blocks = []
-    for end in range(_BLOCK, length + 1, _BLOCK):
-        rows = slice(end - _BLOCK, end)
-        blocks.append(_attend(q[:, rows], k[..., :end], v[:, :, :end], mask[:, rows, :end], dtype))
-    return jnp.concatenate(blocks, axis=1)
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
-    """q ``[B,T,N,G,K]``, k ``[B,N,K,S]``, v ``[B,N,S,K]``, mask ``[B,T,S]`` -> like q."""
-    b, t, n, g, width = q.shape
-    # The queries of a group are rows of one product with their head's keys.
-    q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
-    scores = project("bnqk,bnks->bnqs", q, k, dtype).reshape(b, n, g, t, -1)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
-    attended = project("bnqs,bnsk->bnqk", weights.reshape(b, n, g * t, -1), v, dtype)
-    return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
-
-
 def _layer(
     config: ModelConfig,
     dtype: Any,
@@ -86,7 +55,7 @@ def _layer(
     layer: dict[str, jax.Array],
     cos: jax.Array,
     sin: jax.Array,
-    mask: jax.Array | None,
+    attend_to: Attend | None,
     cache: LayerCache | None,
     table: jax.Array | None,
     positions: jax.Array,
@@ -103,8 +72,8 @@ def _layer(
         k = rms_norm(k, layer["k_norm"], c.rms_eps)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     k, v = k[:, :, :, 0], v[:, :, :, 0]
-    if mask is not None:
-        attended = _attend_causal(q, k, v, mask, dtype)
+    if attend_to is not None:
+        attended = attend_to(q, k, v)
     else:
         assert cache is not None
         assert table is not None
@@ -126,6 +95,7 @@ def forward(
     cache: Cache | None = None,
     dtype: Any = jnp.float32,
     remat: bool = False,
+    attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs the decoder.
 
@@ -140,6 +110,7 @@ def forward(
         cache: keys and values of earlier tokens; a token at position p reads positions 0..p.
         dtype: of the operands of products; they accumulate in float32.
         remat: whether to recompute a layer's activations in the backward pass.
+        attention: its implementation without a cache.
 
     Returns:
         Final hidden states, float32 ``[B, T, D]``, and the new cache (None without one).
@@ -147,12 +118,9 @@ def forward(
     positions = jnp.asarray(positions)
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = (f(angles)[:, :, None, None] for f in (jnp.cos, jnp.sin))
-    mask = None
+    attend_to = None
     if cache is None:
-        steps = jnp.arange(tokens.shape[1])
-        mask = jnp.broadcast_to(steps[:, None] >= steps, (tokens.shape[0], steps.size, steps.size))
-        if segment_ids is not None:
-            mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
+        attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype)
     x = params["embed"][tokens].astype(jnp.float32)
     step = functools.partial(_layer, config, dtype)
     if isinstance(params["layers"], tuple):
@@ -160,14 +128,17 @@ def forward(
         table = cache.table if cache is not None else None
         new = []
         for layer, entry in zip(params["layers"], old, strict=True):
-            x, entry = step(x, layer, cos, sin, mask, entry, table, positions)
+            x, entry = step(x, layer, cos, sin, attend_to, entry, table, positions)
             new.append(entry)
         if cache is not None:
             cache = cache._replace(layers=tuple(entry for entry in new if entry is not None))
     elif cache is not None:
         raise ValueError("a cache needs unstacked layers: see weights.unstack_layers")
     else:
-        body = lambda x, layer: (step(x, layer, cos, sin, mask, None, None, positions)[0], None)  # noqa: E731
+        body = lambda x, layer: (  # noqa: E731
+            step(x, layer, cos, sin, attend_to, None, None, positions)[0],
+            None,
+        )
         x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_eps), cache
 

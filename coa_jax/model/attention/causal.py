@@ -1,0 +1,211 @@
+"""Causal attention over whole sequences, for training and scoring.
+
+Shape letters: B batch, T tokens, N key/value heads, G query heads of each, K head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve, split_over
+from coa_jax.model.attention.reference import attend
+from coa_jax.model.config import ModelConfig
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+_BLOCK = 128
+"""Queries that are attended together: later keys are not even multiplied."""
+
+
+def choose(
+    wanted: str, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None
+) -> Attention:
+    """Resolves the setting ``attention`` of a training run for the devices it runs on.
+
+    Raises:
+        UserError: what was asked for is unknown or cannot run there.
+    """
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    platform, capability = platform_of(device)
+    case = Case(
+        platform=platform,
+        dtype=jnp.dtype(dtype).name,
+        num_kv_heads=model.num_kv_heads,
+        num_groups=model.num_groups,
+        head_dim=model.head_dim,
+        capability=capability,
+    )
+    return Attention(resolve("causal", wanted, case, "config.attention"), mesh)
+
+
+def causal_attention(
+    attention: Attention, shape: tuple[int, ...], segment_ids: Any, dtype: Any
+) -> Attend:
+    """Attention for all layers of a pass; what they have in common is computed here once.
+
+    Args:
+        attention: the implementation.
+        shape: ``(B, T)``.
+        segment_ids: int32 ``[B, T]``; a token sees earlier ones of its own segment only.  None
+            means one segment a row.
+        dtype: of the operands of products.
+
+    Returns:
+        A function of rotated q ``[B, T, N, G, K]``, k and v ``[B, T, N, K]`` (float32) whose
+        float32 result is like q.
+    """
+    if attention.implementation == "xla":
+        steps = jnp.arange(shape[1])
+        mask = jnp.broadcast_to(steps[:, None] >= steps, (shape[0], steps.size, steps.size))
+        if segment_ids is not None:
+            mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
+        return functools.partial(_reference, mask=mask, dtype=dtype)
+    kernel = split_over(
+        attention.mesh,
+        functools.partial(_KERNELS[attention.implementation], interpret=attention.interpret),
+        ("batch", None, "kv_heads", None, None),
+        ("batch", None, "kv_heads", None),
+        ("batch", None, "kv_heads", None),
+        ("batch", None),
+    )
+
+    def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # Scaled before it is rounded, as in the reference.
+        q = q * q.shape[-1] ** -0.5
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        return kernel(q, k, v, segment_ids).astype(jnp.float32)
+
+    return attend_with_kernel
+
+
+def _reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array, dtype: Any
+) -> jax.Array:
+    """In blocks: a block of queries reads the keys up to its end."""
+    length = q.shape[1]
+    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    if length % _BLOCK:
+        return attend(q, k, v, mask, dtype)
+    blocks = []
+    for end in range(_BLOCK, length + 1, _BLOCK):
+        rows = slice(end - _BLOCK, end)
+        blocks.append(attend(q[:, rows], k[..., :end], v[:, :, :end], mask[:, rows, :end], dtype))
+    return jnp.concatenate(blocks, axis=1)
+
+
+# --- kernels -------------------------------------------------------------------------------
+#
+# Each takes q, k, v in the dtype of the products, q scaled, and segment ids or None.
+
+
+def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Zeros after the end: keys there come later than every query that counts."""
+    missing = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+
+def _splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The TPU kernel that skips the blocks above the diagonal.
+
+    T is padded to whole blocks; the longest of 512, 256 and 128 is taken that needs no more
+    padding than 128 does.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    b, t, n, g, width = q.shape
+    q = _pad(q.transpose(0, 2, 3, 1, 4).reshape(b, n * g, t, width), 2, 128)
+    k, v = (_pad(x.swapaxes(1, 2), 2, 128) for x in (k, v))
+    length = q.shape[2]
+    block = next(size for size in (512, 256, 128) if length % size == 0)
+    attend_rows = kernel.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((length, length))] * (n * g)),
+        block_sizes=kernel.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    segments = None
+    if segment_ids is not None:
+        ids = _pad(segment_ids, 1, 128)
+        segments = kernel.SegmentIds(ids, ids)
+    out = jax.vmap(attend_rows)(q, k, v, segments)[:, :, :t]
+    return out.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
+
+
+def _cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The flash attention of cuDNN.
+
+    It knows no segments: they become a mask ``[B, 1, T, T]``, which all heads share and which is
+    read in blocks, so scores still never exist as a whole.
+    """
+    b, t, n, g, width = q.shape
+    # With a mask the backward pass of cuDNN wants an even length.
+    q, k, v = (_pad(x, 1, 2) for x in (q.reshape(b, t, n * g, width), k, v))
+    mask = None
+    if segment_ids is not None:
+        ids = _pad(segment_ids, 1, 2)
+        mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=1.0,
+        is_causal=True,
+        implementation="xla" if interpret else "cudnn",
+    )
+    return out[:, :t].reshape(b, t, n, g, width)
+
+
+def _pallas_gpu(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The flash attention that comes with JAX for Triton; keys are repeated for their group."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    b, t, n, g, width = q.shape
+    q = _pad(q.reshape(b, t, n * g, width), 1, 128)
+    k, v = (jnp.repeat(_pad(x, 1, 128), g, axis=2) for x in (k, v))
+    if segment_ids is not None:
+        segment_ids = _pad(segment_ids, 1, 128)
+    out = mha(q, k, v, segment_ids, sm_scale=1.0, causal=True, interpret=interpret)
+    return out[:, :t].reshape(b, t, n, g, width)
+
+
+_KERNELS: dict[str, Callable[..., jax.Array]] = {
+    "splash": _splash,
+    "cudnn": _cudnn,
+    "pallas_gpu": _pallas_gpu,
+}

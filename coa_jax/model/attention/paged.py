@@ -1,0 +1,224 @@
+"""Kernels for attention of new tokens over a cache in pages, and the layouts that they read.
+
+A pool of pages is shared by all sequences; a table names, for each sequence, the pages that hold
+its positions in order.
+
+Shape letters: B sequences, T new tokens of each, N key/value heads, G query heads of each, K head
+width, P pages of the pool, S positions of a page, C pages of a sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.attention.choice import Attention, split_over
+from coa_jax.model.attention.reference import attend
+
+Pages = tuple[jax.Array, ...]
+"""The pool of one layer:
+
+==============  ==================================================
+implementation  arrays
+==============  ==================================================
+pallas_gpu      keys, values ``[N, P, S, K]``
+ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head's keys, ...
+==============  ==================================================
+"""
+
+_AXES: dict[str, tuple[str | None, ...]] = {
+    "pallas_gpu": ("kv_heads", None, None, None),
+    "ragged_paged": (None, None, "kv_heads", None),
+}
+
+
+def init_pages(
+    implementation: str, count: int, size: int, num_kv_heads: int, head_dim: int, dtype: Any
+) -> Pages:
+    """An empty pool of ``count`` pages of ``size`` positions."""
+    if implementation == "ragged_paged":
+        return (jnp.zeros((count, size, 2 * num_kv_heads, head_dim), dtype),)
+    shape = (num_kv_heads, count, size, head_dim)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def page_size(implementation: str, pages: Pages) -> int:
+    """S, positions of a page."""
+    return pages[0].shape[1 if implementation == "ragged_paged" else 2]
+
+
+def write_pages(
+    implementation: str,
+    pages: Pages,
+    table: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+) -> Pages:
+    """Puts new keys and values at their positions.
+
+    Args:
+        implementation: whose layout the pool has.
+        pages: the pool.
+        table: int32 ``[B, C]``; no two sequences may write to one page.
+        k, v: ``[B, T, N, K]``.
+        positions: int32 ``[B, T]``, from 0; those at or beyond ``C * S`` are dropped.
+    """
+    index, offset = jnp.divmod(positions, page_size(implementation, pages))
+    inside = index < table.shape[1]
+    page = jnp.take_along_axis(table, jnp.where(inside, index, 0), axis=1)
+    # A page that no pool has: what would go there is dropped.
+    page = jnp.where(inside, page, jnp.iinfo(jnp.int32).max)
+    k, v = k.astype(pages[0].dtype), v.astype(pages[0].dtype)
+    if implementation == "ragged_paged":
+        b, t, n, width = k.shape
+        pairs = jnp.stack((k, v), axis=3).reshape(b, t, 2 * n, width)
+        return (pages[0].at[page, offset].set(pairs, mode="drop"),)
+    return tuple(
+        pool.at[:, page, offset].set(jnp.moveaxis(x, 2, 0), mode="drop")
+        for pool, x in zip(pages, (k, v), strict=True)
+    )
+
+
+def gather_pages(
+    implementation: str, pages: Pages, table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values ``[B, C * S, N, K]`` of the sequences of a table ``[B, C]``."""
+    b = table.shape[0]
+    if implementation == "ragged_paged":
+        rows = pages[0][table]  # [B, C, S, 2N, K]
+        pairs = rows.reshape(b, -1, rows.shape[3] // 2, 2, rows.shape[4])
+        return pairs[..., 0, :], pairs[..., 1, :]
+    keys, values = (
+        jnp.moveaxis(pool[:, table], 0, 3).reshape(b, -1, pool.shape[0], pool.shape[3])
+        for pool in pages
+    )
+    return keys, values
+
+
+def attend_paged(
+    attention: Attention,
+    q: jax.Array,
+    pages: Pages,
+    table: jax.Array,
+    positions: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """Attention of new tokens, already written, to all positions up to their own.
+
+    ``pallas_gpu`` has a kernel for one token a sequence; for several it gathers the pages: there
+    the products count, not the reading.
+
+    Args:
+        attention: the implementation, whose layout the pool has.  A mesh splits the heads over
+            ``tensor``; pages and sequences stay whole.
+        q: rotated queries ``[B, T, N, G, K]``.
+        pages: the pool.
+        table: int32 ``[B, C]``; behind a sequence's last page stands any page.
+        positions: int32 ``[B, T]``: of a row consecutive, then padding at or beyond ``C * S``.  A
+            padding token's result is finite and means nothing.
+        dtype: of the operands of products.
+
+    Returns:
+        float32, like q.
+    """
+    name, count = attention.implementation, q.shape[1]
+    if name == "pallas_gpu" and count > 1:
+        return attend_gathered(name, q, pages, table, positions, dtype)
+    kernel = functools.partial(_KERNELS[name], interpret=attention.interpret)
+    heads = (None, None, "kv_heads", None, None)
+    run = split_over(attention.mesh, kernel, heads, (None,), (None,), *(_AXES[name] for _ in pages))
+    # A row of padding reads no more than a row that just begins.
+    start = positions[:, 0]
+    start = jnp.where(start < table.shape[1] * page_size(name, pages), start, 0)
+    q = (q * q.shape[-1] ** -0.5).astype(dtype)
+    return run(q, table, start + count, *pages).astype(jnp.float32)
+
+
+def attend_gathered(
+    implementation: str,
+    q: jax.Array,
+    pages: Pages,
+    table: jax.Array,
+    positions: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """The reference of `attend_paged`, over any layout."""
+    keys, values = gather_pages(implementation, pages, table)
+    mask = jnp.arange(keys.shape[1]) <= positions[..., None]
+    return attend(q, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), mask, dtype)
+
+
+# --- kernels -------------------------------------------------------------------------------
+#
+# Each takes q in the dtype of the products, scaled, and int32 [B] how many positions the last of a
+# row's tokens sees; the token before it sees one less.
+
+
+def _ragged_paged(
+    q: jax.Array, table: jax.Array, lengths: jax.Array, pages: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """The TPU kernel, which takes any number of new tokens of each sequence."""
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ops
+
+    b, t, n, g, width = q.shape
+    # Blocks are named here because the kernel's own table asks for the device that is there, not
+    # for the one that is compiled for: 512 positions and 32 tokens fit into its memory.
+    kernel = functools.partial(
+        ops.ragged_paged_attention,
+        num_kv_pages_per_block=min(table.shape[1], max(1, 512 // pages.shape[1])),
+        num_queries_per_block=min(b * t, 32),
+    )
+    run: Callable[..., jax.Array] = ops.ref_ragged_paged_attention if interpret else kernel
+    out = run(
+        q.reshape(b * t, n * g, width),
+        pages,
+        lengths,
+        table,
+        jnp.arange(b + 1, dtype=jnp.int32) * t,
+        jnp.full((1,), b, jnp.int32),
+    )
+    return out.reshape(q.shape)
+
+
+def _pallas_gpu(
+    q: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """The Triton kernel that comes with JAX.
+
+    A few sequences leave a GPU idle, so their pages are split into parts whose results are joined;
+    the table is padded to whole parts.
+    """
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    b, _, n, g, width = q.shape
+    block = max(1, 128 // keys.shape[2])
+    parts = min(16, -(-table.shape[1] // block))
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (block * parts))))
+    out = paged_attention(
+        q.reshape(b, n * g, width),
+        keys,
+        values,
+        table,
+        lengths,
+        pages_per_compute_block=block,
+        k_splits=parts,
+        interpret=interpret,
+    )
+    return out.reshape(q.shape)
+
+
+_KERNELS: dict[str, Callable[..., jax.Array]] = {
+    "ragged_paged": _ragged_paged,
+    "pallas_gpu": _pallas_gpu,
+}

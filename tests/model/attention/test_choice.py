@@ -1,0 +1,88 @@
+"""`auto` takes the best that can run and says so once; what cannot run is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.model.attention import choice
+from coa_jax.model.attention.causal import choose
+from coa_jax.model.attention.choice import Case, resolve
+from coa_jax.model.config import ModelConfig
+
+CASE = Case("tpu", "bfloat16", num_kv_heads=8, num_groups=4, head_dim=128, page_size=32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("causal", {"platform": "cpu"}, "xla"),
+        ("causal", {"platform": "cuda", "capability": 9.0}, "cudnn"),
+        ("causal", {"platform": "cuda", "capability": 8.0, "head_dim": 192}, "pallas_gpu"),
+        ("causal", {"platform": "cuda", "capability": 7.5}, "xla"),
+        ("causal", {"platform": "rocm"}, "xla"),
+        ("causal", {"platform": "tpu"}, "splash"),
+        ("causal", {"platform": "tpu", "head_dim": 64}, "splash"),
+        ("causal", {"platform": "tpu", "dtype": "float32"}, "xla"),
+        ("paged", {"platform": "cpu"}, "xla"),
+        ("paged", {"platform": "cuda", "capability": 9.0}, "pallas_gpu"),
+        ("paged", {"platform": "cuda", "capability": 9.0, "page_size": 24}, "xla"),
+        ("paged", {"platform": "tpu"}, "ragged_paged"),
+        ("paged", {"platform": "tpu", "head_dim": 64}, "xla"),
+        ("paged", {"platform": "tpu", "num_kv_heads": 3}, "xla"),
+    ],
+)
+def test_auto_takes_the_best_that_can_run(kind, changes, expected):
+    assert resolve(kind, "auto", dataclasses.replace(CASE, **changes)) == expected
+
+
+def test_the_choice_is_printed_once_with_what_was_passed_over(capsys):
+    choice._announce.cache_clear()
+    case = dataclasses.replace(CASE, head_dim=64)
+    for _ in range(3):
+        resolve("paged", "auto", case)
+    assert capsys.readouterr().err.splitlines() == [
+        "paged attention: xla on tpu in bfloat16 (ragged_paged: head_dim must be 128, it is 64)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "reason"),
+    [
+        ("splash", {"platform": "cpu"}, "needs tpu"),
+        ("cudnn", {"platform": "cpu"}, "needs cuda"),
+        ("splash", {"dtype": "float32"}, "multiplies in bfloat16, dtype is float32"),
+        ("cudnn", {"platform": "cuda", "capability": 7.0}, "capability 8.0"),
+    ],
+)
+def test_an_explicit_choice_that_cannot_run_is_refused(wanted, changes, reason):
+    case = dataclasses.replace(CASE, **changes)
+    with pytest.raises(UserError, match=reason) as refusal:
+        resolve("causal", wanted, case, "config.attention")
+    assert str(refusal.value).startswith(f"config.attention is '{wanted}'")
+    assert "use auto or one of" in str(refusal.value)
+    assert "xla" in str(refusal.value)
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are():
+    with pytest.raises(UserError, match="use auto or one of xla, splash, cudnn, pallas_gpu"):
+        resolve("causal", "flash", CASE)
+
+
+def test_a_kernel_that_this_jax_does_not_have_is_refused(monkeypatch):
+    missing = {"splash": ("tpu", "jax.experimental.pallas.ops.tpu.no_such_kernel")}
+    monkeypatch.setitem(choice._KERNELS, "causal", missing)
+    with pytest.raises(
+        UserError, match=r"has no jax\.experimental\.pallas\.ops\.tpu\.no_such_kernel"
+    ):
+        resolve("causal", "splash", CASE)
+    assert resolve("causal", "auto", CASE) == "xla"
+
+
+def test_the_setting_of_a_run_is_resolved_for_the_machine_it_runs_on():
+    model = ModelConfig("llama", 64, 32, 64, 1, 4, 2, 16)
+    assert choose("xla", model, "bfloat16").implementation == "xla"
+    with pytest.raises(UserError, match=r"config\.attention is 'splash', which cannot run on cpu"):
+        choose("splash", model, "bfloat16")

@@ -1,0 +1,193 @@
+"""Every implementation of attention agrees with NumPy in float64: results and gradients.
+
+A kernel whose platform this is runs there, in bfloat16.  On any other machine its Pallas code is
+interpreted; for `cudnn` and `ragged_paged`, which nothing can interpret, JAX's own implementation
+of the same call stands in, so that layouts, masks and scales are checked and the kernel is not.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.model.attention import paged
+from coa_jax.model.attention.causal import causal_attention
+from coa_jax.model.attention.choice import Attention, Case, implementations, platform_of, unmet
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.03}
+
+
+def configured(kind, name, dtype, **shape):
+    """The implementation as it can run here."""
+    platform, capability = platform_of(jax.devices()[0])
+    case = Case(platform, "bfloat16", capability=capability, **shape)
+    native = not unmet(kind, name, case)
+    if native and dtype == "float32" and name != "xla":
+        pytest.skip(f"{name} multiplies in bfloat16 on {platform}")
+    return Attention(name, interpret=not native)
+
+
+def numpy_attention(q, k, v, mask, cotangent=None):
+    """float64: q [B,T,N,G,K], k and v [B,S,N,K], mask [B,T,S] -> result, and its gradients."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    scores = np.einsum("btngk,bsnk->bngts", q, k) * scale
+    scores = np.where(mask[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bngts,bsnk->btngk", weights, v)
+    if cotangent is None:
+        return out
+    by_weight = np.einsum("btngk,bsnk->bngts", cotangent, v)
+    by_score = weights * (by_weight - (weights * by_weight).sum(-1, keepdims=True)) * scale
+    return out, (
+        np.einsum("bngts,bsnk->btngk", by_score, k),
+        np.einsum("bngts,btngk->bsnk", by_score, q),
+        np.einsum("bngts,btngk->bsnk", weights, cotangent),
+    )
+
+
+# --- whole sequences -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one-segment"])
+@pytest.mark.parametrize("name", implementations("causal"))
+def test_causal_attention_and_its_gradients_equal_numpy(name, packed, dtype):
+    rng = np.random.default_rng(0)
+    batch, length, heads, groups, width = 2, 201, 2, 3, 64  # not a multiple of any block
+    attention = configured(
+        "causal", name, dtype, num_kv_heads=heads, num_groups=groups, head_dim=width
+    )
+    q, cotangent = rng.normal(size=(2, batch, length, heads, groups, width)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, length, heads, width)).astype(np.float32)
+    mask = np.tril(np.ones((batch, length, length), bool))
+    segments = None
+    if packed:
+        # Segments of any lengths, the last one padding, as in a packed batch.
+        segments = np.sort(rng.integers(1, 5, (batch, length)), axis=1).astype(np.int32) % 4
+        mask &= segments[:, :, None] == segments[:, None, :]
+        segments = jnp.asarray(segments)
+
+    @jax.jit
+    def run(q, k, v):
+        function = causal_attention(attention, (batch, length), segments, dtype)
+        out, pullback = jax.vjp(function, q, k, v)
+        return out, pullback(jnp.asarray(cotangent))
+
+    out, gradients = run(q, k, v)
+    expected, expected_gradients = numpy_attention(q, k, v, mask, cotangent)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE[dtype])
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        error = np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)
+        assert error < TOLERANCE[dtype] / 2, error
+
+
+# --- a cache in pages ----------------------------------------------------------------------
+
+KERNELS = [name for name in implementations("paged") if name != "xla"]
+SHAPE = {"num_kv_heads": 2, "num_groups": 3, "head_dim": 128, "page_size": 16}
+
+
+def filled(name, dtype, rng, batch, pages_each):
+    """A pool in which ``batch`` sequences own pages in no order, among rubbish."""
+    heads, width, size = SHAPE["num_kv_heads"], SHAPE["head_dim"], SHAPE["page_size"]
+    length = pages_each * size
+    k, v = rng.normal(size=(2, batch, length, heads, width)).astype(np.float32)
+    count = batch * pages_each + 3
+    table = rng.permutation(count)[: batch * pages_each].reshape(batch, -1).astype(np.int32)
+    pages = paged.init_pages(name, count, size, heads, width, dtype)
+    pages = jax.tree.map(lambda x: x + 7, pages)
+    positions = np.broadcast_to(np.arange(length), (batch, length))
+    return paged.write_pages(name, pages, jnp.asarray(table), k, v, positions), table, k, v
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("new", [1, 5], ids=["decode", "extend"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_paged_attention_equals_numpy(name, new, dtype):
+    rng = np.random.default_rng(1)
+    attention = configured("paged", name, dtype, **SHAPE)
+    batch, pages_each = 4, 11
+    pages, table, k, v = filled(name, dtype, rng, batch, pages_each)
+    size, end = SHAPE["page_size"], k.shape[1]
+    # One that just begins, one that ends with a page, one that fills all of them, one idle.
+    start = np.array([0, 2 * size - new, end - new, end])
+    positions = (start[:, None] + np.arange(new)).astype(np.int32)
+    q = rng.normal(size=(batch, new, 2, 3, SHAPE["head_dim"])).astype(np.float32)
+    run = functools.partial(paged.attend_paged, attention, dtype=dtype)
+    if name != "ragged_paged" or not attention.interpret:  # its stand-in is a Python loop
+        run = jax.jit(run)
+    out = np.asarray(run(q, pages, jnp.asarray(table), jnp.asarray(positions)))
+    mask = np.arange(end) <= positions[..., None]
+    expected = numpy_attention(q, k, v, mask)
+    np.testing.assert_allclose(out[:3], expected[:3], rtol=0, atol=TOLERANCE[dtype])
+    assert np.isfinite(out[3]).all()
+    reference = paged.attend_gathered(name, q, pages, table, jnp.asarray(positions), dtype)
+    np.testing.assert_allclose(reference[:3], expected[:3], rtol=0, atol=TOLERANCE[dtype])
+
+
+@given(data=st.data())
+def test_what_is_written_to_pages_is_gathered_from_them(data):
+    name = data.draw(st.sampled_from(KERNELS))
+    batch, pages_each, size = 2, 3, 4
+    length = pages_each * size
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    table = rng.permutation(9)[:6].reshape(batch, pages_each).astype(np.int32)
+    pages = paged.init_pages(name, 9, size, 2, 8, "float32")
+    kept = np.zeros((2, batch, length, 2, 8), np.float32)
+    for _ in range(data.draw(st.integers(1, 3))):
+        # Consecutive positions that may run over the end, where they are dropped.
+        start = rng.integers(0, length + 2, batch)
+        positions = (start[:, None] + np.arange(5)).astype(np.int32)
+        new = rng.normal(size=(2, batch, 5, 2, 8)).astype(np.float32)
+        pages = paged.write_pages(name, pages, jnp.asarray(table), *new, positions)
+        for row, at in np.argwhere(positions < length):
+            kept[:, row, positions[row, at]] = new[:, row, at]
+    gathered = paged.gather_pages(name, pages, table)
+    np.testing.assert_array_equal(np.stack(gathered), kept)
+
+
+# --- kernels for other machines ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one-segment"])
+def test_the_training_kernel_for_triton_is_lowered_for_cuda(packed):
+    """As far as a machine without a GPU can go: Pallas accepts it and emits Triton."""
+
+    def loss(q, k, v, segments):
+        segments = segments if packed else None
+        return causal_attention(Attention("pallas_gpu"), (2, 256), segments, "bfloat16")(
+            q, k, v
+        ).sum()
+
+    shapes = [(2, 256, 2, 3, 64), (2, 256, 2, 64), (2, 256, 2, 64)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arguments, segments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mha_forward" in text
+    assert "mha_backward" in text
+
+
+def test_the_decoding_kernel_for_triton_is_lowered_for_cuda():
+    pool = jax.ShapeDtypeStruct((2, 32, 16, 128), jnp.bfloat16)
+    traced = jax.jit(
+        lambda q, keys, values, table, positions: paged.attend_paged(
+            Attention("pallas_gpu"), q, (keys, values), table, positions, "bfloat16"
+        )
+    ).trace(
+        jax.ShapeDtypeStruct((4, 1, 2, 3, 128), jnp.float32),
+        pool,
+        pool,
+        jax.ShapeDtypeStruct((4, 11), jnp.int32),
+        jax.ShapeDtypeStruct((4, 1), jnp.int32),
+    )
+    assert "paged_attention" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,119 @@
+"""Compiles programs for TPUs that are not there, and prints what became of them as JSON.
+
+    python -m tests.model.attention.tpu_programs training|decoding TOPOLOGY
+
+It runs on a CPU with ``libtpu`` installed: the compiler of that package is the one of real TPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from coa_jax.learn.batch import Batch
+from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.step import accumulate
+from coa_jax.model.attention import paged
+from coa_jax.model.attention.choice import Attention, Case, resolve
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import param_shardings
+from coa_jax.model.weights import init_params
+from coa_jax.parallel.mesh import AXES, sharding_for
+
+MODEL = ModelConfig("llama", 2048, 512, 1024, 2, 8, 4, 128)
+CASE = Case("tpu", "bfloat16", num_kv_heads=4, num_groups=2, head_dim=128, page_size=32)
+
+
+def mesh_of(topology: str, *sizes: int) -> Mesh:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    chosen = np.asarray(devices[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def report(name: str, compiled: jax.stages.Compiled) -> None:
+    memory = compiled.memory_analysis()
+    calls = re.findall(
+        r'%([\w-]+)[.\d]* = .*custom_call_target="tpu_custom_call"', compiled.as_text()
+    )
+    print(
+        json.dumps(
+            {
+                "name": name,
+                "kernels": sorted(set(calls)),
+                "aliased_bytes": memory.alias_size_in_bytes,
+                "temporary_bytes": memory.temp_size_in_bytes,
+            }
+        ),
+        flush=True,
+    )
+
+
+def training(topology: str, rows: int = 4, length: int = 256) -> None:
+    """Gradients of packed rows, sharded over four chips."""
+    implementation = resolve("causal", "auto", CASE)
+    mesh = mesh_of(topology, 1, 2, 2)
+    shapes = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
+    params = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        param_shardings(MODEL, mesh),
+    )
+
+    def array(dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (rows, length), dtype, sharding=sharding_for(mesh, ("batch", None))
+        )
+
+    batch = Batch(*(array("int32") for _ in range(3)), *(array("float32") for _ in range(3)))
+    scalar = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
+    loss = bind(sft_loss, dtype="bfloat16", remat=True, attention=Attention(implementation, mesh))
+    lowered = accumulate.lower(params, (params, {"loss": scalar}), batch, loss_fn=loss, model=MODEL)
+    report("training", lowered.compile())
+
+
+def decoding(topology: str, tensor: int, new: int) -> None:
+    """One layer of a cached step: write the new keys and values, attend to all."""
+    mesh = mesh_of(topology, 1, 1, tensor)
+    name = resolve("paged", "auto", CASE)
+    rows, pages_each, size = 8, 16, CASE.page_size
+    heads, groups, width = CASE.num_kv_heads, CASE.num_groups, CASE.head_dim
+
+    def array(shape: tuple[int, ...], dtype: str, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(mesh, axes, shape=shape))
+
+    def step(q, pages, table, k, v, positions):
+        pages = paged.write_pages(name, pages, table, k, v, positions)
+        attention = Attention(name, mesh)
+        return paged.attend_paged(attention, q, pages, table, positions, "bfloat16"), pages
+
+    pool = jax.eval_shape(
+        lambda: paged.init_pages(name, rows * pages_each, size, heads, width, jnp.bfloat16)
+    )
+    fresh = array((rows, new, heads, width), "float32", None, None, "kv_heads")
+    arguments = (
+        array((rows, new, heads, groups, width), "float32", None, None, "kv_heads"),
+        tuple(array(x.shape, "bfloat16", None, None, "kv_heads") for x in pool),
+        array((rows, pages_each), "int32"),
+        fresh,
+        fresh,
+        array((rows, new), "int32"),
+    )
+    compiled = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+    report(f"{new} new, tensor={tensor}", compiled)
+
+
+if __name__ == "__main__":
+    _, program, where = sys.argv
+    if program == "training":
+        training(where)
+    else:
+        decoding(where, 1, 1)
+        decoding(where, 2, 1)
+        decoding(where, 1, 64)
