@@ -28,6 +28,7 @@ from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Protocol, get_protocol
 from coa_jax.report.terminal import Screen, Show
+from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
@@ -72,7 +73,8 @@ def make_agent(
     length = config.max_tokens
     buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
     shapes = EngineConfig(slots=1, max_length=length, chunk=8, extend_buckets=buckets)
-    engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
+    constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, [protocol])
+    engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer), constraint)
     engine.warm_up()
     table = TokenTable(model.tokenizer)
     return Agent(model, engine, table, make_tools(tools), rules, sampling, seed, config)
@@ -145,6 +147,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_tokens", 512, "tokens of prompt and answer together", lower_bound=2)
     flags.DEFINE_integer("max_tool_calls", 8, "calls before it is stopped", lower_bound=0)
     flags.DEFINE_integer("max_observation_tokens", 160, "an observation is cut", lower_bound=1)
+    flags.DEFINE_bool("constrain", False, "write nothing that the protocol does not allow")
     flags.DEFINE_list("tools", ["wiki_search", "code"], "tools that it may use")
     flags.DEFINE_integer("top_k", 1, "passages in an observation of wiki_search", lower_bound=1)
 
@@ -170,6 +173,7 @@ def main(argv: list[str]) -> None:
             max_tool_calls=values.max_tool_calls,
             max_observation_tokens=values.max_observation_tokens,
             prompt_style=values.prompt_style,
+            constrain=values.constrain,
         ),
     )
     screen = Screen(sys.stdout)

@@ -2,12 +2,15 @@
 
     python -m coa_jax.bench.decode --model=DIR --batch=1,8,32 --prompt=128 --new=64
     python -m coa_jax.bench.decode --random=qwen2.5-7b --dtype=bfloat16 --batch=32
+    python -m coa_jax.bench.decode --model=DIR --batch=8,32 --constrain=web_wiki
 
 Random prompts are prefilled, then each sequence samples ``--new`` tokens at temperature 1; all
 programs are compiled before.  The floor of a step is the longer of two times, with the machine's
 bandwidth and FLOP/s measured in the same run: reading the weights and the keys and values in use
 once, and computing all products.  Prints one JSON object with a list over batch sizes; what is
-measured in each repeat is given as its median, smallest and largest value.
+measured in each repeat is given as its median, smallest and largest value.  With ``--constrain``
+every repeat is followed by one in which only what a protocol allows is sampled, and
+``constrained.slower`` says how much longer its steps took: the median over pairs of repeats.
 """
 
 from __future__ import annotations
@@ -26,19 +29,25 @@ from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.constraint import Constraint
 from coa_jax.errors import UserError
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.request import RolloutConfig
 
 
-def decode_once(engine: MeteredEngine, prompts: np.ndarray, new: int) -> tuple[float, float]:
+def decode_once(
+    engine: MeteredEngine, prompts: np.ndarray, new: int, protocol: str | None = None
+) -> tuple[float, float]:
     """Prefills a prompt into each slot and samples ``new`` tokens in each.
 
     Args:
         engine: as many slots as prompts.
         prompts: int ``[B, P]``.
         new: tokens to sample.
+        protocol: what is written has to obey it, and ends early with a call.
 
     Returns:
-        Seconds of the prefill and of the decoding.
+        Seconds of the prefill, and of the decoding by step.
     """
     engine.restart()
     rows, length = prompts.shape
@@ -51,23 +60,34 @@ def decode_once(engine: MeteredEngine, prompts: np.ndarray, new: int) -> tuple[f
             limit=length + new,
             key=(0, 0, slot),
             sampling=SamplingParams(),
+            protocol=protocol,
         )
         engine.set_active(slot, True)
     while engine.any_active:
         engine.decode()
-    if engine.meter.decoded_tokens != rows * new:
-        raise RuntimeError(f"{engine.meter.decoded_tokens} tokens were decoded, not {rows * new}")
-    return engine.meter.extend_s, engine.meter.decode_s
+    meter = engine.meter
+    if protocol is None and meter.decoded_tokens != rows * new:
+        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {rows * new}")
+    return meter.extend_s, meter.decode_s / meter.decode_steps
 
 
 def measure_batch(
-    subject: Subject, batch: int, *, prompt: int, new: int, chunk: int, dtype: str, repeats: int
+    subject: Subject,
+    batch: int,
+    constraint: Constraint | None = None,
+    *,
+    prompt: int,
+    new: int,
+    chunk: int,
+    dtype: str,
+    repeats: int,
 ) -> dict[str, Any]:
     """Speed at one batch size, after a run that compiles.
 
     Args:
         subject: the model.
         batch: sequences.
+        constraint: of one protocol, for a measurement with it beside the one without.
         prompt, new: tokens of each.
         chunk, dtype: see `EngineConfig`.
         repeats: measured runs.
@@ -79,24 +99,53 @@ def measure_batch(
     engine = MeteredEngine(subject.params, subject.config, shapes)
     prompts = np.random.default_rng(batch).integers(0, subject.config.vocab_size, (batch, prompt))
     decode_once(engine, prompts, new)
+    if constraint is not None:
+        _decode_constrained(engine, constraint, prompts, new)
     first = time.perf_counter() - began
-    runs = [decode_once(engine, prompts, new) for _ in range(repeats)]
-    return {
+    runs, constrained_runs = [], []
+    for _ in range(repeats):
+        runs.append(decode_once(engine, prompts, new))
+        if constraint is not None:
+            constrained_runs.append(_decode_constrained(engine, constraint, prompts, new))
+    result = {
         "batch": batch,
-        "decode_tokens_per_s": spread(batch * new / decode for _, decode in runs),
-        "ms_per_step": spread(1e3 * decode / new for _, decode in runs),
+        "decode_tokens_per_s": spread(batch / step for _, step in runs),
+        "ms_per_step": spread(1e3 * step for _, step in runs),
         "prefill_tokens_per_s": spread(batch * prompt / prefill for prefill, _ in runs),
-        "end_to_end_tokens_per_s": spread(batch * new / sum(run) for run in runs),
+        "end_to_end_tokens_per_s": spread(
+            batch * new / (prefill + new * step) for prefill, step in runs
+        ),
         "first_run_s": round(first, 2),
     }
+    if constraint is not None:
+        pairs = zip(runs, constrained_runs, strict=True)
+        result["constrained"] = {
+            "ms_per_step": spread(1e3 * step for _, step in constrained_runs),
+            "slower": spread(slow / fast - 1 for (_, fast), (_, slow) in pairs),
+        }
+    return result
 
 
-def measure(subject: Subject, batches: Sequence[int], **options: Any) -> dict[str, Any]:
+def _decode_constrained(
+    engine: MeteredEngine, constraint: Constraint, prompts: np.ndarray, new: int
+) -> tuple[float, float]:
+    (protocol,) = constraint.start
+    engine.constraint = constraint
+    try:
+        return decode_once(engine, prompts, new, protocol)
+    finally:
+        engine.constraint = None
+
+
+def measure(
+    subject: Subject, batches: Sequence[int], protocol: str = "", **options: Any
+) -> dict[str, Any]:
     """The result of the command; ``options`` as for `measure_batch`."""
+    constraint = _constraint(subject, protocol) if protocol else None
     dtype = options["dtype"]
     itemsize = jnp.dtype(dtype).itemsize
     context = options["prompt"] + options["new"] / 2
-    results = [measure_batch(subject, batch, **options) for batch in batches]
+    results = [measure_batch(subject, batch, constraint, **options) for batch in batches]
     # Measured last, when the processor is as warm as it was for the decoding.
     bandwidth, peak = read_bandwidth(), peak_flops(dtype)
     for result in results:
@@ -110,15 +159,24 @@ def measure(subject: Subject, batches: Sequence[int], **options: Any) -> dict[st
         "bench": "decode",
         "model": subject.name,
         **options,
+        **({} if constraint is None else {"constraint": str(constraint)}),
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "peak_gflop_s": round(peak / 1e9, 1),
         "batches": results,
     }
 
 
+def _constraint(subject: Subject, protocol: str) -> Constraint | None:
+    if subject.tokenizer is None:
+        raise UserError("--constrain needs the tokenizer of a --model; random weights have none")
+    config = RolloutConfig(constrain=True)
+    return constraint_for(config, subject.tokenizer, subject.config.vocab_size, [protocol])
+
+
 def define_flags() -> None:
     """The flags of the command."""
     define_model_flags()
+    flags.DEFINE_string("constrain", "", "protocol; measures decoding constrained to it as well")
     flags.DEFINE_list("batch", ["1", "8", "32"], "batch sizes, separated by commas")
     flags.DEFINE_integer("prompt", 128, "tokens of a prompt", lower_bound=1)
     flags.DEFINE_integer("new", 64, "tokens to sample", lower_bound=1)
@@ -145,6 +203,7 @@ def main(_: list[str]) -> None:
     result = measure(
         subject,
         batches,
+        values.constrain,
         prompt=values.prompt,
         new=values.new,
         chunk=values.chunk,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from absl import flags
@@ -50,11 +51,16 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is measured: its name in the results, its architecture, its stacked parameters."""
+    """What is measured: its name in the results, its architecture, its stacked parameters.
+
+    Attributes:
+        tokenizer: of a model that was loaded; random weights have none.
+    """
 
     name: str
     config: ModelConfig
     params: Params
+    tokenizer: Any = None
 
 
 def define_model_flags() -> None:
@@ -80,7 +86,7 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
         raise UserError("give either --model=DIR or --random=NAME")
     if model is not None:
         loaded = load_model(model, dtype)
-        return Subject(model, loaded.config, loaded.params)
+        return Subject(model, loaded.config, loaded.params, loaded.tokenizer)
     if random not in ARCHITECTURES:
         raise UserError(f"no architecture {random!r}; there are {', '.join(ARCHITECTURES)}")
     config = ARCHITECTURES[random]

@@ -41,6 +41,7 @@ class EngineConfig:
         page_size: positions of a page of the cache.
         pages: of a pool that all slots share, in which the samples of a prompt hold its whole pages
             once; 0 gives every slot pages of its own for ``max_length``.
+        attention: implementation over the cache: ``auto`` or a name, see docs/kernels.md.
         decode_rows: sizes of the decoding programs, ascending; the smallest that takes all slots
             that are not waiting for a tool is run.  Empty: a quarter, a half and all of the slots.
     """
@@ -55,6 +56,7 @@ class EngineConfig:
     page_size: int = 128
     pages: int = 0
     decode_rows: tuple[int, ...] = ()
+    attention: str = "auto"
 
     @property
     def pages_per_slot(self) -> int:

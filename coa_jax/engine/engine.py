@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.constraint import FREE, Constraint
 from coa_jax.engine.memory import check_memory, free_memory
 from coa_jax.engine.pages import PageTable
 from coa_jax.engine.sampling import sample_key
 from coa_jax.errors import UserError
+from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve
 from coa_jax.model.cache import init_layers
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params, unstack_layers
@@ -33,6 +36,7 @@ class Engine:
         model: ModelConfig,
         config: EngineConfig,
         stop_tokens: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ):
         """Allocates the cache.
 
@@ -41,6 +45,7 @@ class Engine:
             model: the architecture.
             config: shapes.
             stop_tokens: tokens that end a sequence.
+            constraint: which tokens may be sampled; None for all.
 
         Raises:
             UserError: it needs more memory than is free, or its shapes contradict each other.
@@ -50,6 +55,7 @@ class Engine:
         devices = jax.tree.leaves(params)[0].devices()
         if len(devices) == 1:
             check_memory(model, config, free_memory(*devices))
+        self._attention = choose_attention(model, config, params)
         self.publish(params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)
@@ -60,11 +66,13 @@ class Engine:
         self._temperature = np.ones(slots, np.float32)
         self._top_p = np.ones(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
+        self.constraint = constraint
+        self._rule = np.full(slots, FREE, np.int32)
         self.stop_tokens = tuple(stop_tokens)
         self.extended_tokens = 0  # computed by `extend` so far, padding included
         self.row_steps = 0  # rows times steps of all decoding so far
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
-        self._layers = _new_layers(self.params, model, config)
+        self._layers = _new_layers(self.params, model, config, self._attention)
 
     def publish(self, params: Params) -> None:
         """Takes new training parameters over, in the decoding layout and dtype."""
@@ -114,6 +122,7 @@ class Engine:
         limit: int,
         key: tuple[int, int, int],
         sampling: SamplingParams,
+        protocol: str | None = None,
     ) -> None:
         """Puts a sequence whose prompt is in the cache (by `extend` or `fork`) into a slot.
 
@@ -124,7 +133,10 @@ class Engine:
             limit: length at which decoding stops, capped at ``max_length``.
             key: (seed, prompt id, sample id).
             sampling: temperature and truncation.
+            protocol: one of the engine's constraint that it has to obey; None for none.
         """
+        starts = {} if self.constraint is None else self.constraint.start
+        self._rule[slot] = FREE if protocol is None else starts[protocol]
         self.length[slot] = prompt_length
         self._token[slot] = last_token
         self._limit[slot] = min(limit, self.config.max_length)
@@ -142,9 +154,19 @@ class Engine:
         self._active[slot] = active
 
     def truncate(self, slot: int, length: int, last_token: int) -> None:
-        """Forgets tokens beyond ``length``; ``last_token`` is the newest that stays."""
+        """Forgets tokens beyond ``length``; ``last_token`` is the newest that stays.
+
+        Not for a constrained slot, which never samples beyond what ends a turn.
+        """
+        if self._rule[slot] != FREE and length != self.length[slot]:
+            raise ValueError(f"slot {slot} is constrained: its tokens cannot be forgotten")
         self.length[slot] = length
         self._token[slot] = last_token
+
+    def observe(self, slot: int) -> None:
+        """Tells a constrained slot that its call has been answered; others do not mind."""
+        if self.constraint is not None:
+            self._rule[slot] = self.constraint.observed[self._rule[slot]]
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Writes tokens into the cache; lengths grow to cover them.
@@ -193,6 +215,7 @@ class Engine:
             positions,
             config=self.model,
             dtype=config.dtype,
+            attention=self._attention,
         )
         self.extended_tokens += bucket
 
@@ -223,7 +246,9 @@ class Engine:
         padded = np.zeros((2, self._copy_rows), np.int32)
         padded[1] = self.pages.pages  # beyond the pool: not copied
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
-        self._layers = programs.copy_pages(self._layers, padded[0], padded[1])
+        self._layers = programs.copy_pages(
+            self._layers, padded[0], padded[1], attention=self._attention
+        )
 
     def decode(self) -> programs.Chunk:
         """Decodes one chunk in the active slots; blocks until it is there.
@@ -247,6 +272,7 @@ class Engine:
             temperature=jnp.asarray(self._temperature[padded]),
             top_p=jnp.asarray(self._top_p[padded]),
             top_k=jnp.asarray(self._top_k[padded]),
+            rule=None if self.constraint is None else jnp.asarray(self._rule[padded]),
         )
         self._layers, state, chunk = programs.decode_chunk(
             self.params,
@@ -255,12 +281,16 @@ class Engine:
             state,
             np.asarray(self.stop_tokens or (-1,), np.int32),
             np.int32(self.config.chunk),
+            None if self.constraint is None else self.constraint.tables,
             config=self.model,
             capacity=max(self.config.chunk, 32),
             dtype=self.config.dtype,
+            attention=self._attention,
         )
-        chunk, length, token = jax.device_get((chunk, state.length, state.token))
+        chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
         self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
+        if rule is not None:
+            self._rule[slots] = rule[: slots.size]
         self.row_steps += rows * int(chunk.count.max(initial=0))
         whole = jax.tree.map(
             lambda part: np.zeros((self.config.slots, *part.shape[1:]), part.dtype), chunk
@@ -303,13 +333,41 @@ def check_shapes(config: EngineConfig) -> None:
         )
 
 
+def choose_attention(model: ModelConfig, config: EngineConfig, params: Params) -> Attention:
+    """The implementation of attention over the cache, where the parameters are.
+
+    Raises:
+        UserError: the one that the config names cannot run there, or not in these dtypes.
+    """
+    leaf = jax.tree.leaves(params)[0]
+    platform, capability = platform_of(next(iter(leaf.devices())))
+    placed = leaf.sharding
+    mesh = placed.mesh if isinstance(placed, NamedSharding) and placed.num_devices > 1 else None
+    assert mesh is None or isinstance(mesh, Mesh)
+    split = mesh.shape["tensor"] if mesh is not None else 1
+    dtypes = (config.dtype, config.cache_dtype or config.dtype)
+    case = Case(
+        platform,
+        # A kernel has one dtype for both: name the one that it will not take.
+        next((dtype for dtype in dtypes if dtype not in ("bfloat16", "float16")), config.dtype),
+        max(model.num_kv_heads // split, 1),
+        model.num_groups,
+        model.head_dim,
+        config.page_size,
+        capability,
+    )
+    return Attention(resolve("paged", config.attention, case, "engine.attention"), mesh)
+
+
 # Unless the parameters stay arguments, JAX does not tie the cache to their devices, and compiles a
 # program anew that meets first a new cache and then one that a program has returned.
-@functools.partial(jax.jit, static_argnames=("model", "config"), keep_unused=True)
-def _new_layers(params: Params, model: ModelConfig, config: EngineConfig) -> programs.Layers:
+@functools.partial(jax.jit, static_argnames=("model", "config", "attention"), keep_unused=True)
+def _new_layers(
+    params: Params, model: ModelConfig, config: EngineConfig, attention: Attention
+) -> programs.Layers:
     """Empty pages on the devices of the parameters."""
     dtype = config.cache_dtype or config.dtype
-    return init_layers(model, config.num_pages, config.page_size, dtype)
+    return init_layers(model, config.num_pages, config.page_size, dtype, attention)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))

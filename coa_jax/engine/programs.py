@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from coa_jax.engine.constraint import ConstraintTables, allowed_tokens
 from coa_jax.engine.sampling import sample
-from coa_jax.model.cache import Cache, LayerCache
+from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.cache import Cache, Layer, cache_size, page_axis
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import Params
 
-Layers = tuple[LayerCache, ...]
+Layers = tuple[Layer, ...]
 
 
 class DecodeState(NamedTuple):
@@ -32,6 +34,7 @@ class DecodeState(NamedTuple):
         active: bool ``[B]``, whether a row decodes.
         key: uint32 ``[B, 2]``, see `sampling.sample_key`.
         temperature, top_p: float32 ``[B]``; top_k: int32 ``[B]``.
+        rule: int32 ``[B]``, state of the constraint; None without one.
     """
 
     token: jax.Array
@@ -42,6 +45,7 @@ class DecodeState(NamedTuple):
     temperature: jax.Array
     top_p: jax.Array
     top_k: jax.Array
+    rule: jax.Array | None = None
 
 
 class Chunk(NamedTuple):
@@ -64,7 +68,9 @@ _Carry = tuple[jax.Array, Layers, DecodeState, Chunk]
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "capacity", "dtype"), donate_argnames=("layers",)
+    jax.jit,
+    static_argnames=("config", "capacity", "dtype", "attention"),
+    donate_argnames=("layers",),
 )
 def decode_chunk(
     params: Params,
@@ -73,15 +79,18 @@ def decode_chunk(
     state: DecodeState,
     stop: jax.Array,
     steps: jax.Array,
+    tables: ConstraintTables | None = None,
     *,
     config: ModelConfig,
     capacity: int,
     dtype: Any = jnp.float32,
+    attention: Attention = REFERENCE,
 ) -> tuple[Layers, DecodeState, Chunk]:
     """Decodes up to ``steps`` (at most ``capacity``) tokens in every active row.
 
     The number of steps is data: one program serves every chunk size.  It ends early when no row
-    is active.
+    is active.  With tables only allowed tokens are sampled, and a row ends where the constraint
+    lets nothing follow.
 
     Args:
         params: decoding layout.
@@ -90,10 +99,12 @@ def decode_chunk(
         state: the rows.
         stop: int32 ``[E]``, tokens that end a sequence.
         steps: int32 scalar.
+        tables: of the constraint, where the state has a ``rule``.
         config, capacity, dtype: static.
+        attention: static, the paged implementation whose layout the pages have.
     """
     rows = state.token.shape[0]
-    size = Cache(layers, table).size
+    size = cache_size(attention, Cache(layers, table))
     chunk = Chunk(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         logps=jnp.zeros((rows, capacity), jnp.float32),
@@ -113,16 +124,24 @@ def decode_chunk(
             positions,
             cache=Cache(layers, table),
             dtype=dtype,
+            attention=attention,
         )
         assert cache is not None
         logits = unembed(params, config, hidden[:, 0], dtype)
+        allowed = None
+        if tables is not None and state.rule is not None:
+            allowed = allowed_tokens(tables.allowed, state.rule, config.vocab_size)
         token, logp = sample(
-            logits, state.key, state.length, state.temperature, state.top_p, state.top_k
+            logits, state.key, state.length, state.temperature, state.top_p, state.top_k, allowed
         )
         token = jnp.where(live, token, state.token)
         length = state.length + live
         ended = jnp.any(token[:, None] == stop, axis=-1) | (length >= state.limit)
-        state = state._replace(token=token, length=length, active=live & ~ended)
+        rule = state.rule
+        if tables is not None and rule is not None:
+            rule = jnp.where(live, tables.next_state[rule, tables.kind[token]], rule)
+            ended |= tables.ends[rule]
+        state = state._replace(token=token, length=length, active=live & ~ended, rule=rule)
         chunk = Chunk(
             tokens=chunk.tokens.at[:, index].set(token),
             logps=chunk.logps.at[:, index].set(logp),
@@ -140,7 +159,9 @@ def decode_chunk(
     return layers, state, chunk
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames=("layers",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "dtype", "attention"), donate_argnames=("layers",)
+)
 def extend(
     params: Params,
     layers: Layers,
@@ -150,6 +171,7 @@ def extend(
     *,
     config: ModelConfig,
     dtype: Any = jnp.float32,
+    attention: Attention = REFERENCE,
 ) -> Layers:
     """Writes the keys and values of given tokens into the cache.
 
@@ -162,19 +184,24 @@ def extend(
         table: int32 ``[R, C]``, that of each row's sequence.
         tokens: int32 ``[R, T]``.
         positions: int32 ``[R, T]``; a position outside the cache is padding.
-        config, dtype: static.
+        config, dtype, attention: static, see `decode_chunk`.
     """
     cache = Cache(layers, table)
-    _, filled = forward(params, config, tokens, positions, cache=cache, dtype=dtype)
+    _, filled = forward(
+        params, config, tokens, positions, cache=cache, dtype=dtype, attention=attention
+    )
     assert filled is not None
     return filled.layers
 
 
-@functools.partial(jax.jit, donate_argnames=("layers",))
-def copy_pages(layers: Layers, sources: jax.Array, targets: jax.Array) -> Layers:
+@functools.partial(jax.jit, static_argnames="attention", donate_argnames=("layers",))
+def copy_pages(
+    layers: Layers, sources: jax.Array, targets: jax.Array, attention: Attention = REFERENCE
+) -> Layers:
     """Copies pages ``sources [R]`` to ``targets [R]``; a target beyond the pool is none."""
+    before = (slice(None),) * page_axis(attention)
 
     def copy(buffer: jax.Array) -> jax.Array:
-        return buffer.at[targets].set(buffer[sources], mode="drop")
+        return buffer.at[(*before, targets)].set(buffer[(*before, sources)], mode="drop")
 
     return jax.tree.map(copy, layers)

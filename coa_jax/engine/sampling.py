@@ -42,16 +42,25 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     rows = weights.shape[0]
     padded = _blocks(weights)
-    sums = jnp.cumsum(row_sum(padded), axis=-1)
+    blocks = row_sum(padded)
+    sums = jnp.cumsum(blocks, axis=-1)
     target = uniform * sums[:, -1]
-    block = jnp.minimum((sums <= target[:, None]).sum(-1), sums.shape[1] - 1)
+    block = _first_passed(sums, target, blocks > 0)
     lane = jnp.arange(rows)
     rest = target - jnp.where(block > 0, sums[lane, block - 1], 0.0)
-    inner = jnp.cumsum(padded[lane, block], axis=-1)
-    offset = (inner <= rest[:, None]).sum(-1)
-    # Rounding may leave `rest` at the block's very end: take the last index with any weight.
-    last = _BLOCK - 1 - jnp.argmax(padded[lane, block, ::-1] > 0, axis=-1)
-    return block * _BLOCK + jnp.minimum(offset, last)
+    chosen = padded[lane, block]
+    offset = _first_passed(jnp.cumsum(chosen, axis=-1), rest, chosen > 0)
+    return block * _BLOCK + offset
+
+
+def _first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
+    """The first of ``sums [B, N]`` above ``target [B]``; if there is none, the last with weight.
+
+    Rounding may let a sum grow, or shrink, where nothing is added.  Only what has weight is taken.
+    """
+    passed = has_weight & (sums > target[:, None])
+    last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
+    return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
 
 
 def sample(
@@ -61,6 +70,7 @@ def sample(
     temperature: jax.Array,
     top_p: jax.Array,
     top_k: jax.Array,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token a row.
 
@@ -71,19 +81,23 @@ def sample(
             sample and the position.
         temperature: float32 ``[B]``; 0 takes the largest logit.
         top_p, top_k: see `filter_logits`.
+        allowed: bool ``[B, V]``, tokens that may be drawn, at least one a row; None for all.
 
     Returns:
         Tokens int32 ``[B]`` and their log-probabilities float32 ``[B]`` under the distribution
-        at the temperature before top-p and top-k (at temperature 1 for greedy rows).
+        over allowed tokens, at the temperature before top-p and top-k (at temperature 1 for greedy
+        rows).
     """
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     largest = jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled - largest)
     log_z = jnp.log(row_sum(row_sum(_blocks(weights)))) + largest[:, 0]
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
-    allowed = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
-    weights = jnp.where(allowed == -jnp.inf, 0.0, weights)
+    kept = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
+    weights = jnp.where(kept == -jnp.inf, 0.0, weights)
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))

@@ -16,6 +16,7 @@ from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.progress import progress
 from coa_jax.rollout.collect import collect
+from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task, grade
 from coa_jax.tools.base import Tool
@@ -62,7 +63,17 @@ def evaluate(
         stage: goes into the trajectories' metadata.
     """
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
-    engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer))
+    constraint = constraint_for(
+        config.rollout,
+        model.tokenizer,
+        model.config.vocab_size,
+        (task.protocol for task in tasks),
+    )
+    if constraint is not None:
+        print(f"constraint: {constraint}", flush=True)
+    engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer), constraint)
+    if config.rollout.max_seconds:
+        engine.warm_up()  # or the first trajectories would spend their time on compilation
     sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
     style = config.rollout.prompt_style
     requests = [

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from coa_jax.engine.constraint import FREE, Constraint, token_states
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import chat_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import get_protocol, render_prompt
@@ -23,12 +26,15 @@ class Example:
         mask: float32 ``[T]``, 1 where the policy wrote the token.
         logp: float32 ``[T]``, log-probability under which it was sampled; 0 elsewhere.
         advantage: float32 ``[T]``.
+        rule: int32 ``[T]``, state of the constraint under which it was sampled, `FREE` where it was
+            not; None for sequences sampled without a constraint.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     logp: np.ndarray
     advantage: np.ndarray
+    rule: np.ndarray | None = None
 
 
 class Batch(NamedTuple):
@@ -41,6 +47,7 @@ class Batch(NamedTuple):
         mask: float32 ``[R, T]``, 1 where the token has a loss.
         logp: float32 ``[R, T]``, sampling log-probabilities.
         advantage: float32 ``[R, T]``.
+        rule: int32 ``[R, T]``, see `Example`; None where nothing is constrained.
     """
 
     tokens: np.ndarray
@@ -49,6 +56,7 @@ class Batch(NamedTuple):
     mask: np.ndarray
     logp: np.ndarray
     advantage: np.ndarray
+    rule: np.ndarray | None = None
 
 
 def prompt_ids(tokenizer: Any, protocol: str, question: str, style: str) -> tuple[int, ...]:
@@ -89,26 +97,43 @@ def environment_ids(tokenizer: Any, observation: str, text: str) -> list[int]:
     return [token for part in parts for token in encode_plain(tokenizer, part)]
 
 
-def trajectory_example(trajectory: Trajectory, advantage: float) -> Example:
+def trajectory_example(
+    trajectory: Trajectory, advantage: float, constraint: Constraint | None = None
+) -> Example:
     """A sampled trajectory with one advantage for all of its policy tokens.
 
     What follows the last policy token has no loss and is left out.
+
+    Args:
+        trajectory: with its log-probabilities.
+        advantage: of the whole.
+        constraint: under which it was sampled.
+
+    Raises:
+        ValueError: it was not sampled under that constraint.
     """
     written = np.flatnonzero(trajectory.author == Author.POLICY)
     end = int(written[-1]) + 1 if written.size else 0
-    mask = (trajectory.author[:end] == Author.POLICY).astype(np.float32)
+    tokens, by_policy = trajectory.tokens[:end], trajectory.author[:end] == Author.POLICY
+    mask = by_policy.astype(np.float32)
+    rule = None
+    if constraint is not None:
+        start = constraint.start[trajectory.protocol]
+        rule = token_states(constraint, start, tokens.tolist(), by_policy.tolist())
     return Example(
-        trajectory.tokens[:end],
+        tokens,
         mask,
         trajectory.logp[:end].astype(np.float32),
         mask * np.float32(advantage),
+        rule,
     )
 
 
 def pack(examples: Sequence[Example], length: int) -> Batch:
     """Puts sequences into rows of ``length``: the longest first, each into the first row with room.
 
-    The result depends on the examples and their order only.
+    The result depends on the examples and their order only.  All were sampled under a constraint,
+    or none was.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -129,7 +154,8 @@ def pack(examples: Sequence[Example], length: int) -> Batch:
             row = len(rows) - 1
         rows[row].append(example)
         room[row] -= size
-    batch = empty_batch(max(len(rows), 1), length)
+    constrained = any(example.rule is not None for example in examples)
+    batch = empty_batch(max(len(rows), 1), length, constrained)
     for row, members in enumerate(rows):
         at = 0
         for segment, example in enumerate(members, start=1):
@@ -142,24 +168,27 @@ def pack(examples: Sequence[Example], length: int) -> Batch:
             batch.mask[row, at : at + 1] = 0.0
             batch.logp[row, span] = example.logp
             batch.advantage[row, span] = example.advantage
+            if batch.rule is not None:
+                batch.rule[row, span] = example.rule
             at += len(example.tokens)
     return batch
 
 
-def empty_batch(rows: int, length: int) -> Batch:
+def empty_batch(rows: int, length: int, constrained: bool = False) -> Batch:
     """A batch of padding."""
     shape = (rows, length)
-    return Batch(
+    batch = Batch(
         *(np.zeros(shape, np.int32) for _ in range(3)),
         *(np.zeros(shape, np.float32) for _ in range(3)),
     )
+    return batch._replace(rule=np.full(shape, FREE, np.int32)) if constrained else batch
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
     """Splits a batch into micro-batches of ``rows`` rows, the last one padded."""
     missing = -batch.tokens.shape[0] % rows
     if missing:
-        padding = empty_batch(missing, batch.tokens.shape[1])
-        batch = Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
-    count = batch.tokens.shape[0] // rows
-    return [Batch(*(x[i * rows : (i + 1) * rows] for x in batch)) for i in range(count)]
+        padding = empty_batch(missing, batch.tokens.shape[1], batch.rule is not None)
+        batch = jax.tree.map(lambda *pair: np.concatenate(pair), batch, padding)
+    parts = [slice(at, at + rows) for at in range(0, batch.tokens.shape[0], rows)]
+    return [jax.tree.map(operator.itemgetter(part), batch) for part in parts]

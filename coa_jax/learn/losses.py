@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.engine.constraint import FREE, allowed_tokens
 from coa_jax.learn.batch import Batch
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
@@ -47,14 +48,19 @@ def token_logps(
     attention: Attention = REFERENCE,
     temperature: float = 1.0,
     vocab_chunk: int = 2048,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of every token given those before it.
 
-    Logits exist for ``vocab_chunk`` tokens at a time only, in both passes.
+    Logits exist for ``vocab_chunk`` tokens at a time only, in both passes.  Of a batch that was
+    sampled under a constraint they are those of the constrained distribution, for which
+    ``allowed`` has to be given, see `engine.constraint.ConstraintTables`.
 
     Returns:
         float32 ``[R, T]`` each; index 0 of a row is 0.
     """
+    if (allowed is None) != (batch.rule is None):
+        raise ValueError("a constrained batch needs the table of its constraint, and no other one")
     hidden, _ = forward(
         params,
         config,
@@ -72,18 +78,28 @@ def token_logps(
     chunk = min(vocab_chunk, flat.shape[0])
     flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+    rules = None
+    if batch.rule is not None:
+        rules = jnp.pad(batch.rule[:, 1:].reshape(-1), (0, padding), constant_values=FREE)
+        rules = rules.reshape(-1, chunk)
 
     @jax.checkpoint
-    def score(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h, target = pair
-        logps = jax.nn.log_softmax(unembed(params, config, h, dtype) / temperature, axis=-1)
-        entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
+    def score(item: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+        h, target, rule = item
+        logits = unembed(params, config, h, dtype) / temperature
+        if allowed is None or rule is None:
+            logps = jax.nn.log_softmax(logits, axis=-1)
+            entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
+        else:
+            may = allowed_tokens(allowed, rule, logits.shape[-1])
+            logps = jax.nn.log_softmax(logits, axis=-1, where=may)
+            entropy = -jnp.sum(jnp.exp(logps) * jnp.where(may, logps, 0.0), axis=-1)
         return jnp.take_along_axis(logps, target[:, None], axis=-1)[:, 0], entropy
 
     def shaped(x: jax.Array) -> jax.Array:
         return jnp.pad(x.reshape(-1)[: rows * (length - 1)].reshape(rows, -1), ((0, 0), (1, 0)))
 
-    logps, entropies = jax.lax.map(score, (flat, targets))
+    logps, entropies = jax.lax.map(score, (flat, targets, rules))
     return shaped(logps), shaped(entropies)
 
 
@@ -109,6 +125,7 @@ def policy_loss(
     params: Params,
     config: ModelConfig,
     batch: Batch,
+    allowed: jax.Array | None = None,
     *,
     clip: PolicyLossConfig,
     temperature: float,
@@ -118,7 +135,8 @@ def policy_loss(
 ) -> tuple[jax.Array, Stats]:
     """Clipped policy-gradient loss, summed over the policy's tokens.
 
-    The log-probabilities of the sampler stand for the old policy.
+    The log-probabilities of the sampler stand for the old policy.  ``allowed`` is the table of the
+    constraint under which the batch was sampled, if it was.
     """
     logp, entropy = token_logps(
         params,
@@ -128,6 +146,7 @@ def policy_loss(
         remat=remat,
         attention=attention,
         temperature=temperature,
+        allowed=allowed,
     )
     difference = (logp - batch.logp) * batch.mask
     ratio = jnp.exp(jnp.clip(difference, -20.0, 20.0))

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.constraint import Constraint
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
@@ -34,6 +35,7 @@ from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
 from coa_jax.progress import progress
 from coa_jax.rollout.collect import collect
+from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task, grade, load_tasks
@@ -143,7 +145,13 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     run.rewind("rl", step)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
-    engine = Engine(state.params, model.config, config.engine, eos_ids(model.tokenizer))
+    protocols = (task.protocol for task in tasks)
+    constraint = constraint_for(config.rollout, model.tokenizer, model.config.vocab_size, protocols)
+    if constraint is not None:
+        print(f"constraint: {constraint}", flush=True)
+    engine = Engine(state.params, model.config, config.engine, eos_ids(model.tokenizer), constraint)
+    if config.rollout.max_seconds:
+        engine.warm_up()  # or the first trajectories would spend their time on compilation
     total = config.optimizer.total_steps // config.updates
     saving = 0.0  # seconds of the checkpoint before this step
     with asyncio.Runner() as runner, progress("RL", total=total, initial=step) as bar:
@@ -152,7 +160,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             sampled = sample_groups(config, runner, engine, model, stream, cursor, tools)
             cursor = sampled.cursor
             clock.lap("rollout")
-            state, stats = update(config, state, model, sampled.used, mesh, attention)
+            state, stats = update(config, state, model, sampled.used, mesh, attention, constraint)
             clock.lap("update")
             engine.publish(state.params)
             clock.lap("publish")
@@ -226,17 +234,19 @@ def update(
     groups: Sequence[Sequence[Trajectory]],
     mesh: jax.sharding.Mesh | None = None,
     attention: Attention = REFERENCE,
+    constraint: Constraint | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """The updates of one step; statistics are those of the first, which is on-policy.
 
-    Without a group that has a signal nothing is learned, but the step counts.
+    Without a group that has a signal nothing is learned, but the step counts.  Trajectories that
+    were sampled under a constraint are learned under the same one.
     """
     examples: list[list[Example]] = []
     for group in groups:
         advantages = group_advantages(_rewards(group))
         examples.append(
             [
-                trajectory_example(trajectory, float(advantage))
+                trajectory_example(trajectory, float(advantage), constraint)
                 for trajectory, advantage in zip(group, advantages, strict=True)
                 if _rewards([trajectory])[0] is not None and trajectory.num_policy_tokens
             ]
@@ -261,6 +271,7 @@ def update(
             loss_fn=loss_fn,
             model=model.config,
             optimizer=config.optimizer,
+            extra=() if constraint is None else (constraint.tables.allowed,),
         )
         stats["adv/abs_mean"] = float(
             sum(np.abs(b.advantage).sum() for b in batches) / max(stats["tokens"], 1.0)

@@ -119,10 +119,16 @@ def init_state(params: Params, optimizer: OptimizerConfig) -> TrainState:
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "model"), donate_argnames=("total",))
 def accumulate(
-    params: Params, total: tuple[Params, Stats], batch: Batch, *, loss_fn: Any, model: ModelConfig
+    params: Params,
+    total: tuple[Params, Stats],
+    batch: Batch,
+    extra: tuple[jax.Array, ...],
+    *,
+    loss_fn: Any,
+    model: ModelConfig,
 ) -> tuple[Params, Stats]:
     """Adds a micro-batch's summed gradients and statistics to a running total."""
-    gradients, stats = jax.grad(loss_fn, has_aux=True)(params, model, batch)
+    gradients, stats = jax.grad(loss_fn, has_aux=True)(params, model, batch, *extra)
     sums, seen = total
     merged = {
         name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
@@ -132,9 +138,16 @@ def accumulate(
 
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "model"))
-def _statistics(params: Params, batch: Batch, *, loss_fn: Any, model: ModelConfig) -> Stats:
+def _statistics(
+    params: Params,
+    batch: Batch,
+    extra: tuple[jax.Array, ...],
+    *,
+    loss_fn: Any,
+    model: ModelConfig,
+) -> Stats:
     """Only asked for its shapes, which JAX remembers; a loss need not be traced each step."""
-    return loss_fn(params, model, batch)[1]
+    return loss_fn(params, model, batch, *extra)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state",))
@@ -156,28 +169,30 @@ def train_step(
     loss_fn: Any,
     model: ModelConfig,
     optimizer: OptimizerConfig,
+    extra: tuple[jax.Array, ...] = (),
 ) -> tuple[TrainState, dict[str, float]]:
     """One update from micro-batches of one shape.
 
     Args:
         state: donated.
         batches: at least one; only tokens with mask 1 count.
-        loss_fn: ``(params, model, batch) -> (sum, stats of sums)``; a statistic whose name ends in
-            ``max`` is a maximum.
+        loss_fn: ``(params, model, batch, *extra) -> (sum, stats of sums)``; a statistic whose name
+            ends in ``max`` is a maximum.
         model, optimizer: static.
+        extra: arrays that the loss reads beside every micro-batch.
 
     Returns:
         The new state, and statistics: means over the batch's tokens, plus ``optim/grad_norm``,
         ``optim/lr`` and ``tokens``.
     """
     count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
-    names = _statistics.eval_shape(state.params, batches[0], loss_fn=loss_fn, model=model)
+    names = _statistics.eval_shape(state.params, batches[0], extra, loss_fn=loss_fn, model=model)
     total = (
         jax.tree.map(jnp.zeros_like, state.params),
         {name: jnp.zeros((), jnp.float32) for name in names},
     )
     for batch in batches:
-        total = accumulate(state.params, total, batch, loss_fn=loss_fn, model=model)
+        total = accumulate(state.params, total, batch, extra, loss_fn=loss_fn, model=model)
     sums, summed = total
     rate = float(schedule(optimizer)(int(state.step)))
     state, norm = apply_update(state, sums, jnp.float32(max(count, 1.0)), optimizer=optimizer)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model.attention import paged
+from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project, row_sum
 
@@ -40,31 +42,50 @@ class LayerCache(NamedTuple):
     value_scales: jax.Array | None = None
 
 
+Layer = LayerCache | paged.Pages
+"""Pages of one layer in the layout of the reference or of a kernel."""
+
+
 class Cache(NamedTuple):
     """Pages of all layers, and where the sequences of this call have theirs.
 
     Attributes:
-        layers: a `LayerCache` each.
+        layers: those of each layer.
         table: int32 ``[B, C]``, pages in the order of their positions.  What stands behind a
             sequence's last page does not matter, so long as it is the number of some page.
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Layer, ...]
     table: jax.Array
 
-    @property
-    def size(self) -> int:
-        """Positions that a sequence may have; a token at or beyond it is padding."""
-        return self.table.shape[1] * self.layers[0].values.shape[2]
+
+def cache_size(attention: Attention, cache: Cache) -> int:
+    """Positions that a sequence may have; a token at or beyond that is padding."""
+    first = cache.layers[0]
+    if isinstance(first, LayerCache):
+        return cache.table.shape[1] * first.values.shape[2]
+    return cache.table.shape[1] * paged.page_size(attention.implementation, first)
+
+
+def page_axis(attention: Attention) -> int:
+    """The axis of all buffers of a layer along which its pages lie."""
+    return 1 if attention.implementation == "pallas_gpu" else 0
 
 
 def init_layers(
-    config: ModelConfig, pages: int, page_size: int, dtype: Any = jnp.float32
-) -> tuple[LayerCache, ...]:
-    """Empty pages of all layers; with dtype ``int8`` also their scales."""
+    config: ModelConfig,
+    pages: int,
+    page_size: int,
+    dtype: Any = jnp.float32,
+    attention: Attention = REFERENCE,
+) -> tuple[Layer, ...]:
+    """Empty pages of all layers in an implementation's layout; of ``int8`` also their scales."""
     heads, width = config.num_kv_heads, config.head_dim
 
-    def layer() -> LayerCache:
+    def layer() -> Layer:
+        if attention.implementation != "xla":
+            name = attention.implementation
+            return paged.init_pages(name, pages, page_size, heads, width, dtype)
         keys = jnp.zeros((pages, heads, width, page_size), dtype)
         values = jnp.zeros((pages, heads, page_size, width), dtype)
         if jnp.dtype(dtype) != jnp.int8:
@@ -81,12 +102,19 @@ def contiguous_table(batch: int, pages: int) -> jax.Array:
 
 
 def write(
-    layer: LayerCache, table: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
-) -> LayerCache:
+    layer: Layer,
+    table: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    attention: Attention = REFERENCE,
+) -> Layer:
     """Puts new keys and values ``[B, T, N, K]`` at their positions ``[B, T]``.
 
     Those outside the cache are dropped.
     """
+    if not isinstance(layer, LayerCache):
+        return paged.write_pages(attention.implementation, layer, table, k, v, positions)
     pages, page_size = layer.keys.shape[0], layer.keys.shape[3]
     index, offset = jnp.divmod(positions, page_size)
     inside = index < table.shape[1]
@@ -117,7 +145,12 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend(
-    q: jax.Array, layer: LayerCache, table: jax.Array, positions: jax.Array, dtype: Any
+    q: jax.Array,
+    layer: Layer,
+    table: jax.Array,
+    positions: jax.Array,
+    dtype: Any,
+    attention: Attention = REFERENCE,
 ) -> jax.Array:
     """Attention of new tokens to all positions up to their own.
 
@@ -127,10 +160,20 @@ def attend(
         table: int32 ``[B, C]``.
         positions: int32 ``[B, T]``; of a token outside the cache the result means nothing.
         dtype: of the operands of products.
+        attention: the implementation whose layout the layer has.
 
     Returns:
         float32, like q.
     """
+    if not isinstance(layer, LayerCache):
+        return paged.attend_paged(attention, q, layer, table, positions, dtype)
+    return _attend(q, layer, table, positions, dtype)
+
+
+def _attend(
+    q: jax.Array, layer: LayerCache, table: jax.Array, positions: jax.Array, dtype: Any
+) -> jax.Array:
+    """`attend` as the reference does it."""
     b, t, n, g, width = q.shape
     page_size = layer.keys.shape[3]
     # The queries of a group are rows of one product with their head's keys.

@@ -16,7 +16,7 @@ import numpy as np
 
 from coa_jax.model.attention.causal import Attend, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.model.cache import Cache, LayerCache, attend, write
+from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project, row_sum
 from coa_jax.model.weights import Params
@@ -51,15 +51,16 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def _layer(
     config: ModelConfig,
     dtype: Any,
+    attention: Attention,
     x: jax.Array,
     layer: dict[str, jax.Array],
     cos: jax.Array,
     sin: jax.Array,
     attend_to: Attend | None,
-    cache: LayerCache | None,
+    cache: Layer | None,
     table: jax.Array | None,
     positions: jax.Array,
-) -> tuple[jax.Array, LayerCache | None]:
+) -> tuple[jax.Array, Layer | None]:
     """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache."""
     c = config
     h = rms_norm(x, layer["attn_norm"], c.rms_eps)
@@ -77,8 +78,8 @@ def _layer(
     else:
         assert cache is not None
         assert table is not None
-        cache = write(cache, table, k, v, positions)
-        attended = attend(q, cache, table, positions, dtype)
+        cache = write(cache, table, k, v, positions, attention)
+        attended = attend(q, cache, table, positions, dtype, attention)
     x = x + project("btngk,ngkd->btd", attended, layer["out"], dtype)
     h = rms_norm(x, layer["mlp_norm"], c.rms_eps)
     gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
@@ -110,7 +111,7 @@ def forward(
         cache: keys and values of earlier tokens; a token at position p reads positions 0..p.
         dtype: of the operands of products; they accumulate in float32.
         remat: whether to recompute a layer's activations in the backward pass.
-        attention: its implementation without a cache.
+        attention: causal without a cache, with one paged.
 
     Returns:
         Final hidden states, float32 ``[B, T, D]``, and the new cache (None without one).
@@ -122,7 +123,7 @@ def forward(
     if cache is None:
         attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype)
     x = params["embed"][tokens].astype(jnp.float32)
-    step = functools.partial(_layer, config, dtype)
+    step = functools.partial(_layer, config, dtype, attention)
     if isinstance(params["layers"], tuple):
         old = cache.layers if cache is not None else (None,) * len(params["layers"])
         table = cache.table if cache is not None else None

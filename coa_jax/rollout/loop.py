@@ -106,6 +106,8 @@ class _Loop:
         config: RolloutConfig,
         on_text: Callable[[Arrival], None] | None,
     ):
+        if config.constrain and engine.constraint is None:
+            raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
         self.requests = iter(requests)
@@ -204,6 +206,7 @@ class _Loop:
             limit=self.limit,
             key=(request.seed, request.prompt_id, sample),
             sampling=request.sampling,
+            protocol=request.task.protocol if self.config.constrain else None,
         )
         self.engine.set_active(slot, True)
         self.running[slot] = _Running(request, episode, slot, time.monotonic())
@@ -304,6 +307,7 @@ class _Loop:
             if spent := self._spent(run):
                 finished.append(self._finish(run, spent))
             else:
+                self.engine.observe(run.slot)
                 feeds.append((run.slot, before - 1, episode.tokens[before - 1 :]))
         if feeds:
             await self._on_device(self.engine.extend, feeds)

@@ -48,6 +48,7 @@ from coa_jax.rollout.compare import (
     compare,
     describe_difference,
 )
+from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
@@ -114,6 +115,8 @@ def recording(trajectory: Trajectory) -> Recording:
     except UserError as error:
         raise ValueError(str(error)) from error
     shapes = jsonl.fields(EngineConfig, metadata["engine"])
+    # Traces from before there was a constraint do not say that they had none.
+    budgets = {"constrain": False, **metadata["rollout"]}
     jnp.dtype(shapes["dtype"])  # a TypeError if there is none of the name
     return Recording(
         trajectory=trajectory,
@@ -121,7 +124,7 @@ def recording(trajectory: Trajectory) -> Recording:
         seed=int(metadata["sampling"]["seed"]),
         prompt_id=int(metadata["prompt_id"]),
         sampling=SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"])),
-        rollout=RolloutConfig(**jsonl.fields(RolloutConfig, metadata["rollout"])),
+        rollout=RolloutConfig(**jsonl.fields(RolloutConfig, budgets)),
         engine=EngineConfig(
             **{
                 **shapes,
@@ -243,7 +246,9 @@ def replay(
                 on_finish()
 
     for (config, shaped), indices in alike.items():
-        engine = Engine(model.params, model.config, shaped, eos_ids(model.tokenizer))
+        protocols = (recordings[index].trajectory.protocol for index in indices)
+        constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, protocols)
+        engine = Engine(model.params, model.config, shaped, eos_ids(model.tokenizer), constraint)
         timeless = dataclasses.replace(config, max_seconds=0.0, max_tool_seconds=0.0)
         asyncio.run(run(timeless, engine, indices))
     return [compare(r.trajectory, replayed[index]) for index, r in enumerate(recordings)]

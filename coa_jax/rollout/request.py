@@ -29,6 +29,8 @@ class RolloutConfig:
         strict: whether the first broken rule of the protocol ends a trajectory (``violation``).
             Where a reward counts well-formed trajectories only, this changes no reward and saves
             what would have been written in vain.
+        constrain: whether the policy can only write what its protocol allows, see
+            `rollout.constrain`; the engine needs the constraint.
     """
 
     max_tokens: int = 1024
@@ -39,6 +41,7 @@ class RolloutConfig:
     prompt_style: str = "brief"
     max_turn_tokens: int = 0
     strict: bool = False
+    constrain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,14 +112,17 @@ class CodeTool:
         if parsed is None:
             return Observation(_BAD_CALL, False, "bad_call", time.monotonic() - start)
         source, stdin = parsed
-        patience = self.queue_s
-        if context.deadline is not None:
-            patience = max(0.0, min(patience, context.deadline - _MARGIN_S))
+        patience, hurried = self.queue_s, False
+        if context.deadline is not None and context.deadline - _MARGIN_S < patience:
+            patience, hurried = max(0.0, context.deadline - _MARGIN_S), True
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(loop, asyncio.Semaphore(self.concurrency))
         try:
             await asyncio.wait_for(turn.acquire(), patience)
         except TimeoutError:
+            if hurried:  # the trajectory has spent its time: not a fault of ours
+                text = "[FAILED] No time was left to run the program."
+                return Observation(text, False, "timeout", time.monotonic() - start)
             return self._fault(f"no free sandbox within {patience:g} s", start)
         try:
             wall = self.timeout_s

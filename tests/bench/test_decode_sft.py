@@ -10,8 +10,10 @@ import pytest
 
 from coa_jax.bench import decode, sft
 from coa_jax.bench.meter import MeteredEngine
+from coa_jax.bench.models import Subject
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
+from tests import tiny_policy
 from tests.bench.small_workload import subject
 
 
@@ -24,6 +26,19 @@ def test_decoding_samples_what_was_asked_for():
     assert engine.meter.decode_steps == 10
     # Blocks of 16 tokens, two of each prompt, in programs of two blocks.
     assert engine.extended_tokens == 96
+
+
+def test_constrained_decoding_is_measured_beside_the_free_one():
+    model = tiny_policy.policy()
+    learnt = Subject("learnt", model.config, model.params, model.tokenizer)
+    options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 2}
+    result = decode.measure(learnt, (2,), "generalist", **options)
+    assert result["constraint"].startswith("generalist: ")
+    (entry,) = result["batches"]
+    slower = entry["constrained"]["ms_per_step"]["max"] / entry["ms_per_step"]["min"] - 1
+    assert entry["constrained"]["slower"]["max"] <= slower + 1e-3
+    with pytest.raises(UserError, match="random weights have none"):
+        decode.measure(subject(), (2,), "generalist", **options)
 
 
 def test_decoding_is_reported_for_each_batch_size_beside_its_floor():

@@ -11,6 +11,7 @@ from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_k
 
 jitted_inverse_cdf = jax.jit(inverse_cdf)
 jitted_filter = jax.jit(filter_logits)
+jitted_sample = jax.jit(sample)
 
 
 def keys_of(n, seed=0):
@@ -125,3 +126,50 @@ def test_many_rows_of_a_large_vocabulary_draw_valid_tokens():
     )
     reference = jax.nn.log_softmax(logits)[jnp.arange(32), tokens]
     np.testing.assert_allclose(logps, reference, atol=2e-5)
+
+
+@given(
+    st.lists(st.integers(-30, 30), min_size=2, max_size=300),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.2, 1.0]),
+    st.sampled_from([0, 3]),
+)
+def test_only_allowed_tokens_are_drawn_with_their_probability_among_those(
+    logits, seed, temperature, top_p, top_k
+):
+    rng = np.random.default_rng(seed)
+    padded = np.full(300, 40.0)  # what is not allowed is the most likely
+    padded[: len(logits)] = logits
+    allowed = rng.random((8, 300)) < rng.choice([0.01, 0.5], (8, 1))
+    allowed[:, len(logits) :] = False
+    allowed[np.arange(8), rng.integers(len(logits), size=8)] = True
+    tokens, logps = jitted_sample(
+        np.broadcast_to(padded, (8, 300)).astype(np.float32),
+        keys_of(8, seed % 1000),
+        np.arange(8),
+        np.full(8, temperature, np.float32),
+        np.full(8, top_p, np.float32),
+        np.full(8, top_k, np.int32),
+        allowed,
+    )
+    for row, token in enumerate(tokens):
+        assert allowed[row, token]
+        scaled = padded[allowed[row]] / (temperature or 1.0)
+        expected = padded[token] / (temperature or 1.0) - np.logaddexp.reduce(scaled)
+        assert logps[row] == pytest.approx(expected, abs=2e-4)
+        if temperature == 0 or top_k == 1:
+            assert padded[token] == scaled.max()
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_nothing_without_weight_is_drawn_however_sums_are_rounded(seed):
+    rng = np.random.default_rng(seed)
+    rows = np.arange(64)
+    weights = rng.random((64, 700)) ** 3 * (rng.random((64, 700)) < 0.02)
+    weights[:, rng.integers(700)] = 1e-6
+    # Right where one token ends and the next one begins.
+    sums = np.cumsum(weights, axis=1)
+    uniform = np.minimum(sums[rows, rng.integers(700, size=64)] / sums[:, -1], 1 - 2**-23)
+    index = jitted_inverse_cdf(weights.astype(np.float32), uniform.astype(np.float32))
+    assert (weights[rows, index] > 0).all()

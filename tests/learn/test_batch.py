@@ -134,6 +134,7 @@ def example_of(size, start):
         (tokens % 3 > 0).astype(np.float32),
         -tokens.astype(np.float32),
         tokens.astype(np.float32) / 2,
+        tokens * 7,
     )
 
 
@@ -165,7 +166,7 @@ def test_packing_keeps_every_example_exactly_once(sizes):
     for e in examples:
         mask = e.mask.copy()
         mask[0] = 0  # nothing comes before the first token that could predict it
-        expected.append(tuple(x.tolist() for x in (e.tokens, mask, e.logp, e.advantage)))
+        expected.append(tuple(x.tolist() for x in (e.tokens, mask, e.logp, e.advantage, e.rule)))
     assert sorted(unpack(batch)) == sorted(expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from coa_jax.learn import step
-from coa_jax.learn.batch import Batch, Example, pack, split_rows
+from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss, sft_loss, token_logps
 from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
 from coa_jax.model.config import ModelConfig
@@ -120,7 +121,10 @@ def test_packed_losses_are_the_sum_of_separate_losses():
 
 def rows_of(batch, groups):
     """Micro-batches of two rows each: the given rows, filled up with padding."""
-    return [split_rows(Batch(*(x[np.asarray(group)] for x in batch)), 2)[0] for group in groups]
+    return [
+        split_rows(jax.tree.map(operator.itemgetter(np.asarray(group)), batch), 2)[0]
+        for group in groups
+    ]
 
 
 def test_an_update_does_not_depend_on_micro_batches():

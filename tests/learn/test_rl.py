@@ -11,7 +11,9 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn import rl
+from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, read_trajectories
 from tests import tiny_policy
@@ -61,6 +63,24 @@ def test_a_step_samples_with_tools_and_learns_on_policy(finished, folder):
         load_file(p / "model.safetensors") for p in (folder / "model", finished / "model")
     )
     assert any((left[name] != right[name]).any() for name in left)
+
+
+def test_a_constrained_run_learns_what_it_sampled(folder):
+    # Hot enough that a free policy would break many rules.
+    run = train(
+        folder,
+        "constrained",
+        temperature=1.6,
+        optimizer=OptimizerConfig(learning_rate=1e-3, total_steps=1),
+        rollout=RolloutConfig(192, 3, 48, constrain=True, strict=True),
+    )
+    (row,) = rows(run, "rl")
+    assert row["mismatch/abs_logp_max"] < 1e-4
+    assert row["policy/clip_low"] == row["policy/clip_high"] == 0
+    assert "stop/violation" not in row and "stop/eos" not in row
+    kept = read_trajectories(run / "traces.jsonl")
+    assert kept and all(t.metadata["rollout"]["constrain"] for t in kept)
+    assert len({len(t.tokens) for t in kept}) > 1
 
 
 def test_every_trajectory_is_kept_with_its_grade(finished):

@@ -99,6 +99,12 @@ def test_time_limits_are_timeouts_with_advice(tool):
     assert worked.text.startswith("[FAILED] stopped after 1 seconds of processor time")
 
 
+def test_a_call_for_which_no_time_is_left_is_a_timeout_and_no_fault_of_ours(tool):
+    observation = ask(tool, "print(1)", deadline=0.3)
+    assert observation.outcome == "timeout"
+    assert observation.text == "[FAILED] No time was left to run the program."
+
+
 def test_the_deadline_of_the_caller_comes_first(tool):
     observation = ask(tool, "import time; time.sleep(60)", deadline=1.2)
     assert observation.outcome == "timeout"

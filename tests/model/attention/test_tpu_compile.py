@@ -53,3 +53,13 @@ def test_cached_steps_compile_with_ragged_paged_attention_and_copy_no_page(topol
         pool = POOL_BYTES // (2 if "tensor=2" in name else 1)
         assert program["aliased_bytes"] == pool
         assert program["temporary_bytes"] < pool / 4
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_programs_of_the_engine_compile_and_copy_no_cache(topology):
+    programs = compiled("engine", topology)
+    for name in ("decode", "extend"):
+        assert programs[name]["kernels"] == ["ragged_paged_attention_kernel"]
+    for program in programs.values():
+        assert program["aliased_bytes"] >= 2 * POOL_BYTES
+        assert program["temporary_bytes"] < 2 * POOL_BYTES

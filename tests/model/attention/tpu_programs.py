@@ -1,6 +1,6 @@
 """Compiles programs for TPUs that are not there, and prints what became of them as JSON.
 
-    python -m tests.model.attention.tpu_programs training|decoding TOPOLOGY
+    python -m tests.model.attention.tpu_programs training|decoding|engine TOPOLOGY
 
 It runs on a CPU with ``libtpu`` installed: the compiler of that package is the one of real TPUs.
 """
@@ -17,14 +17,16 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from coa_jax.engine import programs
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.step import accumulate
 from coa_jax.model.attention import paged
 from coa_jax.model.attention.choice import Attention, Case, resolve
+from coa_jax.model.cache import init_layers
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import param_shardings
-from coa_jax.model.weights import init_params
+from coa_jax.model.weights import init_params, unstack_layers
 from coa_jax.parallel.mesh import AXES, sharding_for
 
 MODEL = ModelConfig("llama", 2048, 512, 1024, 2, 8, 4, 128)
@@ -109,10 +111,54 @@ def decoding(topology: str, tensor: int, new: int) -> None:
     report(f"{new} new, tensor={tensor}", compiled)
 
 
+def engine(topology: str) -> None:
+    """The programs of the engine: two decoded tokens at least, a prefill, copies of pages."""
+    mesh = mesh_of(topology, 1, 1, 1)
+    attention = Attention(resolve("paged", "auto", CASE), mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(function):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            jax.eval_shape(function),
+        )
+
+    def int32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, "int32", sharding=whole)
+
+    rows, pages_each, size = 8, 16, CASE.page_size
+    params = placed(
+        lambda: jax.tree.map(
+            lambda x: x.astype("bfloat16"),
+            unstack_layers(init_params(MODEL, jax.random.key(0)), MODEL),
+        )
+    )
+    layers = placed(lambda: init_layers(MODEL, rows * pages_each, size, "bfloat16", attention))
+    state = placed(
+        lambda: programs.DecodeState(
+            *(jnp.zeros(rows, dtype) for dtype in ("int32", "int32", "int32", "bool")),
+            jnp.zeros((rows, 2), "uint32"),
+            *(jnp.zeros(rows, dtype) for dtype in ("float32", "float32", "int32")),
+        )
+    )
+    options = {"config": MODEL, "dtype": "bfloat16", "attention": attention}
+    decode = programs.decode_chunk.lower(
+        params, layers, int32(rows, pages_each), state, int32(1), int32(), capacity=32, **options
+    )
+    report("decode", decode.compile())
+    table, block = int32(16, pages_each), int32(16, 16)
+    extend = programs.extend.lower(params, layers, table, block, block, **options)
+    report("extend", extend.compile())
+    copy = programs.copy_pages.lower(layers, int32(4), int32(4), attention=attention)
+    report("copy", copy.compile())
+
+
 if __name__ == "__main__":
     _, program, where = sys.argv
     if program == "training":
         training(where)
+    elif program == "engine":
+        engine(where)
     else:
         decoding(where, 1, 1)
         decoding(where, 2, 1)

@@ -1,0 +1,197 @@
+r"""What the readers of `bodies` accept, as regular languages of UTF-8 bytes.
+
+Where a reader's language is not regular, or costs many states, this is a part of it: whatever is
+in a language here is accepted by its reader, not always the other way round.  Left out are
+
+==============  =================================================================================
+where blanks    more than a few of them, and those that are not ASCII
+are optional
+``grades``      several empty pairs between two grades
+``score``       ``<``; digits elsewhere than in the score and in ``out of 4`` and ``/4`` behind it;
+                a score further than 48 bytes behind its word, or right behind ``of``
+``urls``        ``<`` and parts that are no address
+``inspection``  ``<``; keys other than ``file_path`` and, after it, ``question``; a path whose
+                first character is an escape or not ASCII
+``solution``    braces deeper than three levels; programs that contain ``\boxed{``
+==============  =================================================================================
+
+Bytes that are no UTF-8 become U+FFFD when the text is decoded, which is no blank; the languages
+hold for such strings too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from coa_jax.protocol.bodies import CRITERIA, format_double_check, format_reflection
+from coa_jax.protocol.regex import (
+    ANY_BYTE,
+    ANYTHING,
+    Regex,
+    containing,
+    literal,
+    none_of,
+    one_of,
+    optional,
+    star,
+    union,
+    up_to,
+)
+from coa_jax.protocol.spec import BodyForm
+
+_SPACE, _BLANK = one_of(b" \t\r"), one_of(b" \t\r\n")
+_GAP, _SPACES = up_to(4, _BLANK), up_to(2, _SPACE)
+_NEWLINE, _FENCE = literal("\n"), literal("```")
+
+BLANKS_BETWEEN = _GAP
+"""What may stand between segments.  Without a bound an untrained policy would stay there."""
+
+
+MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
+"""Forms with a ``<`` in some of their bodies."""
+
+
+def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
+    """Languages of a form, each with one body that decides what all of its bodies decide."""
+    if form == "grades":
+        good = _grades(("good", "average", "fair"))
+        poor = _grades(("good", "average", "fair", "poor")) & ~good
+        pairs = ((good, "good"), (poor, "poor"))
+        return tuple((r, format_reflection(dict.fromkeys(CRITERIA, grade))) for r, grade in pairs)
+    if form == "score":
+        failed = [score for score in _SCALE if score < pass_score]
+        passed = [score for score in _SCALE if score >= pass_score]
+        return tuple((_score(s), format_double_check(s[0])) for s in (failed, passed) if s)
+    return ((_FORMS[form], ""),)
+
+
+# --- text ----------------------------------------------------------------------------------
+
+# What str.strip takes off; none of it lies beyond the ideographic space.
+_UNICODE_BLANK = union(literal(c) for c in map(chr, range(0x3001)) if c.isspace())
+_NOT_BLANK = ~star(_UNICODE_BLANK)
+
+# --- grades --------------------------------------------------------------------------------
+
+
+def _grades(grades: tuple[str, ...]) -> Regex:
+    """A pair for each criterion, in any order."""
+    grade = union(literal(name, ignore_case=True) for name in grades) + optional(literal("."))
+
+    def pair(name: str) -> Regex:
+        first, *others = (literal(word, ignore_case=True) for word in name.split("_"))
+        for word in others:
+            first += one_of(b"_ -") + word
+        return first + _SPACES + literal(":") + _SPACES + grade + _SPACES
+
+    separator = one_of(b"\n,;") + _GAP
+    orders = itertools.permutations(map(pair, CRITERIA))
+    return _GAP + union(
+        a + separator + b + separator + c + optional(separator) for a, b, c in orders
+    )
+
+
+# --- score ---------------------------------------------------------------------------------
+
+_SCALE = (1, 2, 3, 4)
+_DIGITS = b"0123456789"
+_WORD = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_" + _DIGITS + bytes(range(128, 256))
+_NO_DIGIT = none_of(_DIGITS + b"<")
+_EDGE = none_of(_WORD + b"<")
+
+
+def _score(scores: Sequence[int]) -> Regex:
+    """One of some scores, alone or behind the first of the words that announce it."""
+    words = (literal(word, ignore_case=True) for word in ("score", "grade", "rating"))
+    word = union(words) + optional(one_of(b"sdSD"))
+    # Up to the first such word and the character that ends it.
+    announced = optional(star(_NO_DIGIT) + _EDGE) + word + (_EDGE & none_of(b"/\n"))
+    announced &= ~(announced + _NO_DIGIT + star(_NO_DIGIT))
+    between = up_to(48, none_of(_DIGITS + b"\n</"))
+    # "out of 4" would name the scale.
+    between &= ~(ANYTHING + literal("of", ignore_case=True) + _BLANK + star(_BLANK))
+    space = literal(" ")
+    slash = optional(space) + literal("/") + optional(space)
+    scale = (slash | space + literal("out of ")) + literal("4")
+    digit = union(literal(str(score)) for score in scores)
+    rest = optional(_EDGE + star(_NO_DIGIT))
+    sentence = announced + between + digit + optional(scale) + rest
+    alone = _GAP + digit + optional(scale) + _SPACES + optional(literal(".")) + _GAP
+    return sentence | alone
+
+
+# --- programs ------------------------------------------------------------------------------
+
+_FENCE_LINE = (
+    optional(ANYTHING + _NEWLINE) + _FENCE + star(_UNICODE_BLANK) + optional(_NEWLINE + ANYTHING)
+)
+_LINES = ~_FENCE_LINE
+_CLOSED = _NEWLINE + _FENCE + _SPACES
+
+
+def _opened(*names: str) -> Regex:
+    name = union(literal(name, ignore_case=True) for name in names)
+    return _FENCE + name + _SPACES + _NEWLINE
+
+
+_PROGRAM = _GAP + _opened("py", "python") + (_LINES & _NOT_BLANK) + _CLOSED
+_TAIL = optional(_NEWLINE + _GAP)
+_STDIN = _NEWLINE + _GAP + _opened("sh", "bash") + optional(_LINES + _NEWLINE) + _FENCE + _SPACES
+_CODE = _PROGRAM + optional(_STDIN) + _TAIL
+
+# --- addresses -----------------------------------------------------------------------------
+
+_ADDRESS = literal("http", ignore_case=True) + optional(one_of(b"sS")) + literal("://")
+_ADDRESS += none_of(b"|<") + star(none_of(b"|<"))
+_ADDRESS &= ~containing(_UNICODE_BLANK)
+_LINK = literal("[") + star(none_of(b"[]|<\n")) + literal("](") + _ADDRESS + literal(")")
+_PART = _GAP + (_ADDRESS | _LINK) + _GAP
+_URLS = _PART + star(literal("|") + _PART)
+
+# --- JSON ----------------------------------------------------------------------------------
+
+_HEX = one_of(b"0123456789abcdefABCDEF")
+_ESCAPE = literal("\\") + (one_of(b'"\\/bfnrt') | literal("u") + _HEX + _HEX + _HEX + _HEX)
+_PLAIN = none_of(b'"\\<' + bytes(range(32)))
+_STRING_REST = star(_PLAIN | _ESCAPE) + literal('"')
+_PATH = literal('"') + one_of(set(range(33, 127)) - set(b'"\\<')) + _STRING_REST
+_SPLIT, _COLON = _GAP + literal(",") + _GAP, _GAP + literal(":") + _GAP
+_OBJECT = (
+    literal("{")
+    + _GAP
+    + literal('"file_path"')
+    + _COLON
+    + _PATH
+    + optional(_SPLIT + literal('"question"') + _COLON + literal('"') + _STRING_REST)
+    + _GAP
+    + literal("}")
+)
+_INSPECTION = _GAP + (
+    _OBJECT + _GAP | _opened("json") + _GAP + _OBJECT + up_to(2, _BLANK) + _CLOSED + _TAIL
+)
+
+# --- solutions -----------------------------------------------------------------------------
+
+_BOX = literal("\\boxed{")
+_NO_BOX = ~containing(_BOX)
+
+
+def _balanced(depth: int) -> Regex:
+    piece = none_of(b"\\{}") | literal("\\") + ANY_BYTE
+    if depth:
+        piece |= literal("{") + _balanced(depth - 1) + literal("}")
+    return star(piece)
+
+
+# The last box counts.
+_BOXED = ANYTHING + _BOX + (_balanced(3) & _NO_BOX & _NOT_BLANK) + literal("}") + _NO_BOX
+_SOLUTION = _BOXED | (_PROGRAM + _TAIL & _NO_BOX)
+
+_FORMS: dict[BodyForm, Regex] = {
+    "text": _NOT_BLANK,
+    "code": _CODE,
+    "urls": _URLS,
+    "inspection": _INSPECTION,
+    "solution": _SOLUTION,
+}

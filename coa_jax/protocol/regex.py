@@ -1,0 +1,194 @@
+"""Regular languages of byte strings, and their automata by derivatives.
+
+The derivative of a language by a byte is what may follow that byte (Brzozowski 1964).  It exists
+for intersections and complements too, so a rule such as "no tag inside a body" is written as it is
+said.  Equal expressions are one object: a language has finitely many derivatives, and exploring
+them ends (Owens, Reppy and Turon 2009, "Regular-expression derivatives re-examined", which has
+the groups of bytes as well).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterable
+from typing import Any, Literal
+
+Kind = Literal["bytes", "empty_string", "concat", "star", "or", "and", "not"]
+
+_ALL_BYTES = (1 << 256) - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Regex:
+    """A language.  ``a + b`` is concatenation, ``|``, ``&`` and ``~`` are those of sets.
+
+    Attributes:
+        kind: the operation.
+        parts: its operands; of ``bytes`` a mask of 256 bits.
+        nullable: whether the empty string belongs to it.
+    """
+
+    kind: Kind
+    parts: Any
+    nullable: bool
+
+    def __add__(self, other: Regex) -> Regex:
+        if self is NOTHING or other is NOTHING:
+            return NOTHING
+        if self is EMPTY_STRING or other is EMPTY_STRING:
+            return other if self is EMPTY_STRING else self
+        if self.kind == "concat":
+            first, rest = self.parts
+            return first + (rest + other)
+        return _node("concat", (self, other), self.nullable and other.nullable)
+
+    def __or__(self, other: Regex) -> Regex:
+        if self is NOTHING or other is NOTHING:
+            return other if self is NOTHING else self
+        parts = _operands("or", self, other)
+        if ANYTHING in parts:
+            return ANYTHING
+        mask = 0
+        for part in parts:
+            mask |= part.parts if part.kind == "bytes" else 0
+        parts = {part for part in parts if part.kind != "bytes"} | ({_bytes(mask)} - {NOTHING})
+        return _set("or", parts, NOTHING)
+
+    def __and__(self, other: Regex) -> Regex:
+        if self is NOTHING or other is NOTHING:
+            return NOTHING
+        return _set("and", _operands("and", self, other) - {ANYTHING}, ANYTHING)
+
+    def __invert__(self) -> Regex:
+        return self.parts if self.kind == "not" else _node("not", self, not self.nullable)
+
+
+@functools.cache
+def _node(kind: Kind, parts: Hashable, nullable: bool) -> Regex:
+    return Regex(kind, parts, nullable)
+
+
+def _bytes(mask: int) -> Regex:
+    return _node("bytes", mask, False)
+
+
+def _operands(kind: Kind, *regexes: Regex) -> set[Regex]:
+    """Flat set of operands: the order and repetition of them do not matter."""
+    return {part for r in regexes for part in (r.parts if r.kind == kind else (r,))}
+
+
+def _set(kind: Literal["or", "and"], parts: set[Regex], neutral: Regex) -> Regex:
+    if len(parts) <= 1:
+        return next(iter(parts), neutral)
+    decide = any if kind == "or" else all
+    return _node(kind, frozenset(parts), decide(part.nullable for part in parts))
+
+
+NOTHING = _bytes(0)
+EMPTY_STRING = _node("empty_string", None, True)
+ANYTHING = ~NOTHING
+ANY_BYTE = _bytes(_ALL_BYTES)
+
+
+def one_of(values: Iterable[int]) -> Regex:
+    """A single byte out of some, e.g. ``one_of(b"ab")``."""
+    return _bytes(functools.reduce(lambda mask, byte: mask | 1 << byte, values, 0))
+
+
+def none_of(values: Iterable[int]) -> Regex:
+    """A single byte that is none of some."""
+    return _bytes(_ALL_BYTES & ~one_of(values).parts)
+
+
+def literal(text: str, ignore_case: bool = False) -> Regex:
+    """One text; ASCII letters of either case where case is ignored."""
+    result = EMPTY_STRING
+    for byte in text.encode():
+        character = bytes([byte])
+        both = {*character.lower(), *character.upper()} if ignore_case else character
+        result += one_of(both)
+    return result
+
+
+def union(regexes: Iterable[Regex]) -> Regex:
+    """What is in any of them."""
+    return functools.reduce(Regex.__or__, regexes, NOTHING)
+
+
+def optional(regex: Regex) -> Regex:
+    """It, or the empty string."""
+    return regex | EMPTY_STRING
+
+
+def star(regex: Regex) -> Regex:
+    """Any number of them in a row."""
+    if regex is ANY_BYTE:
+        return ANYTHING
+    return EMPTY_STRING if regex in (NOTHING, EMPTY_STRING) else _node("star", regex, True)
+
+
+def up_to(count: int, regex: Regex) -> Regex:
+    """At most ``count`` of them in a row."""
+    result = EMPTY_STRING
+    for _ in range(count):
+        result = optional(regex + result)
+    return result
+
+
+def containing(regex: Regex) -> Regex:
+    """Strings with a part that belongs to it."""
+    return ANYTHING + regex + ANYTHING
+
+
+@functools.cache
+def derivative(regex: Regex, byte: int) -> Regex:
+    """What may follow ``byte`` in the strings of ``regex`` that begin with it."""
+    parts = regex.parts
+    match regex.kind:
+        case "bytes":
+            return EMPTY_STRING if parts >> byte & 1 else NOTHING
+        case "empty_string":
+            return NOTHING
+        case "concat":
+            first, rest = parts
+            after = derivative(first, byte) + rest
+            return after | derivative(rest, byte) if first.nullable else after
+        case "star":
+            return derivative(parts, byte) + regex
+        case "not":
+            return ~derivative(parts, byte)
+        case "or":
+            return union(derivative(part, byte) for part in parts)
+        case "and":
+            return functools.reduce(Regex.__and__, (derivative(part, byte) for part in parts))
+
+
+def matches(regex: Regex, text: bytes) -> bool:
+    """Whether a byte string belongs to a language."""
+    return functools.reduce(derivative, text, regex).nullable
+
+
+def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
+    """Groups of bytes by which the derivatives of all the expressions are the same."""
+    groups = [_ALL_BYTES]
+    for mask in frozenset[int]().union(*map(_first_sets, regexes)):
+        groups = [part for group in groups for part in (group & mask, group & ~mask) if part]
+    return [[byte for byte in range(256) if group >> byte & 1] for group in groups]
+
+
+@functools.cache
+def _first_sets(regex: Regex) -> frozenset[int]:
+    """The sets that the first byte of a string is held against."""
+    match regex.kind:
+        case "bytes":
+            return frozenset({regex.parts})
+        case "empty_string":
+            return frozenset()
+        case "concat":
+            first, rest = regex.parts
+            return _first_sets(first) | (_first_sets(rest) if first.nullable else frozenset())
+        case "star" | "not":
+            return _first_sets(regex.parts)
+        case "or" | "and":
+            return frozenset[int]().union(*map(_first_sets, regex.parts))
