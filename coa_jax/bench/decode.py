@@ -10,7 +10,8 @@ bandwidth and FLOP/s measured in the same run: reading the weights and the keys 
 once, and computing all products.  Prints one JSON object with a list over batch sizes; what is
 measured in each repeat is given as its median, smallest and largest value.  With ``--constrain``
 every repeat is followed by one in which only what a protocol allows is sampled, and
-``constrained.slower`` says how much longer its steps took: the median over pairs of repeats.
+``constrained.slower`` says how much longer its steps took: the median over pairs of repeats.  With
+``--profile`` one more run is profiled, and ``parts`` says where the time of its steps went.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from coa_jax.bench.costs import decode_bytes, forward_flops
 from coa_jax.bench.measure import output_path, peak_flops, read_bandwidth, report, spread
 from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.profile import profile_parts
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import Constraint
@@ -49,6 +51,17 @@ def decode_once(
     Returns:
         Seconds of the prefill, and of the decoding by step.
     """
+    _begin(engine, prompts, new, protocol)
+    _drain(engine)
+    meter, rows = engine.meter, len(prompts)
+    if protocol is None and meter.decoded_tokens != rows * new:
+        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {rows * new}")
+    return meter.extend_s, meter.decode_s / meter.decode_steps
+
+
+def _begin(
+    engine: MeteredEngine, prompts: np.ndarray, new: int, protocol: str | None = None
+) -> None:
     engine.restart()
     rows, length = prompts.shape
     engine.extend([(slot, 0, prompt) for slot, prompt in enumerate(prompts.tolist())])
@@ -63,12 +76,11 @@ def decode_once(
             protocol=protocol,
         )
         engine.set_active(slot, True)
+
+
+def _drain(engine: MeteredEngine) -> None:
     while engine.any_active:
         engine.decode()
-    meter = engine.meter
-    if protocol is None and meter.decoded_tokens != rows * new:
-        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {rows * new}")
-    return meter.extend_s, meter.decode_s / meter.decode_steps
 
 
 def measure_batch(
@@ -81,6 +93,7 @@ def measure_batch(
     chunk: int,
     dtype: str,
     repeats: int,
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Speed at one batch size, after a run that compiles.
 
@@ -91,6 +104,7 @@ def measure_batch(
         prompt, new: tokens of each.
         chunk, dtype: see `EngineConfig`.
         repeats: measured runs.
+        profile: whether one more run is profiled.
     """
     shapes = EngineConfig(
         batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_rows=(batch,)
@@ -117,6 +131,10 @@ def measure_batch(
         ),
         "first_run_s": round(first, 2),
     }
+    if profile:
+        _begin(engine, prompts, new)
+        program = engine.lower_decode().compile().as_text() or ""
+        result["parts"] = profile_parts(lambda: _drain(engine), program)
     if constraint is not None:
         pairs = zip(runs, constrained_runs, strict=True)
         result["constrained"] = {
@@ -177,6 +195,7 @@ def define_flags() -> None:
     """The flags of the command."""
     define_model_flags()
     flags.DEFINE_string("constrain", "", "protocol; measures decoding constrained to it as well")
+    flags.DEFINE_bool("profile", False, "says where the time of a step goes")
     flags.DEFINE_list("batch", ["1", "8", "32"], "batch sizes, separated by commas")
     flags.DEFINE_integer("prompt", 128, "tokens of a prompt", lower_bound=1)
     flags.DEFINE_integer("new", 64, "tokens to sample", lower_bound=1)
@@ -209,6 +228,7 @@ def main(_: list[str]) -> None:
         chunk=values.chunk,
         dtype=values.dtype,
         repeats=values.repeats,
+        profile=values.profile,
     )
     report(result, out)
 

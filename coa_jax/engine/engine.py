@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -259,8 +260,14 @@ class Engine:
         active = np.flatnonzero(self._active).astype(np.int32)
         return self._decode(active, next(n for n in self.config.row_sizes if n >= active.size))
 
-    def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
-        """A chunk of the given slots in the program of ``rows`` rows."""
+    def lower_decode(self) -> jax.stages.Lowered:
+        """The largest decoding program as JAX has it before XLA, to be looked at."""
+        arguments, static = self._decode_arguments(np.zeros(0, np.int32), self.config.row_sizes[-1])
+        return programs.decode_chunk.lower(*arguments, **static)
+
+    def _decode_arguments(
+        self, slots: np.ndarray, rows: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         padded = np.zeros(rows, np.int32)
         padded[: slots.size] = slots
         state = programs.DecodeState(
@@ -274,7 +281,7 @@ class Engine:
             top_k=jnp.asarray(self._top_k[padded]),
             rule=None if self.constraint is None else jnp.asarray(self._rule[padded]),
         )
-        self._layers, state, chunk = programs.decode_chunk(
+        arguments = (
             self.params,
             self._layers,
             self.pages.table[padded],
@@ -282,11 +289,18 @@ class Engine:
             np.asarray(self.stop_tokens or (-1,), np.int32),
             np.int32(self.config.chunk),
             None if self.constraint is None else self.constraint.tables,
-            config=self.model,
-            capacity=max(self.config.chunk, 32),
-            dtype=self.config.dtype,
-            attention=self._attention,
         )
+        return arguments, {
+            "config": self.model,
+            "capacity": max(self.config.chunk, 32),
+            "dtype": self.config.dtype,
+            "attention": self._attention,
+        }
+
+    def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
+        """A chunk of the given slots in the program of ``rows`` rows."""
+        arguments, static = self._decode_arguments(slots, rows)
+        self._layers, state, chunk = programs.decode_chunk(*arguments, **static)
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
         self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
         if rule is not None:

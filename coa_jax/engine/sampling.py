@@ -63,6 +63,7 @@ def _first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> 
     return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
 
 
+@jax.named_scope("sample")
 def sample(
     logits: jax.Array,
     keys: jax.Array,

@@ -63,28 +63,36 @@ def _layer(
 ) -> tuple[jax.Array, Layer | None]:
     """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache."""
     c = config
-    h = rms_norm(x, layer["attn_norm"], c.rms_eps)
-    qkv = project("btd,dnhk->btnhk", h, layer["qkv"], dtype)
+    with jax.named_scope("norm"):
+        h = rms_norm(x, layer["attn_norm"], c.rms_eps)
+    with jax.named_scope("qkv"):
+        qkv = project("btd,dnhk->btnhk", h, layer["qkv"], dtype)
     if c.qkv_bias:
         qkv = qkv + layer["qkv_bias"]
     q, k, v = jnp.split(qkv, (c.num_groups, c.num_groups + 1), axis=3)
     if c.qk_norm:
         q = rms_norm(q, layer["q_norm"], c.rms_eps)
         k = rms_norm(k, layer["k_norm"], c.rms_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    with jax.named_scope("rope"):
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     k, v = k[:, :, :, 0], v[:, :, :, 0]
     if attend_to is not None:
         attended = attend_to(q, k, v)
     else:
         assert cache is not None
         assert table is not None
-        cache = write(cache, table, k, v, positions, attention)
-        attended = attend(q, cache, table, positions, dtype, attention)
-    x = x + project("btngk,ngkd->btd", attended, layer["out"], dtype)
-    h = rms_norm(x, layer["mlp_norm"], c.rms_eps)
-    gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
-    h = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-    return x + project("btf,fd->btd", h, layer["down"], dtype), cache
+        with jax.named_scope("write"):
+            cache = write(cache, table, k, v, positions, attention)
+        with jax.named_scope("attend"):
+            attended = attend(q, cache, table, positions, dtype, attention)
+    with jax.named_scope("out"):
+        x = x + project("btngk,ngkd->btd", attended, layer["out"], dtype)
+    with jax.named_scope("norm"):
+        h = rms_norm(x, layer["mlp_norm"], c.rms_eps)
+    with jax.named_scope("mlp"):
+        gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
+        h = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return x + project("btf,fd->btd", h, layer["down"], dtype), cache
 
 
 def forward(
@@ -144,6 +152,7 @@ def forward(
     return rms_norm(x, params["final_norm"], config.rms_eps), cache
 
 
+@jax.named_scope("head")
 def unembed(
     params: Params, config: ModelConfig, hidden: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:

@@ -77,3 +77,11 @@ def test_batch_sizes_are_whole_numbers_from_one(values):
     assert decode.batch_sizes(["1", "32"]) == (1, 32)
     with pytest.raises(UserError, match="whole numbers from 1"):
         decode.batch_sizes(values)
+
+
+def test_a_profile_says_which_parts_of_a_step_take_how_much():
+    options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 1}
+    (entry,) = decode.measure(subject(), (3,), profile=True, **options)["batches"]
+    assert sum(entry["parts"].values()) == pytest.approx(1, abs=0.01)
+    assert {"qkv", "attend", "mlp", "head", "sample"} <= set(entry["parts"])
+    assert entry["parts"].get("other", 0) < 0.5
