@@ -107,7 +107,7 @@ def measure_batch(
         profile: whether one more run is profiled.
     """
     shapes = EngineConfig(
-        batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_rows=(batch,)
+        batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_programs=1
     )
     began = time.perf_counter()
     engine = MeteredEngine(subject.params, subject.config, shapes)

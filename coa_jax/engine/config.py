@@ -42,8 +42,8 @@ class EngineConfig:
         pages: of a pool that all slots share, in which the samples of a prompt hold its whole pages
             once; 0 gives every slot pages of its own for ``max_length``.
         attention: implementation over the cache: ``auto`` or a name, see docs/kernels.md.
-        decode_rows: sizes of the decoding programs, ascending; the smallest that takes all slots
-            that are not waiting for a tool is run.  Empty: a quarter, a half and all of the slots.
+        decode_programs: how many programs decode: one for all slots, one for half of them, one for
+            a quarter, ...; the smallest that takes all slots that are not waiting is run.
     """
 
     slots: int = 16
@@ -55,7 +55,7 @@ class EngineConfig:
     cache_dtype: str = ""
     page_size: int = 128
     pages: int = 0
-    decode_rows: tuple[int, ...] = ()
+    decode_programs: int = 3
     attention: str = "auto"
 
     @property
@@ -77,7 +77,5 @@ class EngineConfig:
         """
         if self.slots == 1:
             return (1,)
-        sizes = self.decode_rows or (-(-self.slots // 4), -(-self.slots // 2))
-        smaller = {max(size, MIN_ROWS) for size in sizes}
-        most = max(self.slots, MIN_ROWS)
-        return (*sorted(size for size in smaller if size < most), most)
+        halves = (-(-self.slots // 2**n) for n in range(self.decode_programs))
+        return tuple(sorted({max(rows, MIN_ROWS) for rows in halves}))

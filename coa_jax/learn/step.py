@@ -122,7 +122,7 @@ def accumulate(
     params: Params,
     total: tuple[Params, Stats],
     batch: Batch,
-    extra: tuple[jax.Array, ...],
+    extra: tuple[jax.Array, ...] = (),
     *,
     loss_fn: Any,
     model: ModelConfig,
@@ -141,7 +141,7 @@ def accumulate(
 def _statistics(
     params: Params,
     batch: Batch,
-    extra: tuple[jax.Array, ...],
+    extra: tuple[jax.Array, ...] = (),
     *,
     loss_fn: Any,
     model: ModelConfig,

@@ -359,7 +359,6 @@ class _Loop:
             "engine": {
                 **dataclasses.asdict(shapes),
                 "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
-                "decode_rows": list(shapes.decode_rows),
             },
         }
 

@@ -125,13 +125,7 @@ def recording(trajectory: Trajectory) -> Recording:
         prompt_id=int(metadata["prompt_id"]),
         sampling=SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"])),
         rollout=RolloutConfig(**jsonl.fields(RolloutConfig, budgets)),
-        engine=EngineConfig(
-            **{
-                **shapes,
-                "extend_buckets": tuple(shapes["extend_buckets"]),
-                "decode_rows": tuple(shapes["decode_rows"]),
-            }
-        ),
+        engine=EngineConfig(**{**shapes, "extend_buckets": tuple(shapes["extend_buckets"])}),
     )
 
 

@@ -120,7 +120,7 @@ class CodeTool:
         try:
             await asyncio.wait_for(turn.acquire(), patience)
         except TimeoutError:
-            if hurried:  # the trajectory has spent its time: not a fault of ours
+            if hurried and not turn.locked():  # the trajectory has no time left: no fault of ours
                 text = "[FAILED] No time was left to run the program."
                 return Observation(text, False, "timeout", time.monotonic() - start)
             return self._fault(f"no free sandbox within {patience:g} s", start)

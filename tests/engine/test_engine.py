@@ -122,7 +122,7 @@ def sampled(engine, slot, others=()):
         {"chunk": 1, "slots": 7},
         {"chunk": 32, "slots": 2},
         {"chunk": 3, "slots": 16},
-        {"slots": 16, "decode_rows": (2, 5, 9)},
+        {"slots": 16, "decode_programs": 5},
         {"pages": 9},
         {"slots": 16, "pages": 40, "extend_buckets": (16, 48)},
     ],
@@ -146,7 +146,7 @@ def test_all_slots_fit_into_the_largest_program(slots):
     sizes = EngineConfig(slots=slots).row_sizes
     assert sizes[-1] == (1 if slots == 1 else slots)
     assert list(sizes) == sorted(set(sizes))
-    assert EngineConfig(slots=slots, decode_rows=(1, 6, 99)).row_sizes[-1] == sizes[-1]
+    assert EngineConfig(slots=slots, decode_programs=1).row_sizes == sizes[-1:]
 
 
 def test_bytes_for_keys_and_values_move_log_probabilities_only_a_little():

@@ -149,7 +149,7 @@ def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shap
         {"slots": 4, "chunk": 1},
         {"slots": 16, "chunk": 32},
         {"slots": 16, "page_size": 32, "pages": 14},
-        {"slots": 5, "decode_rows": (4,), "extend_buckets": (16, 128), "page_size": 32},
+        {"slots": 5, "decode_programs": 1, "extend_buckets": (16, 128), "page_size": 32},
     ],
 )
 @pytest.mark.parametrize("grouped", [True, False])

@@ -1,0 +1,51 @@
+"""Sums and products are right, and the same bits for any number of rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.model.products import project, row_sum
+
+
+def normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("width", [48, 128, 200, 576])
+def test_a_sum_does_not_depend_on_the_number_of_rows(width):
+    x = normal(33, 2, width)
+    whole = np.asarray(jax.jit(row_sum)(x))
+    np.testing.assert_allclose(whole, x.astype(np.float64).sum(-1), atol=1e-4)
+    for rows in (2, 3, 5, 8, 16):
+        np.testing.assert_array_equal(jax.jit(row_sum)(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32, 64])
+def test_weights_that_are_summed_and_multiplied_are_those_of_a_softmax(rows):
+    """XLA of jaxlib 0.10.2 returns rubbish on CPUs where it fuses a maximum, exp and a product.
+
+    This is how attention and sampling use them: the weights have two users, which keeps them apart.
+    """
+    scores, values = 3 * normal(rows, 3, 3, 128), normal(rows, 3, 128, 64)
+
+    @jax.jit
+    def attended(scores, values):
+        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        out = project("bngs,bnsk->bngk", weights, values, jnp.float32)
+        return out / row_sum(weights)[..., None]
+
+    weights = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bngs,bnsk->bngk", weights, values)
+    np.testing.assert_allclose(attended(scores, values), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_the_product(dtype):
+    x, w = normal(8, 24), normal(24, 40)
+    dx, dw = jax.grad(lambda x, w: jnp.sum(project("bd,df->bf", x, w, dtype) ** 2), (0, 1))(x, w)
+    out = x.astype(np.float64) @ w
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 2.0}
+    np.testing.assert_allclose(dx, 2 * out @ w.T, **tolerance)
+    np.testing.assert_allclose(dw, 2 * x.T @ out, **tolerance)
