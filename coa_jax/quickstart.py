@@ -24,6 +24,7 @@ from coa_jax.distill.dataset import distill_split
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
 from coa_jax.learn import rl, sft
+from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
@@ -102,7 +103,7 @@ class Pipeline:
     def rl(self) -> None:
         """Reinforces the fine-tuned policy with live tools."""
         values = {**self.config["rl"], "model": str(self.models / "sft")}
-        config = build(rl.RLConfig, values, "config.rl")
+        config = build(RLConfig, values, "config.rl")
         rl.train(config, self.run, self.models / "rl", self.tools)
 
     def evaluate(self, stage: str) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from absl import flags
 
 from coa_jax.cli import config_flag, run_main
-from coa_jax.learn.rl import RLConfig, train
+from coa_jax.learn.rl import train
+from coa_jax.learn.rl_config import RLConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, take
 from coa_jax.tools.make import ToolsConfig, make_tools

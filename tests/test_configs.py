@@ -16,7 +16,7 @@ import pytest
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.rl import RLConfig
+from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.settings import build

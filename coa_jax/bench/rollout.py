@@ -56,7 +56,7 @@ from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
-from coa_jax.learn.losses import token_logps
+from coa_jax.learn.logps import token_logps
 from coa_jax.rollout.loop import run_episodes
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Trajectory

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax.engine.constraint import FREE, allowed_tokens
 from coa_jax.learn.batch import Batch
+from coa_jax.learn.logps import token_logps
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import Params
 
 Stats = dict[str, jax.Array]
@@ -36,71 +35,6 @@ class PolicyLossConfig:
     clip_high: float = 0.28
     dual_clip: float = 3.0
     negative_weight: float = 1.0
-
-
-def token_logps(
-    params: Params,
-    config: ModelConfig,
-    batch: Batch,
-    *,
-    dtype: Any,
-    remat: bool,
-    attention: Attention = REFERENCE,
-    temperature: float = 1.0,
-    vocab_chunk: int = 2048,
-    allowed: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy of every token given those before it.
-
-    Logits exist for ``vocab_chunk`` tokens at a time only, in both passes.  Of a batch that was
-    sampled under a constraint they are those of the constrained distribution, for which
-    ``allowed`` has to be given, see `engine.constraint.ConstraintTables`.
-
-    Returns:
-        float32 ``[R, T]`` each; index 0 of a row is 0.
-    """
-    if (allowed is None) != (batch.rule is None):
-        raise ValueError("a constrained batch needs the table of its constraint, and no other one")
-    hidden, _ = forward(
-        params,
-        config,
-        batch.tokens,
-        batch.positions,
-        batch.segment_ids,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
-    )
-    rows, length = batch.tokens.shape
-    flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    targets = jnp.asarray(batch.tokens[:, 1:].reshape(-1))
-    padding = -flat.shape[0] % min(vocab_chunk, flat.shape[0])
-    chunk = min(vocab_chunk, flat.shape[0])
-    flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
-    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
-    rules = None
-    if batch.rule is not None:
-        rules = jnp.pad(batch.rule[:, 1:].reshape(-1), (0, padding), constant_values=FREE)
-        rules = rules.reshape(-1, chunk)
-
-    @jax.checkpoint
-    def score(item: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-        h, target, rule = item
-        logits = unembed(params, config, h, dtype) / temperature
-        if allowed is None or rule is None:
-            logps = jax.nn.log_softmax(logits, axis=-1)
-            entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
-        else:
-            may = allowed_tokens(allowed, rule, logits.shape[-1])
-            logps = jax.nn.log_softmax(logits, axis=-1, where=may)
-            entropy = -jnp.sum(jnp.exp(logps) * jnp.where(may, logps, 0.0), axis=-1)
-        return jnp.take_along_axis(logps, target[:, None], axis=-1)[:, 0], entropy
-
-    def shaped(x: jax.Array) -> jax.Array:
-        return jnp.pad(x.reshape(-1)[: rows * (length - 1)].reshape(rows, -1), ((0, 0), (1, 0)))
-
-    logps, entropies = jax.lax.map(score, (flat, targets, rules))
-    return shaped(logps), shaped(entropies)
 
 
 def sft_loss(

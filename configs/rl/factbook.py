@@ -15,7 +15,7 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.cli import load_config
-from coa_jax.learn.rl import RLConfig
+from coa_jax.learn.rl_config import RLConfig
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 

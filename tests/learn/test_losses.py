@@ -12,7 +12,8 @@ import pytest
 
 from coa_jax.learn import step
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss, sft_loss, token_logps
+from coa_jax.learn.logps import token_logps
+from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss, sft_loss
 from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn import rl
-from coa_jax.learn.step import OptimizerConfig
+from coa_jax.learn.step import OptimizerConfig, init_state
+from coa_jax.learn.update import update
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
@@ -134,8 +135,8 @@ def test_samples_without_a_grade_do_not_learn(finished, folder):
         import jax
         import jax.numpy as jnp
 
-        state = rl.init_state(jax.tree.map(jnp.copy, model.params), config.optimizer)
-        return rl.update(config, state, model, [members])
+        state = init_state(jax.tree.map(jnp.copy, model.params), config.optimizer)
+        return update(config, state, model, [members])
 
     (state, stats), (other, other_stats) = learnt(group), learnt([*group[:2], group[3]])
     assert stats["tokens"] == sum(t.num_policy_tokens for t in group if t.reward.value is not None)
@@ -146,8 +147,8 @@ def test_samples_without_a_grade_do_not_learn(finished, folder):
 def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
     model = tiny_policy.policy()
     config = rl_config(folder / "model", folder / "tasks.jsonl")
-    state = rl.init_state(model.params, config.optimizer)
-    after, stats = rl.update(config, state, model, [])
+    state = init_state(model.params, config.optimizer)
+    after, stats = update(config, state, model, [])
     assert stats == {}
     assert after is state
 

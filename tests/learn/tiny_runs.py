@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn import rl, sft
+from coa_jax.learn import sft
 from coa_jax.learn.losses import PolicyLossConfig
+from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
@@ -39,7 +40,7 @@ def sft_config(model: Path, data: Path, **changes: object) -> sft.SFTConfig:
     return sft.SFTConfig(**{**values, **changes})
 
 
-def rl_config(model: Path, tasks: Path, **changes: object) -> rl.RLConfig:
+def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
     values = {
         "model": str(model),
         "tasks": str(tasks),
@@ -63,7 +64,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> rl.RLConfig:
         "rollout": RolloutConfig(192, 3, 48),
         "checkpoint_every": 1,
     }
-    return rl.RLConfig(**{**values, **changes})
+    return RLConfig(**{**values, **changes})
 
 
 def run_sft(workdir: Path, config: sft.SFTConfig) -> None:

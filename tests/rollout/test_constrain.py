@@ -17,7 +17,7 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import DEAD
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import pack, prompt_ids, trajectory_example
-from coa_jax.learn.losses import token_logps
+from coa_jax.learn.logps import token_logps
 from coa_jax.model.api import Model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig

@@ -14,7 +14,7 @@ from coa_jax.engine import programs
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import pack, record_example, trajectory_example
-from coa_jax.learn.losses import token_logps
+from coa_jax.learn.logps import token_logps
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
 from coa_jax.trajectory import Author, StopReason, format_valid

@@ -1,0 +1,80 @@
+"""Settings of a reinforcement-learning run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coa_jax.engine.config import EngineConfig
+from coa_jax.errors import UserError
+from coa_jax.learn.losses import PolicyLossConfig
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.parallel.placement import MeshConfig
+from coa_jax.rollout.request import RolloutConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+    """A reinforcement-learning run.
+
+    Attributes:
+        model: Hugging Face directory to start from.
+        tasks: task source, see `tasks.load_tasks`.
+        num_tasks: tasks of the training split that are drawn from.
+        seed: order of the tasks and randomness of the samples.
+        groups: tasks whose groups make one step.
+        group_size: samples of a task.
+        max_rounds: how often a step may sample further tasks until enough groups have a signal.
+        updates: optimiser updates of a step; above 1 the later ones are off-policy.
+        format_reward: whether a right answer counts only where the protocol was obeyed, as in the
+            paper's eq 11; else the answer alone counts, as in its eq 10.
+        temperature: of sampling, and of the probabilities that are trained.
+        rows: rows of a micro-batch.
+        row_length: tokens of a row; at least ``rollout.max_tokens``.
+        dtype: operands of products in training; the engine has its own.
+        remat: recompute activations in the backward pass.
+        loss: clip bounds.
+        optimizer: ``total_steps`` counts updates and is the length of the run.
+        engine: shapes of decoding.
+        rollout: budgets of a trajectory.
+        checkpoint_every: steps between two checkpoints.
+        mesh: axes over which parameters and rows are sharded.
+        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+    """
+
+    model: str
+    tasks: str
+    num_tasks: int
+    seed: int
+    groups: int
+    group_size: int
+    max_rounds: int
+    updates: int
+    format_reward: bool
+    temperature: float
+    rows: int
+    row_length: int
+    dtype: str
+    remat: bool
+    loss: PolicyLossConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    rollout: RolloutConfig
+    checkpoint_every: int
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        longest = min(self.rollout.max_tokens, self.engine.max_length)
+        if self.row_length < longest:
+            raise UserError(
+                f"rl config: row_length is {self.row_length}, trajectories have up to {longest} "
+                "tokens; raise row_length or lower rollout.max_tokens"
+            )
+        if self.temperature <= 0:
+            raise UserError(
+                f"rl config: temperature is {self.temperature}; without chance in the samples "
+                "there is nothing to learn from, give 1.0"
+            )
+        for name in ("groups", "group_size", "max_rounds", "updates", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"rl config: {name} is {getattr(self, name)}; give at least 1")
