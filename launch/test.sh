@@ -24,7 +24,8 @@ python -m ruff check . || failed+=(ruff)
 echo "== mypy"
 python -m mypy || failed+=(mypy)
 echo "== pytest"
-python -m pytest ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
+# Two at a time: each holds a few GB of compiled programs.
+python -m pytest -n 2 --dist worksteal ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "error: failed: ${failed[*]}" >&2

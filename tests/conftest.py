@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import hypothesis
 
@@ -12,6 +15,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests use what is on the disk: a look-up on a hub would make them depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The same small programs are compiled in worker after worker and command after command; they may
+# share them.  The directory is that of one run unless you name one that stays.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.mkdtemp(prefix="coa_jax-compiled-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Compilation makes the first example slow, so no per-example deadline; the same examples each run.
 hypothesis.settings.register_profile(

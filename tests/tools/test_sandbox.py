@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -166,10 +167,16 @@ def test_environment_is_the_same_and_not_ours(job):
     assert not any(repr(name) in first.stdout.head for name in ("PYTEST_CURRENT_TEST", "USER"))
 
 
-def test_libraries_can_be_imported_and_not_changed(job, tmp_path_factory):
-    library = tmp_path_factory.mktemp("library")
-    for place in (library, library.parent, library.parent.parent):
-        place.chmod(0o755)
+@pytest.fixture
+def library():
+    """A directory that any user can read, which those of pytest are not."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path
+
+
+def test_libraries_can_be_imported_and_not_changed(job, library):
     (library / "answers.py").write_text("ANSWER = 42")
     isolation = find_isolation(job.backend)
     with_library = isolation.job(job.limits, (str(library),), job.namespaces)
