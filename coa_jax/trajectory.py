@@ -38,7 +38,8 @@ class StopReason(enum.StrEnum):
     what it may write in a row; ``turns`` it made as many tool calls as it may; ``eos`` it ended
     the turn without an answer; ``violation`` it broke a rule of the protocol where that ends a
     trajectory; ``deadline`` its time ran out, ``tool_time`` the part of it in which it may wait for
-    tools; ``fault`` a part of ours broke, which is not the policy's doing.
+    tools; ``cancelled`` nobody wants it any more; ``fault`` a part of ours broke.  The last two are
+    not the policy's doing.
     """
 
     ANSWER = "answer"
@@ -49,6 +50,7 @@ class StopReason(enum.StrEnum):
     VIOLATION = "violation"
     DEADLINE = "deadline"
     TOOL_TIME = "tool_time"
+    CANCELLED = "cancelled"
     FAULT = "fault"
 
 

@@ -18,6 +18,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.episodes import Episodes, TextEpisodes
+from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
@@ -40,7 +41,7 @@ class _Running:
 def rollout(
     engine: Engine,
     tokenizer: Any,
-    requests: Iterable[Request],
+    requests: Iterable[Request] | Inbox,
     tools: Sequence[Tool],
     config: RolloutConfig,
     table: TokenTable | None = None,
@@ -69,7 +70,7 @@ def rollout(
 async def run_episodes(
     engine: Engine,
     episodes: Episodes,
-    requests: Iterable[Request],
+    requests: Iterable[Request] | Inbox,
     tools: Sequence[Tool],
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
@@ -79,7 +80,8 @@ async def run_episodes(
     Args:
         engine: its slots are all free.
         episodes: how samples begin and go on.
-        requests: consumed lazily, so a generator may keep the slots busy for as long as it likes.
+        requests: consumed lazily, so a generator may keep the slots busy for as long as it likes;
+            or an inbox, where they arrive at any time.
         tools: found by name; a protocol's tool that is not given answers that it is unavailable.
         config: budgets.
         on_text: called with the text of policy and environment as it arrives.
@@ -89,7 +91,7 @@ async def run_episodes(
     """
     loop = _Loop(engine, episodes, requests, tools, config, on_text)
     try:
-        while await loop.admit():
+        while await loop.admit() or await loop.arrival():
             for trajectory in await loop.turn():
                 yield trajectory
     finally:
@@ -101,7 +103,7 @@ class _Loop:
         self,
         engine: Engine,
         episodes: Episodes,
-        requests: Iterable[Request],
+        requests: Iterable[Request] | Inbox,
         tools: Sequence[Tool],
         config: RolloutConfig,
         on_text: Callable[[Arrival], None] | None,
@@ -110,38 +112,39 @@ class _Loop:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
-        self.requests = iter(requests)
+        self.inbox = requests if isinstance(requests, Inbox) else Inbox(requests, closed=True)
         self.on_text = on_text
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, _Running] = {}
         # The request whose prompt a slot has in its cache, after its sample has ended too.
         self.held: dict[int, Request] = {}
         self.waiting: deque[tuple[Request, int]] = deque()
-        self.limit = min(config.max_tokens, engine.config.max_length)
         self.refused: list[Trajectory] = []
+        self.ending: set[asyncio.Task[Any]] = set()  # tools of cancelled samples
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Fills free slots; returns whether anything is left to do."""
+        """Fills free slots; returns whether there is anything to do now."""
+        self._cancel()
         placed: list[tuple[Request, int, int]] = []
         prefills: list[tuple[int, int, Sequence[int]]] = []
         forks: dict[int, list[int]] = {}
         while self.free:
             if not self.waiting:
-                request = next(self.requests, None)
+                request = self.inbox.take()
                 if request is None:
                     break
                 self.waiting.extend((request, sample) for sample in request.samples)
                 continue
             request, sample = self.waiting[0]
-            length = len(request.prompt)
-            if length >= self.limit:  # no room for a single token
+            length, limit = len(request.prompt), self._limit(request)
+            if length >= limit:  # no room for a single token
                 self.waiting.popleft()
-                self.refused.append(self._refuse(request, sample))
+                self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
             source = next((s for s, held in self.held.items() if held is request), None)
             slot = source if source is not None and source in self.free else self.free[0]
-            if not self._reserve(slot, source, length):
+            if not self._reserve(slot, limit, source, length):
                 break
             if source is not None and self.held.get(source) is not request:
                 source = None  # it had to give way
@@ -160,13 +163,40 @@ class _Loop:
             self._start(request, sample, slot)
         return bool(self.running or self.refused)
 
-    def _reserve(self, slot: int, source: int | None, length: int) -> bool:
+    async def arrival(self) -> bool:
+        """Waits for something to do; returns whether anything may come."""
+        if self.inbox.closed:
+            return False
+        await self.inbox.changed()
+        return True
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of a whole trajectory."""
+        wanted = request.max_tokens or self.config.max_tokens
+        return min(wanted, self.engine.config.max_length)
+
+    def _cancel(self) -> None:
+        """Ends the samples that nobody wants any more, those that wait for a slot too."""
+        for request in self.inbox.take_cancelled():
+            if self.inbox.drop(request):
+                self.waiting.extend((request, sample) for sample in request.samples)
+            for waiting in [pair for pair in self.waiting if pair[0] is request]:
+                self.waiting.remove(waiting)
+                self.refused.append(self._refuse(*waiting, StopReason.CANCELLED))
+            for run in [run for run in self.running.values() if run.request is request]:
+                if run.tool is not None:
+                    run.tool.cancel()
+                    self.ending.add(run.tool)
+                    run.tool.add_done_callback(self.ending.discard)
+                self.refused.append(self._finish(run, StopReason.CANCELLED))
+
+    def _reserve(self, slot: int, limit: int, source: int | None, length: int) -> bool:
         """Makes room in a slot; the prompts that free slots still hold give way to it."""
         for other in (None, *self.free):
             if other is not None and other not in (slot, source):
                 self.engine.release(other)
                 self.held.pop(other, None)
-            if self.engine.reserve(slot, self.limit, source, length):
+            if self.engine.reserve(slot, limit, source, length):
                 return True
             if source == slot:  # `reserve` took what it held
                 self.held.pop(slot, None)
@@ -192,10 +222,10 @@ class _Loop:
         self.device_call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
         return await asyncio.shield(self.device_call)
 
-    def _refuse(self, request: Request, sample: int) -> Trajectory:
+    def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
+        """The trajectory of a sample that does not begin."""
         episode = self.episodes.begin(request, sample)
-        metadata = self._metadata(request, 0.0)
-        return episode.finish(StopReason.LENGTH, request.task.gold, metadata)
+        return episode.finish(reason, request.task.gold, self._metadata(request, 0.0))
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
         prompt, episode = request.prompt, self.episodes.begin(request, sample)
@@ -203,7 +233,7 @@ class _Loop:
             slot,
             len(prompt),
             last_token=prompt[-1],
-            limit=self.limit,
+            limit=self._limit(request),
             key=(request.seed, request.prompt_id, sample),
             sampling=request.sampling,
             protocol=request.task.protocol if self.config.constrain else None,
@@ -225,8 +255,10 @@ class _Loop:
                     finished += self._advance(run, tokens, logps)
             await asyncio.sleep(0)
         elif not finished and self.running:
-            calls = [run.tool for run in self.running.values() if run.tool is not None]
-            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            calls = {run.tool for run in self.running.values() if run.tool is not None}
+            news = asyncio.ensure_future(self.inbox.changed())
+            await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
         return finished
 
     def _advance(
@@ -245,7 +277,7 @@ class _Loop:
                 return [self._finish(run, event)]
             if len(episode.tool_calls) >= self.config.max_tool_calls:
                 return [self._finish(run, StopReason.TURNS)]
-            if self._room(episode) <= 0:
+            if self._room(run) <= 0:
                 return [self._finish(run, StopReason.LENGTH)]
             # Tokens sampled beyond the closing tag are forgotten.
             self.engine.truncate(run.slot, len(episode.tokens), token)
@@ -289,7 +321,7 @@ class _Loop:
             observation, start = run.tool.result()
             run.tool, run.tool_request = None, None
             episode = run.episode
-            ids, body = self.episodes.encode(episode, observation.text, self._room(episode))
+            ids, body = self.episodes.encode(episode, observation.text, self._room(run))
             before = len(episode.tokens)
             record = ToolCall(
                 tool=request.tool,
@@ -320,14 +352,15 @@ class _Loop:
             task, sample = run.request.task, run.episode.sample_id
             self.on_text(Arrival(task.id, sample, author, text, call))
 
-    def _room(self, episode: Episode) -> int:
+    def _room(self, run: _Running) -> int:
         """Tokens that are left for the body of an observation."""
-        return self.limit - len(episode.tokens) - self.episodes.frame(episode)
+        spent = len(run.episode.tokens) + self.episodes.frame(run.episode)
+        return self._limit(run.request) - spent
 
     def _spent(self, run: _Running) -> StopReason | None:
         """The budget of the whole trajectory that is used up, if one is."""
         config = self.config
-        if len(run.episode.tokens) >= self.limit:
+        if len(run.episode.tokens) >= self._limit(run.request):
             return StopReason.LENGTH
         if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
             return StopReason.TOOL_TIME
@@ -367,6 +400,7 @@ class _Loop:
         if self.device_call is not None:
             await asyncio.wait([self.device_call])
         calls = [run.tool for run in self.running.values() if run.tool is not None]
+        calls += self.ending
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

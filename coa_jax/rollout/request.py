@@ -54,6 +54,7 @@ class Request:
         seed, prompt_id: with the sample's number, the key of its randomness.
         samples: sample numbers; they share one prefill.
         sampling: how tokens are drawn.
+        max_tokens: of a whole trajectory, 0 for as many as `RolloutConfig` allows.
         metadata: goes into every trajectory.
     """
 
@@ -63,6 +64,7 @@ class Request:
     prompt_id: int
     samples: tuple[int, ...]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    max_tokens: int = 0
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -161,7 +161,7 @@ def grade(task: Task, trajectory: Trajectory) -> Reward:
     else:
         match = grade_answer(answer, task.gold)
     parts = {"exact_match": match, "format": float(format_valid(trajectory))}
-    broken = trajectory.stop_reason == StopReason.FAULT or any(
+    broken = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(
         call.outcome == "fault" for call in trajectory.tool_calls
     )
     return Reward(None if broken else match, parts)
