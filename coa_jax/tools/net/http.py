@@ -1,0 +1,342 @@
+"""HTTP requests that always end: deadlines, limits of size and redirects, retries with back-off.
+
+A connection is made for each request: a tool outlives event loops, connections do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import email.utils
+import functools
+import json
+import random
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpcore2
+import httpx2
+
+from coa_jax.errors import UserError
+from coa_jax.tools.net.address import Guard, GuardedBackend, parse_url, port_of
+from coa_jax.tools.net.errors import FetchError
+
+T = TypeVar("T")
+
+USER_AGENT = "coa_jax/0.1 (research; tool of a language model)"
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Budgets of one request, with all of its redirects and attempts.
+
+    Attributes:
+        total_s: seconds for everything.
+        connect_s: seconds to resolve a name and open a connection.
+        read_s: seconds without a byte.
+        attempts: tries, where another may succeed.
+        backoff_s: seconds before the second try, doubled for each further one; the wait is drawn
+            evenly between half of that and all of it.
+        max_bytes: bytes of a body, after decompression.
+        redirects: how many are followed.
+    """
+
+    total_s: float = 30.0
+    connect_s: float = 10.0
+    read_s: float = 20.0
+    attempts: int = 3
+    backoff_s: float = 0.5
+    max_bytes: int = 8 << 20
+    redirects: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("total_s", "connect_s", "read_s", "attempts", "max_bytes"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} must be positive, not {getattr(self, name)}")
+
+    def within(self, seconds: float | None) -> Limits:
+        """These limits in at most so many seconds."""
+        if seconds is None or seconds >= self.total_s:
+            return self
+        return dataclasses.replace(self, total_s=max(seconds, 0.001))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+        url: absolute address.
+        method: of HTTP.
+        headers: besides the usual ones; may hold secrets, so they are not part of the repr.
+        body: of the request.
+        types: media types that are wanted, ``text/html`` or ``text/``; empty for any.
+    """
+
+    url: str
+    method: str = "GET"
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    body: bytes = dataclasses.field(default=b"", repr=False)
+    types: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What came back.
+
+    Attributes:
+        status: of HTTP; below 400.
+        url: where it came from, after redirects.
+        headers: names in lower case.
+        body: decompressed.
+    """
+
+    status: int
+    url: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def content_type(self) -> str:
+        """Media type in lower case without parameters; "" if the server named none."""
+        return media_type(self.headers)
+
+    def json(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            FetchError: it is none.
+        """
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise FetchError("malformed", "the answer is not JSON") from error
+
+
+def media_type(headers: Mapping[str, str]) -> str:
+    """Media type of a message in lower case without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def fetch(request: Request, limits: Limits, guard: Guard) -> Response:
+    """Sends a request; follows redirects and tries again within the limits.
+
+    Raises:
+        FetchError: there is no answer with a status below 400 that keeps to the limits.
+    """
+    return await attempts(lambda: _fetch_once(request, limits, guard), limits)
+
+
+async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
+    """The JSON value that a server answers with; what is no JSON is tried again.
+
+    Raises:
+        FetchError: see `fetch`.
+    """
+
+    async def attempt() -> Any:
+        return (await _fetch_once(request, limits, guard)).json()
+
+    return await attempts(attempt, limits)
+
+
+async def attempts(attempt: Callable[[], Awaitable[T]], limits: Limits) -> T:
+    """Repeats an attempt that fails in passing, with waits that grow, within ``total_s``.
+
+    Raises:
+        FetchError: of the last attempt; ``timeout`` when the time is over.
+    """
+    end = time.monotonic() + limits.total_s
+    last: FetchError | None = None
+    try:
+        async with asyncio.timeout(limits.total_s):
+            for tried in range(1, limits.attempts + 1):
+                try:
+                    return await attempt()
+                except FetchError as error:
+                    last = error
+                wait = limits.backoff_s * 2 ** (tried - 1) * random.uniform(0.5, 1.0)
+                wait = max(wait, last.retry_after or 0.0)
+                over = time.monotonic() + wait >= end
+                if not last.transient or tried == limits.attempts or over:
+                    raise last
+                await asyncio.sleep(wait)
+    except TimeoutError:
+        pass
+    raise last or FetchError("timeout", f"no answer within {limits.total_s:g} seconds")
+
+
+async def _fetch_once(request: Request, limits: Limits, guard: Guard) -> Response:
+    url, method, body = parse_url(request.url), request.method, request.body
+    headers = {
+        "User-Agent": USER_AGENT,
+        "Accept": "*/*",
+        "Accept-Encoding": "gzip, deflate",
+        "Connection": "close",
+        **request.headers,
+    }
+    for _ in range(limits.redirects + 1):
+        if guard.blocks(url):
+            raise FetchError("refused", "the address is on the list of those that are not opened")
+        answer = await _exchange(url, method, headers, body, request.types, limits, guard)
+        target = answer.headers.get("location", "")
+        if answer.status not in _REDIRECTS or not target:
+            return answer
+        url = _follow(url, target)
+        if answer.status == 303 or (answer.status in (301, 302) and method == "POST"):
+            method, body = "GET", b""
+        # What was meant for one host, such as a key, is not carried to another.
+        headers = {k: v for k, v in headers.items() if k not in request.headers}
+    raise FetchError("redirects", f"more than {limits.redirects} redirects")
+
+
+def _follow(url: httpx2.URL, target: str) -> httpx2.URL:
+    try:
+        joined = url.join(target.strip().replace(" ", "%20"))
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise FetchError("malformed", "a redirect to an address that cannot be read") from error
+    return parse_url(str(joined))
+
+
+async def _exchange(
+    url: httpx2.URL,
+    method: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    types: tuple[str, ...],
+    limits: Limits,
+    guard: Guard,
+) -> Response:
+    """One request and its answer; redirects come back without a body."""
+    target = httpcore2.URL(
+        scheme=url.raw_scheme, host=url.raw_host, port=port_of(url), target=url.raw_path
+    )
+    raw = [(b"Host", url.netloc)]
+    raw += [(k.encode("ascii"), v.encode("latin-1", "replace")) for k, v in headers.items()]
+    if body:
+        raw.append((b"Content-Length", str(len(body)).encode()))
+    timeout = {
+        "connect": limits.connect_s,
+        "read": limits.read_s,
+        "write": limits.read_s,
+        "pool": limits.connect_s,
+    }
+    pool = httpcore2.AsyncConnectionPool(
+        ssl_context=_tls(), network_backend=GuardedBackend(guard), max_connections=1
+    )
+    try:
+        async with (
+            pool,
+            pool.stream(
+                method, target, headers=raw, content=body or None, extensions={"timeout": timeout}
+            ) as answer,
+        ):
+            found = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in answer.headers}
+            if answer.status in _REDIRECTS and "location" in found:
+                return Response(answer.status, str(url), found, b"")
+            _check_head(answer.status, found, types, limits)
+            content = await _read(answer.aiter_stream(), found, limits.max_bytes)
+    except httpcore2.TimeoutException as error:
+        raise FetchError("timeout", "the server took too long") from error
+    except httpcore2.ProtocolError as error:
+        raise FetchError("unreachable", "the server broke off or spoke no HTTP") from error
+    except (httpcore2.NetworkError, ssl.SSLError, OSError) as error:
+        raise FetchError("unreachable", "the server cannot be reached") from error
+    return Response(answer.status, str(url), found, content)
+
+
+def _check_head(
+    status: int, headers: Mapping[str, str], types: tuple[str, ...], limits: Limits
+) -> None:
+    if status >= 400:
+        wait = _seconds(headers.get("retry-after", ""))
+        raise FetchError("status", f"the server answered with status {status}", status, wait)
+    kind = media_type(headers)
+    if types and kind and not kind.startswith(types):
+        raise FetchError("type", f"content of the type {kind[:60]} cannot be read")
+    size = headers.get("content-length", "")
+    if size.isdecimal() and int(size[:18]) > limits.max_bytes:
+        raise _too_large(limits.max_bytes)
+
+
+def _seconds(text: str) -> float | None:
+    """Value of Retry-After: seconds or a date."""
+    text = text.strip()
+    if text.isdecimal():
+        return min(float(text[:9]), 3600.0)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+def _too_large(limit: int) -> FetchError:
+    size = f"{limit / 2**20:.3g} MiB" if limit >= 2**20 else f"{limit} bytes"
+    return FetchError("too_large", f"the content is larger than {size}")
+
+
+async def _read(chunks: AsyncIterator[bytes], headers: Mapping[str, str], limit: int) -> bytes:
+    """The body, decompressed piece by piece so that no bomb can unfold beyond the limit."""
+    coding = headers.get("content-encoding", "").strip().lower()
+    decoder = _Inflate(coding) if coding not in ("", "identity") else None
+    content = bytearray()
+    async for chunk in chunks:
+        content += chunk if decoder is None else decoder.feed(chunk, limit + 1 - len(content))
+        if len(content) > limit:
+            raise _too_large(limit)
+    if decoder is not None and content and not decoder.ended:
+        raise FetchError("malformed", "the compressed content is cut off")
+    return bytes(content)
+
+
+class _Inflate:
+    """Decompresses gzip (of one or more members) and deflate, with or without its header."""
+
+    def __init__(self, coding: str):
+        if coding not in ("gzip", "x-gzip", "deflate"):
+            raise FetchError("malformed", "the content is compressed in an unknown way")
+        self._deflate = coding == "deflate"
+        self._decoder: zlib._Decompress | None = None
+        self._pending = b""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the data were whole."""
+        return self._decoder is None or self._decoder.eof
+
+    def feed(self, data: bytes, room: int) -> bytes:
+        """At most ``room`` bytes of what ``data`` unfolds to; more means that the limit is met."""
+        data, self._pending = self._pending + data, b""
+        out = bytearray()
+        while data and len(out) < room:
+            if self._decoder is None or self._decoder.eof:
+                if len(data) < 2:  # the next piece shows what begins here
+                    self._pending = data
+                    break
+                another = not self._deflate and data.startswith(b"\x1f\x8b")
+                if self._decoder is not None and not another:
+                    break  # padding behind the end
+                self._decoder = zlib.decompressobj(self._window(data))
+            try:
+                out += self._decoder.decompress(data, room - len(out))
+            except zlib.error as error:
+                raise FetchError("malformed", "the compressed content is damaged") from error
+            data = self._decoder.unused_data if self._decoder.eof else self._decoder.unconsumed_tail
+        return bytes(out)
+
+    def _window(self, data: bytes) -> int:
+        """What zlib has to be told; some servers send deflate without the header of zlib."""
+        if not self._deflate:
+            return 31
+        return 15 if data[0] & 15 == 8 and int.from_bytes(data[:2], "big") % 31 == 0 else -15
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Certificates are always checked; made once, for it reads a large file."""
+    return httpcore2.default_ssl_context()

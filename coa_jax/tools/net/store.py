@@ -1,0 +1,110 @@
+"""Observations on disk, in one SQLite file that many processes read and write at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from coa_jax.errors import UserError
+from coa_jax.tools.base import Observation
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS observations (
+    key TEXT PRIMARY KEY, tool TEXT NOT NULL, arguments TEXT NOT NULL, observation TEXT NOT NULL,
+    stored REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS age ON observations (stored);
+"""
+_PRUNE_EVERY = 64
+
+
+def key_of(*parts: object) -> str:
+    """Names an entry by JSON values."""
+    return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
+
+
+class Store:
+    """Observations by key.
+
+    Each operation opens the file for itself: nothing is shared between threads, and a process
+    that forks or is killed leaves nothing behind that SQLite does not mend.
+    """
+
+    def __init__(self, path: str | Path, max_entries: int = 0, wait_s: float = 10.0):
+        """Makes the file, and the folder it is in, where they are missing.
+
+        Args:
+            path: of the file.
+            max_entries: how many are kept, the youngest; 0 for all.
+            wait_s: seconds to wait for other writers.
+
+        Raises:
+            UserError: the file cannot be made or is no store.
+        """
+        self.path = Path(path).expanduser()
+        self._max_entries = max_entries
+        self._wait_s = wait_s
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._open() as connection:
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.executescript(_SCHEMA)
+                connection.execute("SELECT key, observation FROM observations LIMIT 1").fetchall()
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"{self.path} cannot hold observations of tools ({error}); remove it or give"
+                " another path"
+            ) from error
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        connection = sqlite3.connect(self.path, timeout=self._wait_s, isolation_level=None)
+        try:
+            connection.execute("PRAGMA synchronous=NORMAL")
+            yield connection
+        finally:
+            connection.close()
+
+    def __len__(self) -> int:
+        with self._open() as connection:
+            return int(connection.execute("SELECT count(*) FROM observations").fetchone()[0])
+
+    def get(self, key: str, max_age_s: float | None = None) -> Observation | None:
+        """The observation of a key, if there is one that is young enough.
+
+        Raises:
+            sqlite3.Error: the file has become unusable.
+        """
+        with self._open() as connection:
+            row = connection.execute(
+                "SELECT observation, stored FROM observations WHERE key = ?", (key,)
+            ).fetchone()
+        if row is None or (max_age_s is not None and time.time() - row[1] > max_age_s):
+            return None
+        return Observation(**json.loads(row[0]))
+
+    def put(self, key: str, tool: str, arguments: str, observation: Observation) -> None:
+        """Keeps an observation; an earlier one of the key is replaced.
+
+        Raises:
+            sqlite3.Error, OSError: it could not be written.
+        """
+        text = json.dumps(dataclasses.asdict(observation))
+        # Half of a surrogate pair, from a token cut in the middle, has no place in UTF-8.
+        arguments = arguments.encode("utf-8", "replace").decode()
+        with self._open() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?)",
+                (key, tool, arguments, text, time.time()),
+            )
+            if self._max_entries and int(key[:8], 16) % _PRUNE_EVERY == 0:
+                connection.execute(
+                    "DELETE FROM observations WHERE key IN (SELECT key FROM observations"
+                    " ORDER BY stored DESC LIMIT -1 OFFSET ?)",
+                    (self._max_entries,),
+                )

@@ -1,0 +1,110 @@
+"""Answers of tools that are kept: a cache that saves calls, a recording that replays them.
+
+Entries are named by (tool, arguments) and by whether the trajectory has made the call before,
+which tools answer in their own way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sqlite3
+import time
+from typing import Literal
+
+from coa_jax.errors import UserError
+from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.tools.net.store import Store, key_of
+
+_log = logging.getLogger(__name__)
+
+Mode = Literal["cache", "record", "replay"]
+"""What a store is for.
+
+``cache`` answers again what went well and is young enough; ``record`` calls always and keeps every
+answer, failures too; ``replay`` never calls: what is not in the recording is a fault.
+"""
+
+_MARGIN_S = 1.0
+
+MODES: tuple[Mode, ...] = ("cache", "record", "replay")
+
+
+class Recorded:
+    """A tool whose answers are kept in a store.
+
+    Attributes:
+        name: that of the tool.
+        deadline: that of the tool, and the moment in which its answer is stored.
+    """
+
+    def __init__(self, tool: Tool, store: Store, mode: Mode, max_age_s: float | None = None):
+        """Wraps a tool.
+
+        Args:
+            tool: the tool; settings on which its answers depend are in its attribute
+                ``settings``, if it has one, and name the entries of a cache too.
+            store: where answers are kept.
+            mode: see `Mode`.
+            max_age_s: seconds after which a cache calls again; None for never.
+
+        Raises:
+            UserError: the mode is unknown.
+        """
+        if mode not in MODES:
+            raise UserError(f"the mode {mode!r} of stored answers is not one of {', '.join(MODES)}")
+        self.tool, self.store, self.mode = tool, store, mode
+        self.name = tool.name
+        # The tool's own deadline comes first, so that a recording holds its timeouts too.
+        self.deadline = tool.deadline + _MARGIN_S
+        self._max_age_s = max_age_s if mode == "cache" else None
+        self._warned = False
+
+    def key(self, arguments: str, context: ToolContext) -> str:
+        """The name of a call's entry."""
+        words = arguments.split()
+        repeated = any(
+            name == self.name and earlier.split() == words for name, earlier in context.history
+        )
+        settings = getattr(self.tool, "settings", "") if self.mode == "cache" else ""
+        return key_of(self.name, settings, arguments.strip(), repeated)
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Answers from the store or by a call; see ``coa_jax.tools.base.Tool``."""
+        start = time.monotonic()
+        key = self.key(arguments, context)
+        if self.mode != "record":
+            kept = await self._get(key)
+            if kept is not None:
+                detail = {**kept.detail, "stored": True}
+                seconds = kept.seconds if self.mode == "replay" else time.monotonic() - start
+                return dataclasses.replace(kept, seconds=seconds, detail=detail)
+            if self.mode == "replay":
+                text = f"The {self.name} tool is not available at the moment."
+                detail = {"exception": f"the call is not in the recording {self.store.path}"}
+                return Observation(text, False, "fault", time.monotonic() - start, detail)
+        observation = await call(self.tool, arguments, context)
+        if self.mode == "record" or observation.ok:
+            await self._put(key, arguments, observation)
+        return observation
+
+    async def _get(self, key: str) -> Observation | None:
+        try:
+            return await asyncio.to_thread(self.store.get, key, self._max_age_s)
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._warn(error)
+            return None
+
+    async def _put(self, key: str, arguments: str, observation: Observation) -> None:
+        try:
+            await asyncio.to_thread(self.store.put, key, self.name, arguments, observation)
+        except (sqlite3.Error, OSError) as error:
+            if self.mode == "record":
+                raise  # a recording with holes is none
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            _log.warning("stored answers of %s cannot be used: %s", self.name, error)
+            self._warned = True
