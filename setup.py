@@ -32,6 +32,8 @@ EXTRAS = {
     "gguf": ["gguf>=0.19"],
     # Generated reasoning tasks and parquet question files.
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
+    # crawl_page: main content of pages, PDF files, what sites allow robots.
+    "web": ["trafilatura>=2.3", "pypdf>=7.1", "protego>=0.7"],
     # Runs and plots in notebooks/.
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
     # Export of distilled data as a TFDS data set.
@@ -48,6 +50,7 @@ TEST = [
     *LINT,
     *EXTRAS["gguf"],
     *EXTRAS["tasks"],
+    *EXTRAS["web"],
     *EXTRAS["notebook"],
     "pytest>=9.2",
     "pytest-xdist>=3.8",

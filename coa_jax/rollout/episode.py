@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol import Monitor, Parser, Protocol, Segment
+from coa_jax.protocol import THINK, Monitor, Parser, Protocol, Segment
 from coa_jax.rollout.detokenize import TextStream, TokenTable
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
@@ -111,6 +111,12 @@ class Episode:
     def turn_tokens(self) -> int:
         """Tokens that the policy wrote since the prompt or the last observation."""
         return self._turn
+
+    @property
+    def last_think(self) -> str:
+        """Body of the last closed ``think``, or ""."""
+        bodies = (span.body for span in reversed(self._spans) if span.role == THINK)
+        return next((body for body in bodies if body), "")
 
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]

@@ -305,6 +305,8 @@ class _Loop:
             call_index=len(calls),
             deadline=max(min(left), 0.0) if left else None,
             history=tuple((c.tool, c.arguments) for c in calls),
+            question=run.episode.question,
+            think=run.episode.last_think,
         )
         observation = await call(tool, request.arguments, context)
         run.tool_seconds += time.monotonic() - start

@@ -26,12 +26,16 @@ class ToolContext:
         call_index: number of earlier tool calls in the trajectory.
         deadline: seconds that this call may take, or None for the tool's own limit.
         history: (tool, arguments) of the earlier calls, oldest first.
+        question: what the trajectory is asked.
+        think: what the policy wrote in the last ``think`` before the call.
     """
 
     trajectory_id: str = ""
     call_index: int = 0
     deadline: float | None = None
     history: tuple[tuple[str, str], ...] = ()
+    question: str = ""
+    think: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,12 @@ class Tool(Protocol):
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Runs one call; ``arguments`` is the text between the tool's tags."""
         ...
+
+
+def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
+    """Whether the trajectory has made this call of a tool before; blanks do not count."""
+    words = arguments.split()
+    return any(tool == name and earlier.split() == words for tool, earlier in context.history)
 
 
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
+from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
+from coa_jax.tools.net.store import Store
+from coa_jax.tools.recorded import Mode, Recorded
+from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreConfig:
+    """Answers of tools that are kept on disk.
+
+    Attributes:
+        path: of the SQLite file, which many processes may share; "" for none.
+        mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
+        tools: whose answers; empty for all.
+        max_age_s: seconds after which a cache asks again; 0 for never.
+        max_entries: how many answers are kept, the youngest; 0 for all.
+    """
+
+    path: str = ""
+    mode: Mode = "cache"
+    tools: tuple[str, ...] = ("web_search", "crawl_page")
+    max_age_s: float = 0.0
+    max_entries: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +39,7 @@ class ToolsConfig:
     """Which tools there are, and their limits.
 
     Attributes:
-        names: of ``wiki_search`` and ``code``.
+        names: of ``wiki_search``, ``code``, ``web_search`` and ``crawl_page``.
         top_k: passages in an observation of ``wiki_search``.
         passage_chars: longest passage of free text, in characters.
         code_timeout_s: wall seconds of a program.
@@ -24,6 +48,9 @@ class ToolsConfig:
         code_output_chars: characters of a program's output that the policy reads.
         code_unsafe: run programs without isolation; has an effect only together with the
             environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
+        web_search: where ``web_search`` looks.
+        crawl_page: how ``crawl_page`` reads.
+        store: answers that are kept.
     """
 
     names: tuple[str, ...] = ("wiki_search", "code")
@@ -34,30 +61,53 @@ class ToolsConfig:
     code_memory_mb: int = 5120
     code_output_chars: int = 1536
     code_unsafe: bool = False
+    web_search: WebSearchConfig = dataclasses.field(default_factory=WebSearchConfig)
+    crawl_page: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
+    store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
 
 
 def make_tools(config: ToolsConfig) -> list[Tool]:
     """The tools, ready to be called.
 
     Raises:
-        UserError: a name is unknown, or programs cannot be isolated on this machine.
+        UserError: a name is unknown, a setting, package or key is missing, or programs cannot be
+            isolated on this machine.
     """
-    tools: list[Tool] = []
+    search = WikiSearch(top_k=config.top_k, passage_chars=config.passage_chars)
+    makers: dict[str, Callable[[], Tool]] = {
+        "wiki_search": lambda: _warm(search),
+        "code": lambda: _code(config),
+        "web_search": lambda: WebSearch(config.web_search, search.warm_up),
+        "crawl_page": lambda: CrawlPage(config.crawl_page, search.warm_up),
+    }
     for name in config.names:
-        if name == "wiki_search":
-            search = WikiSearch(top_k=config.top_k, passage_chars=config.passage_chars)
-            search.warm_up()
-            tools.append(search)
-        elif name == "code":
-            tools.append(
-                CodeTool(
-                    timeout_s=config.code_timeout_s,
-                    cpu_s=config.code_cpu_s,
-                    memory_mb=config.code_memory_mb,
-                    max_output_chars=config.code_output_chars,
-                    unsafe=config.code_unsafe,
-                )
-            )
-        else:
-            raise UserError(f"tools.names: {name!r} is unknown; known are wiki_search, code")
-    return tools
+        if name not in makers:
+            raise UserError(f"tools.names: {name!r} is unknown; known are {', '.join(makers)}")
+    return _stored([makers[name]() for name in config.names], config.store)
+
+
+def _warm(search: WikiSearch) -> Tool:
+    search.warm_up()
+    return search
+
+
+def _code(config: ToolsConfig) -> Tool:
+    return CodeTool(
+        timeout_s=config.code_timeout_s,
+        cpu_s=config.code_cpu_s,
+        memory_mb=config.code_memory_mb,
+        max_output_chars=config.code_output_chars,
+        unsafe=config.code_unsafe,
+    )
+
+
+def _stored(tools: list[Tool], config: StoreConfig) -> list[Tool]:
+    if not config.path:
+        return tools
+    store = Store(config.path, config.max_entries)
+    return [
+        Recorded(tool, store, config.mode, config.max_age_s or None)
+        if not config.tools or tool.name in config.tools
+        else tool
+        for tool in tools
+    ]

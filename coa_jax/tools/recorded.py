@@ -14,7 +14,7 @@ import time
 from typing import Literal
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.tools.base import Observation, Tool, ToolContext, call, is_repeat
 from coa_jax.tools.net.store import Store, key_of
 
 _log = logging.getLogger(__name__)
@@ -63,10 +63,7 @@ class Recorded:
 
     def key(self, arguments: str, context: ToolContext) -> str:
         """The name of a call's entry."""
-        words = arguments.split()
-        repeated = any(
-            name == self.name and earlier.split() == words for name, earlier in context.history
-        )
+        repeated = is_repeat(self.name, arguments, context)
         settings = getattr(self.tool, "settings", "") if self.mode == "cache" else ""
         return key_of(self.name, settings, arguments.strip(), repeated)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations
-from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.tools.base import Observation, ToolContext, is_repeat
 from coa_jax.tools.factbook_pages import Passage, clean
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,11 @@ class WikiIndex:
 
     def __len__(self) -> int:
         return len(self._passages)
+
+    @property
+    def passages(self) -> Sequence[Passage]:
+        """What was indexed, in its order."""
+        return self._passages
 
     @classmethod
     def build(cls, passages: Sequence[Passage]) -> WikiIndex:
@@ -253,11 +258,10 @@ class WikiSearch:
         """Searches for the text between the tags."""
         start = time.monotonic()
         query = " ".join(arguments.split())
-        earlier = {" ".join(text.split()) for tool, text in context.history if tool == self.name}
         if not query:
             text = "The query is empty. Write what to search for between the tags."
             return Observation(text, False, "bad_call", time.monotonic() - start)
-        if query in earlier:
+        if is_repeat(self.name, arguments, context):
             text = "This query was already searched. Use its result or search for something else."
             detail = {"duplicate": True}
             return Observation(text, False, "error", time.monotonic() - start, detail)

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.settings import build, complete
 from coa_jax.tools.base import Tool, ToolContext, call
-from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
+from coa_jax.tools.recorded import Recorded
 
 
 def test_the_default_tools_work_at_once():
@@ -47,9 +48,42 @@ def test_limits_reach_the_programs():
     assert seen.outcome == "timeout"
 
 
+def test_the_web_tools_work_without_a_network_or_a_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    names = ("web_search", "crawl_page")
+    store = StoreConfig(path=str(tmp_path / "calls.sqlite"), tools=("web_search",))
+    search, crawl = make_tools(ToolsConfig(names=names, store=store))
+    assert (search.name, crawl.name) == names
+    assert isinstance(search, Recorded) and not isinstance(crawl, Recorded)
+
+    async def use():
+        found = await call(search, "capital of Norway", ToolContext())
+        link = found.detail["links"][0]
+        again = await call(search, "capital of Norway", ToolContext())
+        return found, again, await call(crawl, link, ToolContext())
+
+    found, again, page = asyncio.run(use())
+    assert found.text == again.text and again.detail["stored"]
+    assert "Oslo" in found.text
+    assert page.ok and "Norway: Capital" in page.text
+
+
+def test_settings_come_from_a_config_of_the_same_form():
+    config = complete(ToolsConfig, {"names": ("web_search",), "web_search": {"top_k": 4}})
+    config.crawl_page.summarizer.url = "http://localhost:8000/v1"
+    config.crawl_page.summarizer.model = "m"
+    config.store.mode = "replay"
+    built = build(ToolsConfig, config, "config.tools")
+    assert built.web_search.top_k == 4
+    assert built.crawl_page.summarizer.model == "m" and built.store.mode == "replay"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"names": ("web_search",), "web_search": {"top_k": 0}}, "top_k is 0"),
+        ({"crawl_page": {"summariser": {}}}, r"config\.tools\.crawl_page\.summariser is not"),
+        ({"store": {"path": "/proc/x/y"}}, "cannot hold observations"),
         ({"names": ("code", "telepathy")}, r"tools.names: 'telepathy' is unknown"),
         ({"names": ("wiki_search",), "top_k": 0}, "top_k is 0; give 1 or more"),
         ({"names": ("code",), "code_memory_mb": 0}, "memory_mb must be positive"),

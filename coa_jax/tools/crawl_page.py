@@ -1,0 +1,251 @@
+"""The ``crawl_page`` tool: addresses joined by ``|`` become the text, or a summary, of their pages.
+
+An observation has, for each page and with blank lines between them, ``Page i [address] Summary:``
+and the text below it, or ``Page i [address]: [Page content not accessible: why]`` (the surface
+form of the release).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import parse_urls
+from coa_jax.tools import page_text
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat
+from coa_jax.tools.net.address import Guard, parse_url
+from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, Request, fetch
+from coa_jax.tools.net.text import clip
+from coa_jax.tools.robots import Robots
+from coa_jax.tools.summarize import click_intent, summarize
+from coa_jax.tools.turns import Turns
+from coa_jax.tools.web_search import LOCAL_HOST
+from coa_jax.tools.wiki_search import WikiIndex
+from coa_jax.tools.worker import WorkerError, Workers
+
+_BAD_CALL = (
+    "No address was found. Write one or more addresses that begin with http:// or https://, joined"
+    " by |."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrawlConfig:
+    """How pages are read.
+
+    Attributes:
+        max_pages: pages of a call; further addresses are named and left out.
+        page_chars: characters of a page in an observation, and of its text that the summariser
+            reads times eight.
+        timeout_s: seconds of a call, with summaries.
+        page_timeout_s: seconds to fetch one page, with all attempts.
+        max_bytes: bytes of a page, decompressed.
+        attempts: tries for a page.
+        robots: whether what sites say about robots is respected.
+        allow_hosts: hosts and networks besides the public ones, as in `Guard.allow`.
+        blocked: hosts and beginnings of paths that are not opened, as in `Guard.block`.
+        concurrency: pages at a time, over all calls.
+        summarizer: the model that summarises; without one the text itself is shown.
+    """
+
+    max_pages: int = 5
+    page_chars: int = 6000
+    timeout_s: float = 120.0
+    page_timeout_s: float = 30.0
+    max_bytes: int = 8 << 20
+    attempts: int = 2
+    robots: bool = True
+    allow_hosts: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+    concurrency: int = 16
+    summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+
+
+class CrawlPage:
+    """Tool agent that reads web pages.
+
+    Attributes:
+        name: "crawl_page".
+        deadline: seconds a call may take.
+        settings: what answers depend on besides the addresses.
+    """
+
+    name = "crawl_page"
+
+    def __init__(self, config: CrawlConfig, index: Callable[[], WikiIndex]):
+        """Sets up the limits; nothing is fetched or started yet.
+
+        Args:
+            config: see `CrawlConfig`.
+            index: gives the local index, for the pages behind the links of the local search.
+
+        Raises:
+            UserError: a package is missing, or a setting is wrong.
+        """
+        missing = page_text.missing_packages()
+        if missing:
+            raise UserError(
+                f"crawl_page needs {', '.join(missing)}; run: pip install 'coa_jax[web]'"
+            )
+        for name in ("max_pages", "page_chars", "concurrency", "timeout_s"):
+            if not getattr(config, name) > 0:
+                raise UserError(f"crawl_page: {name} must be positive")
+        self._config, self._index = config, index
+        self._limits = Limits(
+            total_s=min(config.page_timeout_s, config.timeout_s),
+            attempts=config.attempts,
+            max_bytes=config.max_bytes,
+        )
+        self._guard = Guard(config.allow_hosts, config.blocked)
+        self._robots = Robots(self._limits, self._guard) if config.robots else None
+        self._workers = Workers("coa_jax.tools.page_text:extract")
+        self._turns = Turns(config.concurrency)
+        self.deadline = config.timeout_s + 1.0
+        self.settings = json.dumps([config.page_chars, config.max_pages, config.summarizer.model])
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Reads the pages between the tags, all at a time."""
+        start = time.monotonic()
+        urls = list(dict.fromkeys(parse_urls(arguments)))
+        if not urls:
+            return Observation(_BAD_CALL, False, "bad_call", time.monotonic() - start)
+        if is_repeat(self.name, arguments, context):
+            text = "These pages were already read. Use what they say or open others."
+            seconds = time.monotonic() - start
+            return Observation(text, False, "error", seconds, {"duplicate": True})
+        budget = self._config.timeout_s
+        if context.deadline is not None:
+            budget = min(budget, 0.95 * context.deadline)
+        kept = urls[: self._config.max_pages]
+        call = _Call(self, context, start + budget)
+        try:
+            pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(kept, 1)))
+        finally:
+            if call.intent is not None:
+                call.intent.cancel()
+        texts = [text for text, _ in pages]
+        if len(urls) > len(kept):
+            left = len(urls) - len(kept)
+            texts.append(f"[{left} more left out: at most {len(kept)} pages are read in a call]")
+        errors = [error for _, error in pages if error is not None]
+        ok = len(errors) < len(kept)
+        outcome: Outcome = "ok" if ok else "timeout" if set(errors) == {"timeout"} else "error"
+        detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
+        if call.summary_failures:
+            detail["summary_failures"] = call.summary_failures
+        seconds = time.monotonic() - start
+        return Observation("\n\n".join(texts), ok, outcome, seconds, detail)
+
+    def local_page(self, url: str) -> str:
+        """The text behind a link of the local search: all passages of one title.
+
+        Raises:
+            FetchError: there is no such page.
+        """
+        path = urllib.parse.unquote(urllib.parse.urlsplit(url).path).strip("/")
+        title = path.replace("_", " ")
+        found = [p for p in self._index().passages if p.title.partition(":")[0].strip() == title]
+        if not title or not found:
+            raise FetchError("status", "there is no such page", 404)
+        return "\n\n".join(f"{p.title}\n{p.text}" for p in found)
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of the tool: its pages share its deadline and its intent."""
+
+    tool: CrawlPage
+    context: ToolContext
+    end: float
+    summary_failures: list[str] = dataclasses.field(default_factory=list)
+    intent: asyncio.Task[str] | None = None
+
+    def left(self) -> float:
+        return max(self.end - time.monotonic(), 0.001)
+
+    async def page(self, number: int, url: str) -> tuple[str, str | None]:
+        """(text of one page in the observation, kind of its failure or None)."""
+        try:
+            async with asyncio.timeout(self.left()), self.tool._turns.here():
+                text = await self.read(url)
+        except FetchError as error:
+            return (
+                f"Page {number} [{url}]: [Page content not accessible: {error.message}]",
+                error.kind,
+            )
+        except TimeoutError:
+            why = "it took too long"
+            return f"Page {number} [{url}]: [Page content not accessible: {why}]", "timeout"
+        return f"Page {number} [{url}] Summary:\n{await self.shorten(text)}", None
+
+    async def read(self, url: str) -> str:
+        """The text of a page.
+
+        Raises:
+            FetchError: it cannot be had.
+        """
+        tool, most = self.tool, 8 * self.tool._config.page_chars
+        parsed = parse_url(url)
+        if parsed.host == LOCAL_HOST:
+            return await asyncio.to_thread(tool.local_page, url)
+        if tool._robots is not None and not tool._guard.blocks(parsed):
+            why = await tool._robots.why_not(parsed)
+            if why:
+                raise FetchError("refused", why)
+        request = Request(str(parsed), types=page_text.READABLE)
+        response = await fetch(request, tool._limits.within(self.left()), tool._guard)
+        ask = functools.partial(
+            tool._workers.ask,
+            response.body,
+            dict(response.headers),
+            response.url,
+            most,
+            timeout=min(self.left(), tool._limits.total_s),
+        )
+        try:
+            found = await asyncio.to_thread(ask)
+        except WorkerError as error:
+            raise FetchError("malformed", "its content cannot be read") from error
+        if not found["text"]:
+            raise FetchError("malformed", "the page holds no text")
+        title = found["title"]
+        return (
+            f"{title}\n\n{found['text']}" if title and title not in found["text"] else found["text"]
+        )
+
+    async def shorten(self, text: str) -> str:
+        """The summary, or the beginning of the text where there is no summariser or it failed."""
+        config = self.tool._config
+        if not config.summarizer:
+            return clip(text, config.page_chars)
+        try:
+            async with asyncio.timeout(self.left()):
+                intent = await self.aim()
+                summary = await summarize(
+                    config.summarizer, text, intent, self.context, self.left()
+                )
+                return clip(summary, config.page_chars)
+        except (FetchError, TimeoutError) as error:
+            why = error.message if isinstance(error, FetchError) else "it took too long"
+            self.summary_failures.append(why)
+            return f"[No summary: {why}. The page begins:]\n{clip(text, config.page_chars)}"
+
+    async def aim(self) -> str:
+        """The click intent, asked for once; a summary can do without."""
+        if self.intent is None:
+            config = self.tool._config.summarizer
+            self.intent = asyncio.ensure_future(click_intent(config, self.context, self.left() / 2))
+        try:
+            return await asyncio.shield(self.intent)
+        except FetchError as error:
+            self.summary_failures.append(f"intent: {error.message}")
+            return self.context.question

@@ -1,0 +1,116 @@
+"""A client of OpenAI-compatible chat endpoints, for summaries, images and judgements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.tools.net.address import Guard, parse_url, port_of
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, Request, attempts, fetch_json
+from coa_jax.tools.net.secrets import Secret
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+    """Which model answers, and within what limits.
+
+    Attributes:
+        url: base address, ``http://localhost:8000/v1``; "" for none.
+        model: name of the model.
+        key_env: environment variable with the key; "" for an endpoint that asks for none.
+        temperature: of sampling.
+        max_tokens: of an answer.
+        timeout_s: seconds for an answer, with all attempts.
+        attempts: tries.
+    """
+
+    url: str = ""
+    model: str = ""
+    key_env: str = ""
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    timeout_s: float = 120.0
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        if self.url and not self.model:
+            raise UserError(f"the endpoint {self.url} needs the name of a model")
+        if self.url:
+            trusting(self.url)
+
+    def __bool__(self) -> bool:
+        return bool(self.url)
+
+
+def trusting(url: str) -> Guard:
+    """A guard that lets a configured service be reached wherever it is, and nothing else of ours.
+
+    Raises:
+        UserError: the address is none.
+    """
+    try:
+        parsed = parse_url(url)
+    except FetchError as error:
+        raise UserError(f"{url!r} is no address of a service: {error.message}") from None
+    return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
+
+
+async def chat(
+    config: ChatConfig,
+    messages: Sequence[Mapping[str, Any]],
+    seconds: float | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The text with which the model continues a conversation.
+
+    Args:
+        config: the endpoint.
+        messages: with ``role`` and ``content``.
+        seconds: for the call, if that is less than the endpoint's own limit.
+        options: further fields of the request.
+
+    Raises:
+        FetchError: there is no answer, or none in the form of the interface.
+        UserError: the key is not in the environment.
+    """
+    secret = Secret(config.key_env)
+    headers = {"Content-Type": "application/json"}
+    if config.key_env:
+        headers["Authorization"] = f"Bearer {secret.reveal()}"
+    body = {
+        "model": config.model,
+        "messages": list(messages),
+        "temperature": config.temperature,
+        "max_tokens": config.max_tokens,
+        **(options or {}),
+    }
+    request = Request(
+        f"{config.url.rstrip('/')}/chat/completions", "POST", headers, json.dumps(body).encode()
+    )
+    limits = Limits(
+        total_s=config.timeout_s,
+        read_s=config.timeout_s,
+        attempts=config.attempts,
+        backoff_s=1.0,
+        redirects=0,
+    ).within(seconds)
+    once = dataclasses.replace(limits, attempts=1)
+
+    async def attempt() -> str:
+        return _content(await fetch_json(request, once, trusting(config.url)))
+
+    return str(secret.redact(await attempts(attempt, limits)))
+
+
+def _content(answer: Any) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str) or not content.strip():
+        raise FetchError("malformed", "the model gave no text")
+    return content.strip()

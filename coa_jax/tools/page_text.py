@@ -1,0 +1,96 @@
+"""From a fetched file to the text that is worth reading; runs in a process that can be killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from typing import Any
+
+from coa_jax.tools.net.text import decode
+
+READABLE = (
+    "text/",
+    "application/xhtml+xml",
+    "application/xml",
+    "application/json",
+    "application/pdf",
+)
+"""Media types that can be turned into text."""
+
+_PDF_PAGES = 200
+_BLANK_LINES = re.compile(r"\n\s*\n+")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
+_MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNORECASE)
+
+
+def missing_packages() -> list[str]:
+    """Packages that pages and PDF files need and that are not installed."""
+    import importlib.util
+
+    return [
+        name for name in ("trafilatura", "pypdf", "protego") if not importlib.util.find_spec(name)
+    ]
+
+
+def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> dict[str, Any]:
+    """The text of a page.
+
+    Args:
+        body: of the answer, decompressed.
+        headers: of the answer, names in lower case.
+        url: of the page, against which its links are read.
+        max_chars: characters that are kept.
+
+    Returns:
+        ``text`` and ``title``, both perhaps empty, and ``chars``, the length of the whole text.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/pdf" or body.startswith(b"%PDF-"):
+        title, text = _pdf(body, max_chars)
+    else:
+        title, text = _markup(decode(body, headers), kind, url)
+    text = _BLANK_LINES.sub("\n\n", _CONTROLS.sub(" ", text)).strip()
+    return {
+        "title": _CONTROLS.sub(" ", title).strip(),
+        "text": text[:max_chars],
+        "chars": len(text),
+    }
+
+
+def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
+    if kind == "application/json":
+        try:
+            return "", json.dumps(json.loads(content), ensure_ascii=False, indent=1)
+        except (ValueError, RecursionError):
+            return "", content
+    if kind.startswith("text/") and kind != "text/html" and not _MARKUP.search(content[:4096]):
+        return "", content
+    import trafilatura
+
+    logging.disable(logging.CRITICAL)
+    # Its limits of size are for archives; pages of figures and lists are short and wanted.
+    text = trafilatura.extract(
+        content, url=url, include_links=True, include_tables=True, favor_recall=True
+    )
+    found = trafilatura.extract_metadata(content, default_url=url)
+    if not text:
+        text = trafilatura.html2txt(content)
+    return (found.title or "") if found else "", text or ""
+
+
+def _pdf(body: bytes, max_chars: int) -> tuple[str, str]:
+    import pypdf
+
+    logging.disable(logging.CRITICAL)
+    reader = pypdf.PdfReader(io.BytesIO(body))
+    parts: list[str] = []
+    room = max_chars
+    for page in reader.pages[:_PDF_PAGES]:
+        parts.append(page.extract_text())
+        room -= len(parts[-1])
+        if room <= 0:
+            break
+    title = reader.metadata.title if reader.metadata else None
+    return title or "", "\n\n".join(parts)

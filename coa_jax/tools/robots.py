@@ -1,0 +1,60 @@
+"""What sites allow robots to read (RFC 9309)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import OrderedDict
+from typing import Any
+
+import httpx2
+
+from coa_jax.tools.net.address import Guard
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, Request, fetch
+from coa_jax.tools.net.text import decode
+
+AGENT = "coa_jax"
+_KEPT, _KEPT_S, _MAX_BYTES = 1000, 3600.0, 512 << 10
+
+
+class Robots:
+    """The rules of sites, each read once an hour."""
+
+    def __init__(self, limits: Limits, guard: Guard):
+        self._limits = dataclasses.replace(limits, max_bytes=_MAX_BYTES, attempts=1)
+        self._guard = guard
+        self._rules: OrderedDict[str, tuple[float, Any]] = OrderedDict()
+
+    async def why_not(self, url: httpx2.URL) -> str | None:
+        """Why a page may not be read, or None if it may.
+
+        A site whose rules cannot be read because it fails (5xx) allows nothing, one without rules
+        (4xx) everything; where no connection comes about, the page itself will tell.
+        """
+        site = str(url.copy_with(path="/", query=None)).rstrip("/")
+        known = self._rules.get(site)
+        if known is None or time.monotonic() - known[0] > _KEPT_S:
+            known = (time.monotonic(), await self._read(f"{site}/robots.txt"))
+            self._rules[site] = known
+            if len(self._rules) > _KEPT:
+                self._rules.popitem(last=False)
+        rules = known[1]
+        if rules is None:
+            return None
+        if isinstance(rules, str):
+            return rules
+        allowed = await asyncio.to_thread(rules.can_fetch, str(url), AGENT)
+        return None if allowed else "the site does not allow robots to read this page"
+
+    async def _read(self, url: str) -> Any:
+        from protego import Protego
+
+        try:
+            response = await fetch(Request(url), self._limits, self._guard)
+        except FetchError as error:
+            if error.kind == "status" and (error.status or 0) >= 500:
+                return "the site's rules for robots cannot be read"
+            return None
+        return await asyncio.to_thread(Protego.parse, decode(response.body, response.headers))

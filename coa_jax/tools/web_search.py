@@ -1,0 +1,256 @@
+"""The ``web_search`` tool: a query to a search service, in the surface form of the release.
+
+An observation is "Found N results:", a blank line, "## Web Results" and the numbered results with
+blank lines between them, each ``[title](link)``, the date and source where known, the link and
+the snippet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat
+from coa_jax.tools.net.address import Guard, parse_url
+from coa_jax.tools.net.chat import trusting
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, Request, fetch_json
+from coa_jax.tools.net.secrets import Secret
+from coa_jax.tools.wiki_search import WikiIndex
+
+LOCAL_HOST = "wiki.local"
+"""Host of the links into the local index; ``crawl_page`` opens them without a network."""
+
+_MOST = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One hit; empty fields are left out of the observation."""
+
+    title: str
+    link: str
+    snippet: str
+    date: str = ""
+    source: str = ""
+
+
+Provider = Callable[[str, int, Limits], Awaitable[Sequence[Result]]]
+"""A search service: (query, number of results, limits) -> results, best first.
+
+Raises FetchError where there is no answer.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class WebSearchConfig:
+    """Where ``web_search`` looks.
+
+    Attributes:
+        provider: ``serper`` (its HTTP interface, which proxies offer too), ``searxng`` (a
+            metasearch server), ``local`` (the index of ``wiki_search``), ``module:function`` (a
+            `Provider` of your own), or ``auto``: serper if there is a key, else local.
+        url: of the service.
+        key_env: environment variable with the key of serper.
+        top_k: results in an observation, 20 at most (release: 10).
+        snippet_chars: characters of a snippet.
+        timeout_s: seconds of a call, with all attempts.
+        attempts: tries.
+        blocked: hosts and beginnings of paths that are never shown, as in `Guard.block`.
+    """
+
+    provider: str = "auto"
+    url: str = "https://google.serper.dev/search"
+    key_env: str = "SERPER_API_KEY"
+    top_k: int = 10
+    snippet_chars: int = 600
+    timeout_s: float = 30.0
+    attempts: int = 3
+    blocked: tuple[str, ...] = ()
+
+
+def choose(config: WebSearchConfig) -> str:
+    """The provider that a configuration means on this machine."""
+    if config.provider != "auto":
+        return config.provider
+    return "serper" if Secret(config.key_env) else "local"
+
+
+def serper(url: str, secret: Secret) -> Provider:
+    """Serper's interface: POST ``{q, num}`` with ``X-API-KEY``, answered by ``organic``.
+
+    Raises:
+        UserError: the key is not set, or the address is none.
+    """
+    secret.reveal()
+    guard = trusting(url)
+
+    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+        headers = {"Content-Type": "application/json", "X-API-KEY": secret.reveal()}
+        body = json.dumps({"q": query, "num": count}).encode()
+        answer = await fetch_json(Request(url, "POST", headers, body), limits, guard)
+        return _results(secret.redact(answer), "organic", "link", "snippet")
+
+    return search
+
+
+def searxng(url: str) -> Provider:
+    """A SearXNG server: GET ``?q=...&format=json``, answered by ``results``.
+
+    Raises:
+        UserError: the address is none.
+    """
+    guard = trusting(url)
+
+    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+        address = f"{url}?{urllib.parse.urlencode({'q': query, 'format': 'json'})}"
+        return _results(
+            await fetch_json(Request(address), limits, guard), "results", "url", "content"
+        )
+
+    return search
+
+
+def local(index: Callable[[], WikiIndex]) -> Provider:
+    """The index of ``wiki_search``; its links lead to `LOCAL_HOST`."""
+
+    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+        hits = await asyncio.to_thread(lambda: index().search(query, count))
+        return [
+            Result(hit.passage.title, local_link(hit.passage.title), hit.passage.text)
+            for hit in hits
+        ]
+
+    return search
+
+
+def local_link(title: str) -> str:
+    """Address of the page of a passage: the part of its title before the colon."""
+    page = title.partition(":")[0].strip().replace(" ", "_")
+    return f"http://{LOCAL_HOST}/{urllib.parse.quote(page)}"
+
+
+def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
+    if not isinstance(answer, dict) or not isinstance(answer.get(key, []), list):
+        raise FetchError("malformed", "the answer of the search service is not in its form")
+    found = []
+    for row in answer.get(key, []):
+        if isinstance(row, dict) and isinstance(row.get(link), str):
+            fields = [row.get(name) for name in ("title", link, snippet, "date", "source")]
+            found.append(Result(*(str(field) if field else "" for field in fields)))
+    return found
+
+
+def _own(name: str) -> Provider:
+    module, _, function = name.partition(":")
+    try:
+        provider: Provider = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"web_search: the provider {name!r} is not there ({error}); known are serper, searxng,"
+            " local, and module:function of your own"
+        ) from None
+    return provider
+
+
+class WebSearch:
+    """Tool agent that searches the web.
+
+    Attributes:
+        name: "web_search".
+        deadline: seconds a call may take.
+        provider: which service answers.
+        settings: what answers depend on besides the query.
+    """
+
+    name = "web_search"
+
+    def __init__(self, config: WebSearchConfig, index: Callable[[], WikiIndex]):
+        """Sets up the provider.
+
+        Args:
+            config: which.
+            index: gives the local index when it is first needed.
+
+        Raises:
+            UserError: a setting is wrong, or the key is not in the environment.
+        """
+        if not 1 <= config.top_k <= _MOST:
+            raise UserError(f"web_search: top_k is {config.top_k}; give 1 to {_MOST}")
+        self.provider = choose(config)
+        if self.provider == "serper":
+            self._search = serper(config.url, Secret(config.key_env))
+        elif self.provider == "searxng":
+            self._search = searxng(config.url)
+        elif self.provider == "local":
+            self._search = local(index)
+        else:
+            self._search = _own(self.provider)
+        self._config, self._guard = config, Guard(block=config.blocked)
+        self._limits = Limits(
+            total_s=config.timeout_s,
+            read_s=config.timeout_s,
+            attempts=config.attempts,
+            redirects=0,
+        )
+        self.deadline = config.timeout_s + 1.0
+        url = config.url if self.provider in ("serper", "searxng") else ""
+        self.settings = json.dumps([self.provider, url, config.top_k, config.snippet_chars])
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Searches for the text between the tags."""
+        start = time.monotonic()
+        query = " ".join(arguments.split())
+        if not query:
+            text = "The query is empty. Write what to search for between the tags."
+            return Observation(text, False, "bad_call", time.monotonic() - start)
+        if is_repeat(self.name, arguments, context):
+            text = "This query was already searched. Use its result or search for something else."
+            seconds = time.monotonic() - start
+            return Observation(text, False, "error", seconds, {"duplicate": True})
+        detail: dict[str, Any] = {"provider": self.provider}
+        left = None if context.deadline is None else 0.95 * context.deadline
+        try:
+            found = await self._search(query, self._config.top_k, self._limits.within(left))
+        except FetchError as error:
+            outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
+            detail["error"] = f"{error.kind}: {error.message}"
+            text = f"The search failed: {error.message}. Search again, or go on without it."
+            return Observation(text, False, outcome, time.monotonic() - start, detail)
+        shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
+        detail |= {"results": len(shown), "links": [result.link for result in shown]}
+        text = format_results(shown, query, self._config.snippet_chars)
+        return Observation(
+            text, bool(shown), "ok" if shown else "error", time.monotonic() - start, detail
+        )
+
+    def _blocked(self, link: str) -> bool:
+        try:
+            return self._guard.blocks(parse_url(link))
+        except FetchError:
+            return False  # shown as it is; opening it will say what is wrong
+
+
+def format_results(results: Sequence[Result], query: str, snippet_chars: int = 600) -> str:
+    """Observation text in the form of the release; control characters become blanks."""
+    if not results:
+        return f"No results found for query: '{query}'. Use a less specific query."
+    entries = []
+    for number, result in enumerate(results, 1):
+        lines = [f"{number}. [{_line(result.title) or 'No Title'}]({_line(result.link)})"]
+        lines += [f"Date published: {_line(result.date)}"] if result.date else []
+        lines += [f"Source: {_line(result.source)}"] if result.source else []
+        lines += [_line(result.link), _line(result.snippet)[:snippet_chars]]
+        entries.append("\n".join(lines).strip())
+    return f"Found {len(results)} results:\n\n## Web Results\n" + "\n\n".join(entries)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

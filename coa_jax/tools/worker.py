@@ -1,0 +1,173 @@
+"""Processes that can be killed, for work that may not end: parsers and algebra on foreign input.
+
+A worker is started once and answers many calls, for what it imports takes a second.  A call that
+takes too long, or a library that crashes, costs the worker and nothing else.  A worker whose
+parent died ends by itself: its input ends, or the alarm that goes with every call kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import queue
+import re
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from typing import Any
+
+_HEAD = struct.Struct(">Q")
+_START = "from coa_jax.tools import worker; worker.serve()"
+_PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_START_S = 30.0
+"""Seconds that a worker may take to start and import what it needs."""
+
+
+class WorkerError(Exception):
+    """The function raised, or the process died."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """The call took too long and was killed."""
+
+
+class Workers:
+    """Some processes that run one function, each one call at a time; safe to use from threads."""
+
+    def __init__(self, function: str, count: int | None = None, memory_mb: int = 4096):
+        """Names the function; processes start when they are needed.
+
+        Args:
+            function: ``module:name``; its arguments can be pickled, its result is JSON.
+            count: processes at most, by default one for each processor and four at most.
+            memory_mb: MiB of address space of each.
+        """
+        self._function, self._memory_mb = function, memory_mb
+        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        for _ in range(count or min(4, os.cpu_count() or 1)):
+            self._free.put(None)
+
+    def ask(self, *arguments: Any, timeout: float) -> Any:
+        """Calls the function in a process and waits.
+
+        Args:
+            arguments: of the function.
+            timeout: seconds for waiting for a free process and for the call.
+
+        Raises:
+            WorkerTimeoutError: it took longer.
+            WorkerError: the function raised, or the process died.
+        """
+        end = time.monotonic() + timeout
+        try:
+            process = self._free.get(timeout=max(timeout, 0.0))
+        except queue.Empty:
+            raise WorkerTimeoutError("no process was free in time") from None
+        try:
+            if process is None or not process.alive:
+                process = _Process(self._function, self._memory_mb)
+                end += process.start_s
+            return process.ask(arguments, end - time.monotonic())
+        finally:
+            self._free.put(process)
+
+
+class _Process:
+    def __init__(self, function: str, memory_mb: int):
+        environment = {k: v for k, v in os.environ.items() if not _PRIVATE.search(k)}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        start = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, function, str(memory_mb)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self._kill = weakref.finalize(self, _kill, self._process)
+        if self._read(_START_S) != {"ready": True}:
+            raise WorkerError(f"the process for {function} did not start")
+        self.start_s = time.monotonic() - start
+
+    @property
+    def alive(self) -> bool:
+        return self._kill.alive and self._process.poll() is None
+
+    def ask(self, arguments: tuple[Any, ...], timeout: float) -> Any:
+        assert self._process.stdin is not None
+        message = pickle.dumps((max(timeout, 0.001), arguments))
+        try:
+            self._process.stdin.write(_HEAD.pack(len(message)) + message)
+            self._process.stdin.flush()
+            answer = self._read(timeout)
+        except BaseException as error:
+            self._kill()
+            if isinstance(error, OSError):
+                raise WorkerError("the process died") from error
+            raise
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["value"]
+
+    def _read(self, timeout: float) -> Any:
+        """One answer; the process writes nothing but answers."""
+        assert self._process.stdout is not None
+        end, data, size = time.monotonic() + timeout, b"", _HEAD.size
+        while len(data) < size:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                self._kill()
+                raise WorkerTimeoutError(f"it took longer than {timeout:.3g} seconds")
+            piece = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not piece:
+                self._kill()
+                raise WorkerError("the process died")
+            data += piece
+            if len(data) >= _HEAD.size:
+                size = _HEAD.size + _HEAD.unpack_from(data)[0]
+        return json.loads(data[_HEAD.size :])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not flushed has no reader any more
+                pipe.close()
+    process.wait()
+
+
+def serve() -> None:
+    """Answers calls on standard input until it ends: the main function of a worker."""
+    function, memory_mb = sys.argv[1:3]
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an answer
+    limit = int(memory_mb) << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    module, _, name = function.partition(":")
+    call = getattr(importlib.import_module(module), name)
+
+    def reply(value: dict[str, Any]) -> None:
+        message = json.dumps(value).encode()
+        answers.write(_HEAD.pack(len(message)) + message)
+        answers.flush()
+
+    reply({"ready": True})
+    while head := requests.read(_HEAD.size):
+        timeout, arguments = pickle.loads(requests.read(_HEAD.unpack(head)[0]))
+        signal.setitimer(signal.ITIMER_REAL, timeout + 1.0)  # its default action kills
+        try:
+            answer = {"value": call(*arguments)}
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply(answer)

@@ -1,0 +1,222 @@
+"""Reading pages: text, PDF, robots, summaries, failures page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tools import page_text
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
+from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.wiki_search import load_index
+from tests.tools import fault_server
+
+KEY = "chat-key-0123456789"
+FACT = "The lighthouse of Aland was built in 1868 and is 42 metres tall."
+
+
+TEXTS = {"/malformed", "/notjson", "/deep", "/noise"}
+"""Text that is no use, which is not for the tool to judge."""
+
+
+def pdf(text: str) -> bytes:
+    """A PDF file of one page."""
+    stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R"
+        b"/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    content, places = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        places.append(len(content))
+        content += b"%d 0 obj%s endobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    head = b"xref\n0 6\n0000000000 65535 f \n" + table
+    return content + head + b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % len(content)
+
+
+def reply(handler):
+    """A chat endpoint that answers with what it was asked."""
+    asked = json.loads(handler.body)["messages"][0]["content"]
+    answer = "to learn its height" if "hope to find" in asked else f"Query: {len(asked)} characters"
+    handler.json({"choices": [{"message": {"role": "assistant", "content": answer}}]})
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fault_server.running() as server:
+        pages = server.pages
+        pages["/pdf"] = lambda h: h.answer(pdf(FACT), content_type="application/pdf")
+        pages["/hiddenpdf"] = lambda h: h.answer(pdf(FACT))
+        pages["/badpdf"] = lambda h: h.answer(b"%PDF-1.4 broken", content_type="application/pdf")
+        pages["/plain"] = lambda h: h.answer(FACT.encode(), content_type="text/plain")
+        pages["/json"] = lambda h: h.answer(b'{"height": 42}', content_type="application/json")
+        pages["/long"] = lambda h: h.answer(b"word " * 50_000, content_type="text/plain")
+        pages["/llm/chat/completions"] = reply
+        pages["/deaf/chat/completions"] = lambda h: h.json(
+            {"error": h.headers["authorization"]}, 500
+        )
+        yield server
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    passages = (Passage("Aland: Capital", "Mariehamn."), Passage("Aland: Area", "1,580 sq km."))
+    return load_index(tmp_path_factory.mktemp("wiki"), passages=passages)
+
+
+@pytest.fixture(scope="module")
+def reader(index):
+    return tool(index)
+
+
+def tool(index=None, **options):
+    options = {"allow_hosts": ("127.0.0.1",), "page_timeout_s": 3.0, "attempts": 1, **options}
+    return CrawlPage(CrawlConfig(**options), lambda: index)
+
+
+def ask(tool, arguments, **context):
+    return asyncio.run(call(tool, arguments, ToolContext(**context)))
+
+
+def test_pages_come_back_in_the_form_of_the_release(server, reader):
+    page, missing = server.url("/page"), server.url("/missing")
+    seen = ask(reader, f"{page} | [the keeper]({missing})|not an address")
+    assert isinstance(reader, Tool) and seen.ok and seen.outcome == "ok"
+    first, second = seen.text.rsplit("\n\n", 1)
+    assert first.startswith(f"Page 1 [{page}] Summary:\nLighthouses")
+    assert FACT in first and "Imprint" not in first
+    why = "the server answered with status 404"
+    assert second == f"Page 2 [{missing}]: [Page content not accessible: {why}]"
+    assert (seen.detail["failed"], seen.detail["errors"]) == (1, ["status"])
+
+
+@pytest.mark.parametrize(
+    "path", ["/pdf", "/hiddenpdf", "/plain", "/gzip", "/klingon", "/redirect?to=/page"]
+)
+def test_kinds_of_content_that_can_be_read(server, reader, path):
+    assert FACT in ask(reader, server.url(path)).text
+
+
+def test_wrong_encodings_and_json(server, reader):
+    assert "gardien âgé" in ask(reader, server.url("/latin1")).text
+    assert '"height": 42' in ask(reader, server.url("/json")).text
+
+
+@pytest.mark.parametrize("path", sorted({*fault_server.FAULTS, "/badpdf"} - TEXTS))
+def test_each_fault_is_a_text_in_time(server, reader, path):
+    url = server.url(path)
+    hurried = tool(page_timeout_s=1.0, max_bytes=1 << 20)
+    hurried._workers = reader._workers
+    seconds = fault_server.stopwatch()
+    seen = ask(hurried, url)
+    assert seconds() < 3
+    assert (seen.ok, seen.outcome) == (False, "timeout" if path in ("/hang", "/drip") else "error")
+    assert seen.text.startswith(f"Page 1 [{url}]: [Page content not accessible: ")
+    assert seen.text.count("\n") == 0
+
+
+def test_one_slow_page_does_not_cost_the_others(server, reader):
+    seen = ask(reader, f"{server.url('/hang')}|{server.url('/page')}", deadline=1.5)
+    assert seen.ok and FACT in seen.text and "took too long" in seen.text
+    assert seen.seconds < 1.5
+
+
+def test_private_addresses_are_refused(server):
+    closed = tool(allow_hosts=())
+    server.hits.clear()
+    seen = ask(closed, f"{server.url('/page')}|http://169.254.169.254/latest")
+    assert seen.outcome == "error"
+    assert seen.text.count("does not belong to the public internet") == 2
+    assert not server.hits
+
+
+def test_blocked_pages_are_not_opened(server, index):
+    seen = ask(tool(index, blocked=("127.0.0.1/page",)), server.url("/page"))
+    assert "on the list of those that are not opened" in seen.text
+
+
+def test_robots_are_respected_unless_told_otherwise(server, index):
+    rules = b"User-agent: *\nDisallow: /p*e\nAllow: /plain\n"
+    server.pages["/robots.txt"] = lambda h: h.answer(rules, content_type="text/plain")
+    try:
+        polite = tool(index)
+        server.hits.clear()
+        assert "does not allow robots" in ask(polite, server.url("/page")).text
+        assert FACT in ask(polite, server.url("/plain")).text
+        assert server.hits["/robots.txt"] == 1
+        assert FACT in ask(tool(index, robots=False), server.url("/page")).text
+        server.pages["/robots.txt"] = lambda h: h.answer(b"", 503)
+        assert "rules for robots cannot be read" in ask(tool(index), server.url("/page")).text
+    finally:
+        server.pages["/robots.txt"] = fault_server.missing
+
+
+def test_links_of_the_local_search_can_be_opened(reader):
+    seen = ask(reader, "http://wiki.local/Aland | http://wiki.local/Atlantis")
+    assert "Aland: Capital\nMariehamn.\n\nAland: Area\n1,580 sq km." in seen.text
+    assert "[Page content not accessible: there is no such page]" in seen.text
+
+
+def test_long_pages_and_long_lists_are_cut(server, index):
+    short = tool(index, page_chars=100, max_pages=2)
+    seen = ask(short, "|".join(server.url(f"/long?{i}") for i in range(4)))
+    assert seen.text.count("characters left out") == 2 and len(seen.text) < 600
+    assert seen.text.endswith("[2 more left out: at most 2 pages are read in a call]")
+
+
+def test_summaries_know_the_query_and_the_intent(server, index, monkeypatch):
+    monkeypatch.setenv("CHAT_KEY", KEY)
+    chat = ChatConfig(server.url("/llm"), "small", key_env="CHAT_KEY")
+    server.requests.clear()
+    seen = ask(
+        tool(index, summarizer=chat),
+        f"{server.url('/page')}|{server.url('/plain')}",
+        history=(("web_search", "lighthouse"), ("web_search", "lighthouse height"), ("code", "x")),
+        think="I must know how tall it is.",
+        question="How tall?",
+    )
+    assert seen.text.count("Summary:\nQuery: ") == 2
+    asked = [json.loads(r[3])["messages"][0]["content"] for r in server.requests if r[0] == "POST"]
+    assert len(asked) == 3  # one intent, two pages
+    assert "I must know how tall it is." in asked[0]
+    for prompt in asked[1:]:
+        assert "Search query: lighthouse height" in prompt and FACT in prompt
+        assert "Aim: to learn its height" in prompt
+    posts = [r for r in server.requests if r[0] == "POST"]
+    assert all(r[2]["authorization"] == f"Bearer {KEY}" for r in posts)
+    assert all("authorization" not in r[2] for r in server.requests if r[0] == "GET")
+
+
+def test_a_summariser_that_fails_leaves_the_page_and_says_so(server, index, monkeypatch):
+    monkeypatch.setenv("CHAT_KEY", KEY)
+    deaf = ChatConfig(server.url("/deaf"), "small", key_env="CHAT_KEY", attempts=1)
+    seen = ask(tool(index, summarizer=deaf), server.url("/page"), think="why")
+    assert seen.ok and FACT in seen.text
+    assert "[No summary: the server answered with status 500. The page begins:]" in seen.text
+    assert seen.detail["summary_failures"] and KEY not in f"{seen}"
+
+
+def test_calls_without_an_address_and_repeats(reader, server):
+    assert ask(reader, "lighthouse height").outcome == "bad_call"
+    repeat = ask(reader, server.url("/page"), history=(("crawl_page", server.url("/page")),))
+    assert repeat.outcome == "error" and "already read" in repeat.text
+
+
+def test_missing_packages_and_wrong_settings_are_explained(monkeypatch):
+    with pytest.raises(UserError, match="max_pages"):
+        tool(max_pages=0)
+    with pytest.raises(UserError, match="name of a model"):
+        ChatConfig("http://a.example/v1")
+    monkeypatch.setattr(page_text, "missing_packages", lambda: ["trafilatura"])
+    with pytest.raises(UserError, match=r"coa_jax\[web\]"):
+        tool()

@@ -1,0 +1,187 @@
+"""Searching the web: the observation of the release, providers, failures, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import types
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.net.store import Store
+from coa_jax.tools.recorded import Recorded
+from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig, format_results
+from coa_jax.tools.wiki_search import load_index
+from tests.tools import fault_server
+
+KEY = "serper-key-0123456789"
+ROWS = [
+    {"title": "Lighthouse", "link": "https://a.example/1", "snippet": "Built in\n1868.",
+     "date": "3 May 2020", "source": "Almanac", "position": 1},
+    {"title": "Keeper", "link": "https://b.example/2"},
+    {"title": "no link"},
+    {"title": "Mirror", "link": "https://huggingface.co/datasets/x", "snippet": "the answer"},
+]  # fmt: skip
+PASSAGES = (
+    Passage("Aland: Capital", "The capital of Aland is Mariehamn."),
+    Passage("Aland: Area", "The area of Aland is 1,580 sq km."),
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fault_server.running() as server:
+        server.pages["/search"] = lambda h: h.json({"organic": ROWS})
+        server.pages["/searx"] = lambda h: h.json(
+            {"results": [{"title": "T", "url": "https://c.example/", "content": "text"}]}
+        )
+        server.pages["/none"] = lambda h: h.json({"organic": []})
+        server.pages["/strange"] = lambda h: h.json({"organic": "soon"})
+        server.pages["/echo"] = lambda h: h.json(
+            {"organic": [{"title": f"key {h.headers['x-api-key']}", "link": "https://e.example"}]}
+        )
+        server.pages["/denied"] = lambda h: h.json({"message": h.headers["x-api-key"]}, 403)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    return load_index(tmp_path_factory.mktemp("wiki"), passages=PASSAGES)
+
+
+def tool(server, path="/search", **options):
+    options = {"timeout_s": 2.0, "attempts": 1, "blocked": ("huggingface.co/datasets",), **options}
+    return WebSearch(WebSearchConfig(url=server.url(path), **options), lambda: None)
+
+
+def ask(tool, query="lighthouse of Aland", history=(), deadline=None):
+    return asyncio.run(call(tool, query, ToolContext(history=history, deadline=deadline)))
+
+
+def test_observations_have_the_form_of_the_release(server):
+    server.requests.clear()
+    search = tool(server)
+    seen = ask(search, " lighthouse\nof Aland ")
+    assert isinstance(search, Tool) and seen.ok
+    assert seen.text == (
+        "Found 2 results:\n\n## Web Results\n"
+        "1. [Lighthouse](https://a.example/1)\nDate published: 3 May 2020\nSource: Almanac\n"
+        "https://a.example/1\nBuilt in 1868.\n\n"
+        "2. [Keeper](https://b.example/2)\nhttps://b.example/2"
+    )
+    ((method, _, headers, body),) = server.requests
+    assert (method, headers["x-api-key"]) == ("POST", KEY)
+    assert json.loads(body) == {"q": "lighthouse of Aland", "num": 10}
+
+
+def test_pages_that_are_blocked_are_not_shown(server):
+    assert "huggingface" in ask(tool(server, blocked=())).text
+    assert "huggingface" not in ask(tool(server)).text
+
+
+def test_no_results_name_the_query(server):
+    seen = ask(tool(server, "/none"), "xyzzy")
+    assert (seen.ok, seen.outcome) == (False, "error")
+    assert seen.text == "No results found for query: 'xyzzy'. Use a less specific query."
+
+
+def test_a_metasearch_server_answers_too(server):
+    seen = ask(tool(server, "/searx", provider="searxng"), "a & b")
+    assert seen.text.endswith("1. [T](https://c.example/)\nhttps://c.example/\ntext")
+    assert server.requests[-1][1] == "/searx?q=a+%26+b&format=json"
+
+
+def test_the_local_index_needs_neither_key_nor_network(index, monkeypatch):
+    monkeypatch.delenv("SERPER_API_KEY")
+    search = WebSearch(WebSearchConfig(), lambda: index)
+    assert search.provider == "local"
+    seen = ask(search, "capital of Aland")
+    assert seen.text.startswith(
+        "Found 2 results:\n\n## Web Results\n1. [Aland: Capital](http://wiki.local/Aland)\n"
+        "http://wiki.local/Aland\nThe capital of Aland is Mariehamn."
+    )
+
+
+def test_with_a_key_the_web_is_searched(server):
+    assert tool(server).provider == "serper"
+
+
+def test_another_provider_is_a_function(monkeypatch):
+    async def mine(query, count, limits):
+        return [Result(query, f"https://{count}.example", "s")]
+
+    module = types.ModuleType("my_search")
+    module.mine = mine
+    monkeypatch.setitem(sys.modules, "my_search", module)
+    search = WebSearch(WebSearchConfig(provider="my_search:mine", top_k=3), lambda: None)
+    assert "1. [q](https://3.example)" in ask(search, "q").text
+
+
+@pytest.mark.parametrize("path", [*fault_server.FAULTS, "/strange", "/denied"])
+def test_a_service_that_fails_is_a_fault_or_a_timeout_in_time(server, path):
+    search = tool(server, path, timeout_s=0.5)
+    seconds = fault_server.stopwatch()
+    seen = ask(search)
+    assert seconds() < 2
+    assert seen.outcome == ("timeout" if path in ("/hang", "/drip") else "fault")
+    assert seen.text.startswith("The search failed: ")
+    assert "127.0.0.1" not in seen.text and KEY not in f"{seen}"
+
+
+def test_the_deadline_of_the_caller_comes_first(server):
+    seen = ask(tool(server, "/hang", timeout_s=30), deadline=0.4)
+    assert seen.outcome == "timeout" and seen.seconds < 1
+    assert seen.text.startswith("The search failed: ")
+
+
+def test_keys_are_in_no_observation_recording_or_setting(server, tmp_path):
+    store = Store(tmp_path / "calls.sqlite")
+    for path in ("/echo", "/denied", "/search"):
+        search = Recorded(tool(server, path), store, "record")
+        seen = ask(search)
+        inside = f"{search.tool.settings} {vars(search.tool)} {search.key('a', ToolContext())}"
+        assert KEY not in f"{seen} {inside}"
+    assert "[secret]" in ask(tool(server, "/echo")).text
+    assert len(store) == 1
+    for file in tmp_path.iterdir():
+        assert KEY.encode() not in file.read_bytes()
+
+
+def test_empty_and_repeated_queries(server):
+    assert ask(tool(server), " \n").outcome == "bad_call"
+    repeat = ask(tool(server), "a  b", (("web_search", " a b"),))
+    assert repeat.outcome == "error" and "already searched" in repeat.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"provider": "altavista"}, "serper, searxng, local"),
+        ({"provider": "no_such_module:f"}, "no_such_module"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 21}, "top_k"),
+        ({"provider": "serper", "key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
+        ({"provider": "serper", "url": "ftp://x"}, "ftp://x"),
+    ],
+)
+def test_mistakes_are_explained(options, message):
+    with pytest.raises(UserError, match=message):
+        WebSearch(WebSearchConfig(**options), lambda: None)
+
+
+def test_titles_cannot_break_the_form():
+    text = format_results([Result("a\n\n2. [b", "https://a.example", "x" * 999)], "q", 10)
+    assert text.split("\n")[3:] == [
+        "1. [a 2. [b](https://a.example)",
+        "https://a.example",
+        "x" * 10,
+    ]
