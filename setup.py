@@ -34,6 +34,8 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
     # crawl_page: main content of pages, PDF files, what sites allow robots.
     "web": ["trafilatura>=2.3", "pypdf>=7.1", "protego>=0.7"],
+    # Grading of mathematical answers.
+    "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
     # Export of distilled data as a TFDS data set.
@@ -51,6 +53,7 @@ TEST = [
     *EXTRAS["gguf"],
     *EXTRAS["tasks"],
     *EXTRAS["web"],
+    *EXTRAS["maths"],
     *EXTRAS["notebook"],
     "pytest>=9.2",
     "pytest-xdist>=3.8",

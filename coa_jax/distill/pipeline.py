@@ -31,7 +31,7 @@ from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.team import solve
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.grading import grade
+from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import DistilledRecord
 

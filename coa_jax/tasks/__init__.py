@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
-from coa_jax.tasks.grading import grade, grade_answer, normalize_answer
+from coa_jax.tasks.graders import Graders, GradersConfig, grade
+from coa_jax.tasks.grading import grade_answer, normalize_answer
 
 __all__ = [
     "SOURCES",
     "SPLITS",
+    "Graders",
+    "GradersConfig",
     "Split",
     "Task",
     "grade",
@@ -18,7 +21,7 @@ __all__ = [
 ]
 
 SOURCES = ("factbook", "arithmetic")
-"""Named sources; besides them any path that ends in ``.jsonl``."""
+"""Named sources; besides them any path that ends in ``.jsonl``, ``.json`` or ``.parquet``."""
 
 
 def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
@@ -27,7 +30,8 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
     Args:
         source: ``factbook``, ``arithmetic``, or a path to a ``.jsonl`` file of questions.  Options
             follow after a colon: ``factbook:hops=1-2,arithmetic=0``, ``arithmetic:gcd,lcm``,
-            ``questions.jsonl:protocol=mhqa``.
+            ``questions.jsonl:protocol=mhqa``.  ``.json`` and ``.parquet`` are files of the AFM
+            release or of the benchmarks' authors.
         split: ``train``, ``validation`` or ``test``.
         n: how many; None for all there are (generators without end: a thousand).
         seed: which sample.
@@ -49,6 +53,11 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
         from coa_jax.tasks.question_file import load_question_file
 
         return load_question_file(source, split, n, seed)
+    if ".json" in source or ".parquet" in source:
+        from coa_jax.tasks.release_files import load_release_file
+
+        return load_release_file(source, split, n, seed)
     raise UserError(
-        f"unknown task source {source!r}; known are {', '.join(SOURCES)} and paths of .jsonl files"
+        f"unknown task source {source!r}; known are {', '.join(SOURCES)} and paths of .jsonl, .json"
+        " and .parquet files"
     )

@@ -1,4 +1,4 @@
-"""Rewards of finished trajectories and the comparison of answers behind them.
+"""The comparison of answers.
 
 Exact match after the usual normalisation (paper §4.1.1, eq 9), without the faults of the released
 grader: nothing empty ever matches, a hedge with a wrong alternative is wrong, a list of required
@@ -14,10 +14,7 @@ import string
 import unicodedata
 from collections.abc import Iterable
 
-from coa_jax.errors import UserError
-from coa_jax.protocol import parse_boxed, split_answers
-from coa_jax.tasks.base import Task
-from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
+from coa_jax.protocol import split_answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(
@@ -44,6 +41,14 @@ _UNITS = {
     "percent": "%",
 }
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
+_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,} ?){0,3}")
+_NO_UNITS = frozenset(
+    {"not", "nor", "and", "but", "plus", "minus", "times", "half", "maybe", "perhaps", "possibly"}
+    | {"hundred", "hundreds", "dozen", "two", "three", "four", "five", "six", "seven", "eight"}
+    | {"nine", "ten", "eleven", "twelve", "fifteen", "twenty", "thirty", "forty", "fifty"}
+)
+"""Words behind a number that make it another statement."""
+
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 
@@ -71,7 +76,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
         value, unit = value * _SCALES[first], rest.strip()
     if unit in _UNITS:
         unit = _UNITS[unit]
-    elif glued or not re.fullmatch(r"(?:[a-z]{3,} ?){0,3}", unit):
+    elif glued or not _PLAIN_WORDS.fullmatch(unit) or _NO_UNITS & set(unit.split()):
         return None
     return (-value if found["sign"] and found["sign"] in "-\u2212" else value), unit
 
@@ -120,48 +125,3 @@ def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
         if wanted and found and not extra:
             return 1.0
     return 0.0
-
-
-def _generator_score(task: Task, answer: str) -> float:
-    """1.0 if the generator of a reasoning-gym task fully accepts the answer."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise UserError(
-            "grading arithmetic tasks needs reasoning-gym; run: pip install reasoning-gym"
-        ) from None
-    scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
-    entry = {
-        "question": task.question,
-        "answer": task.gold[0],
-        "metadata": task.metadata["generator_metadata"],
-    }
-    try:
-        return float(scorer(answer, entry) >= 1.0)
-    except Exception:  # some of its scorers choke on an answer that they cannot read: it is wrong
-        return 0.0
-
-
-def grade(task: Task, trajectory: Trajectory) -> Reward:
-    """The reward of a finished trajectory.
-
-    Returns:
-        Value 1 or 0 for a right or wrong answer, None when a part of ours failed (the trajectory
-        stopped at a fault or a tool reported one), so that it is masked.  Parts ``exact_match`` and
-        ``format`` (1 if the text keeps the rules of its protocol) are there in every case.
-
-    Raises:
-        UserError: the package that generated the task and checks it is gone.
-    """
-    answer = trajectory.answer
-    if answer is not None and task.protocol == "code":
-        answer = parse_boxed(answer) or answer
-    if answer is not None and task.metadata.get("scorer") == "reasoning_gym":
-        match = _generator_score(task, answer.strip())
-    else:
-        match = grade_answer(answer, task.gold)
-    parts = {"exact_match": match, "format": float(format_valid(trajectory))}
-    broken = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(
-        call.outcome == "fault" for call in trajectory.tool_calls
-    )
-    return Reward(None if broken else match, parts)

@@ -39,6 +39,10 @@ class WorkerTimeoutError(WorkerError):
     """The call took too long and was killed."""
 
 
+class WorkerBusyError(WorkerError):
+    """No process was free, or a new one did not start: the call was never made."""
+
+
 class Workers:
     """Some processes that run one function, each one call at a time; safe to use from threads."""
 
@@ -63,14 +67,15 @@ class Workers:
             timeout: seconds for waiting for a free process and for the call.
 
         Raises:
-            WorkerTimeoutError: it took longer.
+            WorkerBusyError: no process was free in time, or none can be started.
+            WorkerTimeoutError: the call took longer.
             WorkerError: the function raised, or the process died.
         """
         end = time.monotonic() + timeout
         try:
             process = self._free.get(timeout=max(timeout, 0.0))
         except queue.Empty:
-            raise WorkerTimeoutError("no process was free in time") from None
+            raise WorkerBusyError("no process was free in time") from None
         try:
             if process is None or not process.alive:
                 process = _Process(self._function, self._memory_mb)
@@ -94,8 +99,10 @@ class _Process:
             start_new_session=True,
         )
         self._kill = weakref.finalize(self, _kill, self._process)
-        if self._read(_START_S) != {"ready": True}:
-            raise WorkerError(f"the process for {function} did not start")
+        try:
+            self._read(_START_S)  # that it is ready
+        except WorkerError as error:
+            raise WorkerBusyError(f"the process for {function} did not start: {error}") from error
         self.start_s = time.monotonic() - start
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.tools.worker import WorkerError, Workers, WorkerTimeoutError
+from coa_jax.tools.worker import WorkerBusyError, WorkerError, Workers, WorkerTimeoutError
 from tests.tools.fault_server import stopwatch
 
 
@@ -75,7 +75,7 @@ def test_calls_wait_for_a_free_process_and_no_longer_than_they_may():
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(pair.ask, "sleep", 1.0, timeout=20)
         time.sleep(0.2)
-        with pytest.raises(WorkerTimeoutError, match="no process was free"):
+        with pytest.raises(WorkerBusyError, match="no process was free"):
             pair.ask("echo", timeout=0.2)
         assert pair.ask("echo", 3, timeout=20)[1] == 3
         assert long.result()

@@ -1,0 +1,278 @@
+"""Grading of programs: they run in the sandbox, what they print is compared outside of it.
+
+Forms of tests, by what a question file holds:
+
+* input and output texts (AtCoder, CodeContests, ``stdin`` and ``expected_output`` of the release),
+* calls of a function with JSON arguments (LeetCode in LiveCodeBench's own files),
+* assertions (``functional``, and ``import_prefix`` with ``test_code``).
+
+A program passes if all of its tests do.  Limits are those of the release: 6 seconds for a test,
+min(7 n + 5, 300) for n of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import decimal
+import functools
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from coa_jax.protocol import parse_code
+from coa_jax.tools.sandbox import isolation
+from coa_jax.tools.sandbox.limits import Limits
+from coa_jax.tools.sandbox.run import Result, run
+
+_FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
+_PRELUDE = (
+    "import sys\nsys.setrecursionlimit(50000)\nfrom typing import *\nfrom collections import *\n"
+    "from functools import *\nfrom itertools import *\nfrom heapq import *\nfrom bisect import *\n"
+    "from math import *\nimport collections, functools, itertools, heapq, bisect\n"
+    "import math, re, string\n"
+)
+_CALL = """
+
+def _main():
+    import json, sys
+    mark, name, *lines = sys.stdin.read().split("\\n")
+    arguments = [json.loads(line) for line in lines if line.strip()]
+    owner = globals().get("Solution")
+    function = getattr(owner(), name) if owner is not None else globals()[name]
+    print("\\n" + mark + json.dumps(function(*arguments)), flush=True)
+
+_main()
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeLimits:
+    """What a program that is graded may use.
+
+    Attributes:
+        test_s: seconds of one test.
+        total_s: seconds of all tests of a program.
+        memory_mb: MiB of memory.
+    """
+
+    test_s: float = 6.0
+    total_s: float = 300.0
+    memory_mb: int = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One test: what goes in, what must come out.
+
+    ``stdin`` a text and the expected output; ``call`` one JSON argument a line and the expected
+    JSON; ``assert`` statements that must run through, and nothing.
+    """
+
+    kind: Literal["stdin", "call", "assert"]
+    given: str
+    expected: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tests:
+    """The tests of a question.
+
+    Attributes:
+        cases: in the order in which they are run.
+        entry: the function of ``call`` tests.
+        prefix: source that stands before the program.
+        compare: ``lines``, as LiveCodeBench compares output, or ``tokens``, as CodeContests.
+    """
+
+    cases: tuple[Case, ...]
+    entry: str = ""
+    prefix: str = ""
+    compare: Literal["lines", "tokens"] = "lines"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How a program did.
+
+    Attributes:
+        passed: whether every test passed.
+        tests: how many there are.
+        done: how many passed before the first that did not.
+        why: what went wrong with that one: ``output``, ``error``, ``time``, ``limit``, or "".
+    """
+
+    passed: bool
+    tests: int
+    done: int
+    why: str = ""
+
+
+def program_of(answer: str) -> str | None:
+    """The program of an answer: its block, or the last of several; None if there is none."""
+    parsed = parse_code(answer)
+    if parsed is not None:
+        return parsed[0]
+    blocks = _FENCED.findall(answer)
+    return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+def read_tests(gold: Mapping[str, Any]) -> Tests:
+    """The tests that a gold value of a question file means.
+
+    Raises:
+        ValueError: it is in none of the known forms.
+    """
+    if "import_prefix" in gold:
+        lines = [line for line in _text(gold, "test_code").split("\n") if line.strip()]
+        head, checks = lines[:1], lines[1:] or [""]
+        call = f"check({_text(gold, 'entry_point')})"
+        cases = [Case("assert", "\n".join([*head, check, call])) for check in checks]
+        return Tests(tuple(cases), prefix=_text(gold, "import_prefix"))
+    if gold.get("functional"):
+        checks = gold["functional"]
+        checks = [checks] if isinstance(checks, str) else list(checks)
+        if not all(isinstance(check, str) for check in checks):
+            raise ValueError("'functional' must hold statements")
+        return Tests(tuple(Case("assert", check) for check in checks))
+    for inputs, outputs in (
+        ("stdin", "expected_output"),
+        ("inputs", "outputs"),
+        ("input", "output"),
+    ):
+        if inputs in gold and outputs in gold:
+            tests = _pairs(gold[inputs], gold[outputs], str(gold.get("fn_name") or ""))
+            tokens = gold.get("compare") == "tokens"
+            return dataclasses.replace(tests, compare="tokens") if tokens else tests
+    raise ValueError("the tests are in no known form (stdin, inputs, functional, import_prefix)")
+
+
+def _pairs(inputs: Any, outputs: Any, entry: str) -> Tests:
+    inputs = [inputs] if isinstance(inputs, str) else inputs
+    outputs = [outputs] if isinstance(outputs, str) else outputs
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("there must be as many inputs as outputs")
+    if not inputs:
+        raise ValueError("there are no tests")
+    cases = []
+    for given, expected in zip(inputs, outputs, strict=True):
+        if entry:
+            given = given if isinstance(given, str) else "\n".join(map(json.dumps, given))
+            expected = expected if isinstance(expected, str) else json.dumps(expected)
+        cases.append(Case("call" if entry else "stdin", str(given), str(expected)))
+    return Tests(tuple(cases), entry)
+
+
+def _text(gold: Mapping[str, Any], key: str) -> str:
+    if not isinstance(gold.get(key), str):
+        raise ValueError(f"{key!r} must be a text")
+    return str(gold[key])
+
+
+async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
+    """Runs a program's tests until one fails; each in a fresh process that sees no other test.
+
+    Raises:
+        SandboxError: the sandbox does not work; the program is not to blame.
+        UserError: there is none on this machine.
+    """
+    total = len(tests.cases)
+    budget = min((limits.test_s + 1) * total + 5, limits.total_s)
+    try:
+        ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Verdict(False, total, 0, "error")
+    end = time.monotonic() + budget
+    for done, case in enumerate(tests.cases):
+        left = end - time.monotonic()
+        if left <= 0:
+            return Verdict(False, total, done, "time")
+        why = await _run_case(program, tests, case, min(limits.test_s, left), limits.memory_mb)
+        if why:
+            return Verdict(False, total, done, why)
+    return Verdict(True, total, total)
+
+
+async def _run_case(program: str, tests: Tests, case: Case, seconds: float, memory_mb: int) -> str:
+    """What goes wrong with one test, or ""."""
+    source, stdin, mark = f"{tests.prefix}\n{program}\n", case.given, secrets.token_hex(16)
+    if case.kind == "call":
+        name = tests.entry.rpartition(".")[2]
+        source, stdin = f"{_PRELUDE}{source}{_CALL}", f"{mark}\n{name}\n{case.given}"
+    elif case.kind == "assert":
+        end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
+        source, stdin = f"{_PRELUDE}{source}\n{case.given}{end}", f"{mark}\n"
+    keep = 2 * len(case.expected) + (1 << 16)
+    job = _isolation().job(Limits(wall_s=seconds, cpu_s=seconds, memory_mb=memory_mb))
+    result = await run(job, source, stdin, keep)
+    if result.reason == "wall":
+        return "time"
+    if result.reason != "exit":
+        return "limit"
+    if result.code != 0:
+        return "time" if result.cpu_s >= seconds else "error"
+    return "" if _right(result, tests, case, mark) else "output"
+
+
+@functools.cache
+def _isolation() -> isolation.Isolation:
+    return isolation.find_isolation()
+
+
+def _right(result: Result, tests: Tests, case: Case, mark: str) -> bool:
+    printed = result.stdout
+    if printed.length > len(printed.head):
+        return False  # far longer than what is expected
+    if case.kind == "stdin":
+        same = same_lines if tests.compare == "lines" else same_tokens
+        return same(printed.head, case.expected)
+    last = printed.head.rstrip("\n").rpartition("\n")[2]
+    if not last.startswith(mark):
+        return False
+    return case.kind == "assert" or _same_json(last[len(mark) :], case.expected)
+
+
+def _same_json(given: str, expected: str) -> bool:
+    try:
+        return bool(json.loads(given) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False
+
+
+def same_lines(given: str, expected: str) -> bool:
+    """Whether outputs agree as LiveCodeBench compares them.
+
+    As many lines; each the same text but for blanks around it, or the same numbers.
+    """
+    ours, theirs = given.strip().split("\n"), expected.strip().split("\n")
+    return len(ours) == len(theirs) and all(
+        a.strip() == b.strip() or _same_numbers(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_numbers(a: str, b: str) -> bool:
+    try:
+        return [decimal.Decimal(t) for t in a.split()] == [decimal.Decimal(t) for t in b.split()]
+    except decimal.InvalidOperation:
+        return False
+
+
+def same_tokens(given: str, expected: str) -> bool:
+    """Whether outputs agree as CodeContests compares them.
+
+    Lines do not matter; each word is the same, or a number within 1e-5 of the expected one.
+    """
+    ours, theirs = given.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
+def _close(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    try:
+        return abs(float(a) - float(b)) <= 1e-5 * max(1.0, abs(float(b)))
+    except ValueError:
+        return False

@@ -1,0 +1,90 @@
+"""Whether two mathematical expressions are equal, by ``math-verify`` in a process that can be
+killed: an expression such as a tower of powers can keep a computer algebra system busy forever.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import parse_boxed
+from coa_jax.tasks.grading import parse_number
+from coa_jax.tools.worker import WorkerBusyError, WorkerError, Workers, WorkerTimeoutError
+
+_LONGEST = 2000
+_DELIMITED = re.compile(
+    r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+
+
+class MathsUnsureError(Exception):
+    """No verdict: the comparison itself broke, for a reason that is not in the answer."""
+
+
+def _expression(text: str) -> str:
+    r"""What is to be compared: the content of ``\boxed``, without dollar signs around it."""
+    boxed = parse_boxed(text)
+    text = text if boxed is None else boxed
+    found = _DELIMITED.findall(text)
+    if len(found) == 1:  # the only formula of a sentence, or the dollar signs around a whole answer
+        text = "".join(found[0])
+    return text.strip()
+
+
+def _balanced(text: str) -> bool:
+    """Whether braces pair up; others could close the box around the text."""
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def verify(gold: str, answer: str) -> bool:
+    """Compares two expressions; runs in a worker."""
+    import math_verify
+
+    first, second = (
+        math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)
+    )
+    return bool(math_verify.verify(first, second, timeout_seconds=None))
+
+
+@functools.cache
+def _workers() -> Workers:
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError("grading of maths needs math-verify; run: pip install 'coa_jax[maths]'")
+    return Workers("coa_jax.tasks.maths:verify")
+
+
+def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> bool:
+    r"""Whether an answer equals a gold answer, in whatever form either is written.
+
+    Args:
+        answer: the body of an answer, with or without ``\boxed`` and dollar signs.
+        gold: likewise.
+        timeout: seconds after which the answer counts as wrong.
+
+    Raises:
+        UserError: math-verify is not installed.
+        MathsUnsureError: the process for the comparison cannot be run.
+    """
+    if answer is None:
+        return False
+    given, wanted = _expression(answer), _expression(gold)
+    if not given or not wanted or len(given) > _LONGEST or not _balanced(given):
+        return False
+    numbers = parse_number(given), parse_number(wanted)
+    if given == wanted or (numbers[0] is not None and numbers[0] == numbers[1]):
+        return True
+    try:
+        return bool(_workers().ask(wanted, given, timeout=timeout))
+    except WorkerTimeoutError:
+        return False
+    except WorkerBusyError as error:
+        raise MathsUnsureError(str(error)) from error
+    except WorkerError:
+        return False  # an expression that breaks the parser or takes all memory is not the answer

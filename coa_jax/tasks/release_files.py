@@ -1,0 +1,244 @@
+"""Tasks from the files of the AFM release and from the benchmarks' own: JSON lists and parquet.
+
+What a row is follows from its fields:
+
+* ``reward_model`` and ``prompt``: a row of the release's parquet files, for training or evaluation;
+* ``public_test_cases``: LiveCodeBench; ``public_tests``: CodeContests;
+* a question (``question``, ``problem``, ``Question``) and an answer (``answer``, ``answers``,
+  ``golden_answers``, ``Final answer``): GAIA, BrowseComp, HLE, WebWalker, QA sets, MATH, AIME.
+
+``metadata["grader"]`` says how answers are graded (see ``coa_jax.tasks.graders``).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.code_tests import read_tests
+from coa_jax.tasks.private_tests import livecodebench_tests
+
+SUFFIXES = (".json", ".parquet")
+
+_QUESTIONS = ("question", "problem", "Question", "Problem")
+_ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
+_KEPT = {  # fields that results are broken down by
+    "Level": "level", "level": "level", "topic": "topic", "category": "topic", "subject": "topic",
+    "answer_type": "answer_type", "data_source": "data_source", "difficulty": "level",
+    "platform": "platform", "contest_date": "date", "root_url": "root_url",
+}  # fmt: skip
+_WEB_FIELDS = frozenset({"Level", "root_url", "topic", "answer_type", "Final answer"})
+_MATHS = ("math", "aime", "amc", "olympiad")
+_MARKS = ("\nTask:", "\nQuestion:")
+
+
+def load_release_file(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
+    """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
+
+    Args:
+        source: path, and after a colon ``protocol=NAME`` to set the protocol of all tasks.
+        split: the file is whichever split it is used as.
+        n: how many; None for all in the order of the file.
+        seed: which sample.
+
+    Raises:
+        UserError: the file cannot be read, or holds no tasks; ``path: row i: why`` for a row that
+            is none.
+    """
+    path, protocol = _options(source)
+    tasks: list[Task] = []
+    seen: set[str] = set()
+    for number, row in enumerate(_rows(path), 1):
+        try:
+            task = _task(row, number, protocol, source)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{path}: row {number}: {error}") from error
+        if task.id in seen:  # the release counts rows in some files and repeats ids in others
+            task = Task(f"{task.id}#{number}", *_rest(task))
+        seen.add(task.id)
+        tasks.append(task)
+    if not tasks:
+        raise UserError(f"{path}: there is no row in it")
+    if n is None:
+        return tasks
+    if n < 0:
+        raise UserError(f"{path}: n is {n}; give 0 or more, or None for all")
+
+    def draw(task: Task) -> str:
+        return hashlib.sha256(f"{seed}\n{task.id}".encode(errors="replace")).hexdigest()
+
+    return sorted(tasks, key=draw)[:n]
+
+
+def _rest(task: Task) -> tuple[Any, ...]:
+    return task.question, task.protocol, task.gold, task.source, task.metadata
+
+
+def _options(source: str) -> tuple[Path, str]:
+    for suffix in SUFFIXES:
+        path, found, rest = source.rpartition(suffix)
+        if not found:
+            continue
+        if not rest:
+            return Path(path + suffix), ""
+        name, _, protocol = rest.removeprefix(":").partition("=")
+        if rest.startswith(":") and name == "protocol":
+            get_protocol(protocol)
+            return Path(path + suffix), protocol
+    raise UserError(f"{source}: options are not understood; use :protocol=NAME")
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        if path.suffix == ".parquet":
+            rows: Any = _parquet(path)
+        else:
+            rows = json.loads(path.read_bytes())
+            rows = rows["data"] if isinstance(rows, dict) and "data" in rows else rows
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: expected a list of objects")
+    return rows
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{path}: reading parquet needs pyarrow; run: pip install pyarrow"
+        ) from None
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows
+
+
+def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Task:
+    metadata = {new: row[old] for old, new in _KEPT.items() if row.get(old) not in (None, "")}
+    info = row.get("info")
+    if isinstance(info, dict):
+        kept = (("Level", "level"), ("type", "kind"), ("lang", "lang"), ("domain", "topic"))
+        metadata |= {new: info[old] for old, new in kept if old in info}
+    if "reward_model" in row:
+        return _verl_task(row, number, protocol, source, metadata)
+    if "public_test_cases" in row or "public_tests" in row:
+        return _contest_task(row, number, protocol, source, metadata)
+    question = _question(row)
+    key = next((key for key in _ANSWERS if key in row), None)
+    if key is None:
+        raise ValueError("there is no answer")
+    gold, web = _golds(row[key]), bool(_WEB_FIELDS & set(row))
+    maths = "problem" in row or "Problem" in row
+    metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
+    name = protocol or ("code" if maths else "web" if web else "mhqa")
+    identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
+    return Task(str(identity), question, name, gold, source, metadata)
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    key = next((key for key in _QUESTIONS if key in row), None)
+    if key is None:
+        raise ValueError("there is no question")
+    if not isinstance(row[key], str) or not row[key].strip():
+        raise ValueError(f"the field {key!r} must be a text")
+    return str(row[key]).strip()
+
+
+def _golds(value: Any) -> tuple[str, ...]:
+    values = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
+        raise ValueError("an answer must be a text, a number or a list of them")
+    gold = tuple(str(v).strip() for v in values)
+    if not gold or not all(gold):
+        raise ValueError("an answer is empty")
+    return gold
+
+
+def _verl_task(
+    row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
+) -> Task:
+    """A row of the release's training and benchmark files (verl's schema)."""
+    extra = row.get("extra_info") or {}
+    data_source = str(row.get("data_source") or "")
+    truth = _ground_truth(row["reward_model"]["ground_truth"])
+    question = _after_mark(row["prompt"])
+    metadata |= {new: extra[old] for old, new in _KEPT.items() if extra.get(old) not in (None, "")}
+    metadata["data_source"] = data_source
+    if isinstance(truth, dict) and "target" in truth:
+        question = str(truth.get("question") or extra.get("question") or question)
+        gold, grader = _golds(truth["target"]), "exact_match"
+    elif isinstance(truth, dict):
+        read_tests(truth)  # a row whose tests are in no known form is found now, not when graded
+        gold, grader = (json.dumps(truth, ensure_ascii=False),), "code"
+        metadata["question_id"] = str(truth.get("question_id") or "")
+    else:
+        gold = _golds(truth)
+        named = any(word in data_source.lower() for word in _MATHS)
+        maths = named or row.get("ability") in ("math", "fact-reasoning")
+        grader = "math" if maths else "exact_match"
+    metadata["grader"] = grader
+    default = "code" if grader in ("code", "math") else "mhqa"
+    identity = f"{data_source}/{extra.get('index', number)}"
+    return Task(identity, question, protocol or default, gold, source, metadata)
+
+
+def _ground_truth(value: Any) -> Any:
+    """The gold value: often JSON, or Python's spelling of it, inside of a text."""
+    if not isinstance(value, str):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        texts = isinstance(found, list) and all(isinstance(item, str) for item in found)
+        return found if found and (texts or isinstance(found, dict | str)) else value
+    return value
+
+
+def _after_mark(prompt: Any) -> str:
+    """The question of a prompt that begins with instructions."""
+    content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    for mark in _MARKS:
+        _, found, question = content.partition(mark)
+        if found and question.strip():
+            return str(question).strip()
+    return str(content).strip()
+
+
+def _contest_task(
+    row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
+) -> Task:
+    """A row of LiveCodeBench or CodeContests as their authors publish them."""
+    if "public_test_cases" in row:
+        tests = livecodebench_tests(dict(row))
+        question = str(row["question_content"]).strip()
+        if row.get("starter_code"):
+            question += f"\n\nUse this starting point:\n```py\n{row['starter_code']}\n```"
+        identity = str(row["question_id"])
+        kept: dict[str, Any] = {
+            "fn_name": tests.entry,
+            "inputs": [case.given for case in tests.cases],
+            "outputs": [case.expected for case in tests.cases],
+        }
+    else:
+        question, identity = str(row["description"]).strip(), str(row.get("name") or number)
+        groups = [row.get(key) for key in ("public_tests", "private_tests", "generated_tests")]
+        kept = {
+            "input": [text for group in groups if group for text in group["input"]],
+            "output": [text for group in groups if group for text in group["output"]],
+            "compare": "tokens",
+        }
+        read_tests(kept)
+    metadata |= {"grader": "code", "question_id": identity}
+    gold = (json.dumps(kept, ensure_ascii=False),)
+    return Task(identity, question, protocol or "code", gold, source, metadata)

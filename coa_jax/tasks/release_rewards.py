@@ -1,0 +1,205 @@
+"""The rewards of the authors' release, under their names and with their semantics.
+
+They are for those who compare with its figures (``verl/utils/reward_score`` of the release).
+They read the whole text of an episode, tags included.  ``coa_jax.tasks.grade_answer`` is the
+corrected form and the default; ``docs/grading.md`` lists where the two differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENED, _CLOSED = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
+_TAG = re.compile(r"<(/?)(\w+)>")
+_PAIR = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+_CODE_TAGS = ("think", "plan", "code", "observation", "reflection", "answer")
+_WEB_TAGS = frozenset(
+    {"think", "plan", "web_search", "crawl_page", "wiki_search", "observation", "reflection"}
+    | {"suggested_answer", "double_check", "answer"}
+)
+_CODE_BODY = re.compile(
+    r"\s*```py\n(?:(?!```).)*\n```\s*(?:```sh\n(?:(?!```).)*\n```\s*)?", re.DOTALL
+)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without ASCII punctuation, articles and doubled blanks; accents stay."""
+    text = text.lower().translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _golds(gold: Sequence[str] | str) -> list[str]:
+    return [normalize_answer(text) for text in ([gold] if isinstance(gold, str) else gold)]
+
+
+def _last_answer(text: str) -> str | None:
+    found = _ANSWER.findall(text)
+    return found[-1] if found else None
+
+
+def _predictions(text: str) -> list[str]:
+    answer = _last_answer(text)
+    return [part for part in answer.split("|") if part] if answer is not None else []
+
+
+def mhqa_train(text: str, gold: Sequence[str] | str) -> float:
+    """1 if each part of the last answer is some gold answer (training of the MHQA agent)."""
+    parts, golds = _predictions(text), _golds(gold)
+    return float(bool(parts) and all(normalize_answer(part) in golds for part in parts))
+
+
+def mhqa_eval(text: str, gold: Sequence[str] | str) -> float:
+    """1 if the first part of the last answer is some gold answer (its evaluation)."""
+    parts = _predictions(text)
+    return float(bool(parts) and normalize_answer(parts[0]) in _golds(gold))
+
+
+def qa_em(text: str, gold: Sequence[str] | str) -> float:
+    """1 if the last answer as a whole is some gold answer."""
+    answer = _last_answer(text)
+    return float(answer is not None and normalize_answer(answer.strip()) in _golds(gold))
+
+
+def qa_subem(text: str, gold: Sequence[str] | str) -> float:
+    """1 if some gold answer is a part of the last answer."""
+    answer = _last_answer(text)
+    if answer is None:
+        return 0.0
+    return float(any(item in normalize_answer(answer) for item in _golds(gold)))
+
+
+def f1(answer: str, gold: Sequence[str] | str) -> float:
+    """Best F1 of words between an answer and a gold answer (as SQuAD counts it)."""
+    given = Counter(normalize_answer(answer).split())
+    best = 0.0
+    for text in _golds(gold):
+        wanted = Counter(text.split())
+        same = sum((given & wanted).values())
+        if same:
+            best = max(best, 2 * same / (given.total() + wanted.total()))
+    return best
+
+
+# --- format --------------------------------------------------------------------------------
+
+
+def verify_format_simple(text: str) -> bool:
+    """The i-th opening tag has the name of the i-th closing one; the last is ``answer``.
+
+    Tags in observations count too, so a page with HTML in it breaks the format.
+    """
+    opened, closed = _OPENED.findall(text), _CLOSED.findall(text)
+    return bool(opened) and opened == closed and opened[-1] == "answer"
+
+
+def verify_format_repetition(text: str) -> bool:
+    """No two tags but answers have the same body, whatever their names."""
+    bodies = [
+        body for name, body in _PAIR.findall(text) if name not in ("answer", "suggested_answer")
+    ]
+    return len(set(bodies)) == len(bodies)
+
+
+def validate_format(text: str) -> bool:
+    """Known tags only, balanced and not nested, no body empty, no tag twice in a row, one answer,
+    which comes last."""
+    names: list[str] = []
+    open_tag, start = "", 0
+    for found in _TAG.finditer(text):
+        closing, name = found[1] == "/", found[2]
+        if name not in _WEB_TAGS:
+            return False
+        if not closing:
+            if open_tag or (names and names[-1] == name):
+                return False
+            open_tag, start = name, found.end()
+        elif name != open_tag or not text[start : found.start()].strip():
+            return False
+        else:
+            names.append(name)
+            open_tag = ""
+    return not open_tag and names.count("answer") == 1 and names[-1] == "answer"
+
+
+def check_code_format_correctness(text: str) -> bool:
+    """Tags of the code agent are balanced, there is a ``code``, and each one holds one ``py``
+    block and at most one ``sh`` block after it.  ``python`` as the name of a block is refused."""
+    if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _CODE_TAGS):
+        return False
+    bodies = re.findall(r"<code>(.*?)</code>", text, re.DOTALL)
+    return bool(bodies) and all(_CODE_BODY.fullmatch(body) for body in bodies)
+
+
+def calculate_reward(text: str) -> float:
+    """A quarter each for: all six tags are there; their order; pairs; bodies with content.
+
+    The order is checked from the second transition on, as in the release.
+    """
+    names = [name for name, _ in _PAIR.findall(text) if name in _CODE_TAGS]
+    following = {
+        "plan": ("think",),
+        "think": ("code", "answer"),
+        "code": ("observation",),
+        "observation": ("reflection",),
+        "reflection": ("think",),
+    }
+    steps = itertools.pairwise(names[1:])
+    order = bool(names) and all(after in following.get(before, ()) for before, after in steps)
+    paired = all(text.count(f"<{tag}>") == text.count(f"</{tag}>") for tag in _CODE_TAGS)
+    bodies = [body for name, body in _PAIR.findall(text) if name in _CODE_TAGS]
+    inner = re.compile("|".join(f"</?{tag}>" for tag in _CODE_TAGS))
+    content = bool(bodies) and all(body.strip() and not inner.search(body) for body in bodies)
+    return 0.25 * (set(_CODE_TAGS) <= set(names)) + 0.25 * order + 0.25 * paired + 0.25 * content
+
+
+# --- length --------------------------------------------------------------------------------
+
+
+def overlong_penalty(length: int, max_length: int) -> float:
+    """0 up to 7/8 of the most, then falling in a line to -1 at the most, and on below it."""
+    buffer = max_length / 8
+    return min(0.0, -(length - (max_length - buffer)) / buffer)
+
+
+def no_penalty(score: float, text: str, length: int, max_length: int) -> float:
+    """The score as it is; what the release runs with."""
+    return score
+
+
+def overlong_buffer(score: float, text: str, length: int, max_length: int) -> float:
+    """The score and the penalty of length."""
+    return score + overlong_penalty(length, max_length)
+
+
+def overlong_buffer_toolstar(score: float, text: str, length: int, max_length: int) -> float:
+    """As `overlong_buffer`; -1 where the tags are malformed."""
+    return overlong_buffer(score, text, length, max_length) if verify_format_simple(text) else -1.0
+
+
+def overlong_buffer_codetag(score: float, text: str, length: int, max_length: int) -> float:
+    """As `overlong_buffer`; 0 where the tags of the code agent are malformed, however long."""
+    good = check_code_format_correctness(text)
+    return overlong_buffer(score, text, length, max_length) if good else 0.0
+
+
+QA: Mapping[str, Callable[[str, Sequence[str] | str], float]] = {
+    "mhqa_train": mhqa_train,
+    "mhqa_eval": mhqa_eval,
+    "qa_em": qa_em,
+    "qa_subem": qa_subem,
+}
+"""Answer rewards by the names of the release."""
+
+FORMAT: Mapping[str, Callable[[float, str, int, int], float]] = {
+    "no_penalty": no_penalty,
+    "overlong_buffer": overlong_buffer,
+    "overlong_buffer_toolstar": overlong_buffer_toolstar,
+    "overlong_buffer_codetag": overlong_buffer_codetag,
+}
+"""Values of ``format_fn_type`` of the release."""

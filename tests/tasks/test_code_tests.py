@@ -1,0 +1,225 @@
+"""Programs are graded by what they do, in the sandbox, within their time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import enum
+import json
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.errors import UserError
+from coa_jax.tasks.code_tests import (
+    CodeLimits,
+    program_of,
+    read_tests,
+    run_tests,
+    same_lines,
+    same_tokens,
+)
+from coa_jax.tasks.private_tests import livecodebench_tests, load_private_tests
+from tests.tools.fault_server import stopwatch
+
+QUICK = CodeLimits(test_s=1.5, total_s=20.0)
+SUM = {"stdin": ["1 2\n", "5 -7\n"], "expected_output": ["3\n", "-2\n"]}
+CALL = {"inputs": ["[3, 1, 2]\n2", "[]\n0"], "outputs": ["[1, 2]", "[]"], "fn_name": "smallest"}
+ASSERTS = {
+    "import_prefix": "import math\n",
+    "test_code": "def check(f):\n    assert f(2) == 4\n    assert f(3) == 9\n",
+    "entry_point": "square",
+}
+
+
+def verdict(program, gold, limits=QUICK):
+    return asyncio.run(run_tests(program, read_tests(gold), limits))
+
+
+@pytest.mark.parametrize(
+    ("gold", "program"),
+    [
+        (SUM, "print(sum(map(int, input().split())))"),
+        (SUM, "import sys\nprint(sum(int(x) for x in sys.stdin.buffer.read().split()), end='')"),
+        (CALL, "class Solution:\n    def smallest(self, nums: List[int], k: int):\n"
+               "        return heapq.nsmallest(k, nums)"),
+        (CALL, "def smallest(nums, k):\n    print('noise')\n    return tuple(sorted(nums)[:k])"),
+        (ASSERTS, "def square(x):\n    return int(math.pow(x, 2))"),
+        ({"functional": "assert double(4) == 8"}, "def double(x): return 2 * x"),
+    ],
+)  # fmt: skip
+def test_right_programs_pass_every_test(gold, program):
+    result = verdict(program, gold)
+    assert result.passed and result.done == result.tests == len(read_tests(gold).cases)
+
+
+@pytest.mark.parametrize(
+    ("gold", "program", "why"),
+    [
+        (SUM, "print(3)", "output"),
+        (SUM, "print(sum(map(int, input().split()))); print('and more')", "output"),
+        (SUM, "print(1 / 0)", "error"),
+        (SUM, "print((", "error"),
+        (SUM, "while True: pass", "time"),
+        (SUM, "import time; time.sleep(60)", "time"),
+        (SUM, "x = bytearray(8 << 30)", "error"),
+        (SUM, "while True: print('y' * 10000)", "limit"),
+        (CALL, "def smallest(nums, k): return nums[:k]", "output"),
+        (CALL, "def other(nums, k): return []", "error"),
+        (CALL, "import os\nprint('[1, 2]', flush=True)\nos._exit(0)", "output"),
+        (ASSERTS, "def square(x): return 4", "error"),
+        (ASSERTS, "import os; os._exit(0)", "output"),
+        (ASSERTS, "import sys; sys.exit()", "output"),
+        ({"functional": "assert double(4) == 8"}, "def double(x): return x", "error"),
+    ],
+)
+def test_wrong_programs_fail_for_the_right_reason(gold, program, why):
+    seconds = stopwatch()
+    result = verdict(program, gold)
+    assert (result.passed, result.why) == (False, why)
+    assert seconds() < 6
+
+
+def test_tests_share_nothing():
+    program = (
+        "import os\nseen = os.path.exists('/tmp/seen')\nopen('/tmp/seen', 'w').close()\n"
+        "print('again' if seen else 'first')"
+    )
+    gold = {"stdin": ["", ""], "expected_output": ["first", "first"]}
+    assert verdict(program, gold).passed
+
+
+def test_the_time_of_all_tests_together_is_limited():
+    gold = {"stdin": ["x"] * 50, "expected_output": ["x"] * 50}
+    seconds = stopwatch()
+    result = verdict("import time; time.sleep(0.4); print('x')", gold, CodeLimits(5.0, 2.0))
+    assert (result.passed, result.why) == (False, "time") and result.done >= 2
+    assert seconds() < 6
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "lines", "tokens"),
+    [
+        ("3\n", "3", True, True),
+        ("3", "3.0", True, True),
+        (" 1 2 \n3\n\n", "1 2\n3", True, True),
+        ("1 2 3", "1 2\n3", False, True),
+        ("0.333333", "0.333334", False, True),
+        ("0.3333", "0.3343", False, False),
+        ("YES", "yes", False, False),
+        ("1e400 nan", "1e400 nan", True, True),
+        ("", "", True, True),
+        ("x", "", False, False),
+        ("12345678901234567890", "12345678901234567891", False, False),
+    ],
+)
+def test_outputs_are_compared_as_their_benchmarks_do(given, expected, lines, tokens):
+    assert same_lines(given, expected) is lines
+    if given != "12345678901234567890":  # beyond what a float tells apart
+        assert same_tokens(given, expected) is tokens
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_comparing_never_raises_and_everything_equals_itself(a, b):
+    assert same_lines(a, a) and same_tokens(a, a)
+    assert same_lines(a, b) in (True, False) and same_tokens(a, b) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("```py\nx = 1\n```", "x = 1"),
+        ("Here:\n```python\nx = 1\n```\nand\n```python\ny = 2\n```", "y = 2"),
+        ("no program", None),
+        ("```py\n\n```", None),
+        ("", None),
+    ],
+)
+def test_the_program_of_an_answer(answer, program):
+    assert program_of(answer) == program
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        {},
+        {"stdin": ["1"], "expected_output": []},
+        {"stdin": [], "expected_output": []},
+        {"stdin": 3, "expected_output": 3},
+        {"functional": [1]},
+        {"import_prefix": 3},
+    ],
+)
+def test_tests_that_are_none_are_refused(gold):
+    with pytest.raises(ValueError):
+        read_tests(gold)
+
+
+# --- tests that are kept apart --------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    STDIN = "stdin"
+
+
+@dataclasses.dataclass
+class Sample:
+    input: str
+    output: str
+    testtype: Kind
+
+
+@dataclasses.dataclass
+class Problem:
+    question_id: str
+    public_test_cases: list
+    private_test_cases: list
+    metadata: dict
+
+
+class Evil:
+    def __reduce__(self):
+        return (open, ("/tmp/coa_jax_pickle_was_run", "w"))
+
+
+PRIVATE = [{"input": "1 2", "output": "3", "testtype": "stdin"}]
+PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(PRIVATE)))).decode()
+
+
+def test_livecodebench_packs_its_private_tests():
+    row = {"public_test_cases": json.dumps(PRIVATE), "private_test_cases": PACKED, "metadata": "{}"}
+    tests = livecodebench_tests(row)
+    assert [(c.kind, c.given, c.expected) for c in tests.cases] == [("stdin", "1 2", "3")] * 2
+    functional = [{"input": "[1]\n2", "output": "3", "testtype": "functional"}]
+    row = {"public_test_cases": functional, "metadata": '{"func_name": "add"}'}
+    assert livecodebench_tests(row).entry == "add"
+
+
+def test_pickles_of_the_release_are_read_and_never_run(tmp_path):
+    sample = Sample("1 2", "3", Kind.STDIN)
+    (tmp_path / "abc_a.pkl").write_bytes(pickle.dumps(Problem("abc_a", [sample], [sample], {})))
+    tests = load_private_tests(str(tmp_path), "abc_a")
+    assert [(c.kind, c.given) for c in tests.cases] == [("stdin", "1 2")] * 2
+    (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match=r"evil\.pkl: no tests"):
+        load_private_tests(str(tmp_path), "evil")
+    assert not Path("/tmp/coa_jax_pickle_was_run").exists()
+
+
+def test_private_tests_as_json_and_their_mistakes(tmp_path):
+    (tmp_path / "q1.json").write_text(json.dumps(SUM))
+    (tmp_path / "q2.json").write_text("{}")
+    assert len(load_private_tests(str(tmp_path), "q1").cases) == 2
+    assert load_private_tests(str(tmp_path), "q3") is None
+    with pytest.raises(UserError, match=r"q2\.json"):
+        load_private_tests(str(tmp_path), "q2")
+    for name in ("../q1", "", ".hidden", "a/b", "/etc/passwd"):
+        with pytest.raises(UserError, match="cannot name a file"):
+            load_private_tests(str(tmp_path), name)
+    with pytest.raises(UserError, match="not there"):
+        load_private_tests(str(tmp_path / "absent"), "q1")

@@ -1,0 +1,154 @@
+"""Each task is graded by what it asks for; failures of ours are no score."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.settings import build, complete
+from coa_jax.tasks import Graders, GradersConfig, Task, graders
+from coa_jax.tasks.judge import JudgeConfig
+from coa_jax.tasks.maths import MathsUnsureError
+from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.sandbox.run import SandboxError
+from coa_jax.trajectory import StopReason
+from tests.tasks.finished import finished
+from tests.tools import fault_server
+
+SUM = json.dumps({"stdin": ["1 2\n"], "expected_output": ["3\n"]})
+TASKS = {
+    "exact_match": Task("e", "Which?", "web", ("Oslo", "Christiania"), "s"),
+    "judge": Task("j", "Which?", "web", ("Oslo",), "s", {"grader": "judge"}),
+    "math": Task("m", "?", "code", (r"\frac12",), "s", {"grader": "math"}),
+    "code": Task("c", "?", "code", (SUM,), "s", {"grader": "code", "question_id": "q1"}),
+}
+ADD = "```py\nprint(sum(map(int, input().split())))\n```"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fault_server.running() as server:
+
+        def judge(handler):
+            right = "the capital" in json.loads(handler.body)["messages"][1]["content"]
+            verdict = {"rationale": "r", "judgement": "correct" if right else "incorrect"}
+            handler.json({"choices": [{"message": {"content": json.dumps(verdict)}}]})
+
+        server.pages["/v1/chat/completions"] = judge
+        server.pages["/500/chat/completions"] = server.pages["/500"]
+        yield server
+
+
+def judged(server, path="/v1", **options):
+    chat = ChatConfig(server.url(path), "judge", attempts=1)
+    return Graders(GradersConfig(judge=JudgeConfig(chat), **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "value"),
+    [
+        ("exact_match", "christiania", 1.0),
+        ("exact_match", "Bergen", 0.0),
+        ("math", r"\boxed{0.5}", 1.0),
+        ("math", r"\boxed{0.6}", 0.0),
+        ("code", ADD, 1.0),
+        ("code", "```py\nprint(4)\n```", 0.0),
+        ("code", "three", 0.0),
+        ("judge", "Oslo", 1.0),
+        ("judge", "the capital", 0.0),
+    ],
+)
+def test_each_task_has_its_grader(name, answer, value):
+    task = TASKS[name]
+    reward = Graders(GradersConfig())(task, finished(answer, task.protocol))
+    assert reward.value == value
+    measured = "exact_match" if name == "judge" else name  # without a judge answers are compared
+    assert reward.parts[measured] == value
+    assert set(reward.parts) == {measured, "exact_match", "format"}
+
+
+def test_a_judge_judges_where_it_is_asked_for_or_everywhere(server):
+    some, every = judged(server), judged(server, judge_all=True)
+    answer = finished("the capital")
+    assert some(TASKS["judge"], answer).parts["judge"] == 1.0
+    assert some(TASKS["exact_match"], answer).value == 0.0
+    assert every(TASKS["exact_match"], answer).value == 1.0
+    assert every(TASKS["math"], finished(r"\boxed{0.5}", "code")).parts["math"] == 1.0
+    assert some(TASKS["judge"], finished(None)).value == 0.0
+
+
+def test_what_fails_on_our_side_is_no_score(server, monkeypatch):
+    deaf = judged(server, "/500")
+    reward = deaf(TASKS["judge"], finished("Bergen"))
+    assert reward.value is None and "judge" not in reward.parts
+    assert deaf.judge.failures == 1
+
+    async def broken(*arguments):
+        raise SandboxError("gone")
+
+    def unsure(*arguments):
+        raise MathsUnsureError("gone")
+
+    monkeypatch.setattr(graders, "run_tests", broken)
+    monkeypatch.setattr(graders, "same_expression", unsure)
+    plain = Graders(GradersConfig())
+    assert plain(TASKS["code"], finished(ADD, "code")).value is None
+    assert plain(TASKS["math"], finished("1", "code")).value is None
+    for broken_run in (finished("Oslo", stop=StopReason.FAULT), finished("Oslo", outcome="fault")):
+        assert plain(TASKS["exact_match"], broken_run).value is None
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "value"),
+    [
+        ("f1", "Oslo city", 2 / 3),
+        ("mhqa_train", "Oslo|Bergen", 0.0),
+        ("mhqa_eval", "Oslo|Bergen", 1.0),
+        ("qa_em", "Oslo|Bergen", 0.0),
+        ("qa_subem", "in Oslo", 1.0),
+    ],
+)
+def test_rewards_of_the_release_can_be_chosen(name, answer, value):
+    reward = Graders(GradersConfig(answer=name))(TASKS["exact_match"], finished(answer))
+    assert reward.value == pytest.approx(value) == reward.parts[name]
+
+
+def test_private_tests_come_before_those_of_the_file(tmp_path):
+    harder = {"stdin": ["1 2\n", "-1 -2\n"], "expected_output": ["3\n", "-3\n"]}
+    (tmp_path / "q1.json").write_text(json.dumps(harder))
+    cheat = finished("```py\nprint(3)\n```", "code")
+    assert Graders(GradersConfig())(TASKS["code"], cheat).value == 1.0
+    private = Graders(GradersConfig(private_tests=str(tmp_path)))
+    assert private(TASKS["code"], cheat).value == 0.0
+    assert private(TASKS["code"], finished(ADD, "code")).value == 1.0
+
+
+def test_many_are_graded_at_a_time_and_inside_of_a_loop():
+    every = Graders(GradersConfig())
+    pairs = [(TASKS["code"], finished(ADD, "code")), (TASKS["math"], finished("0.5", "code"))] * 3
+
+    async def both():
+        return await every.grade_many(pairs), [every(*pair) for pair in pairs]
+
+    many, single = asyncio.run(both())
+    assert many == single and {reward.value for reward in many} == {1.0}
+
+
+def test_settings_come_from_a_config_and_mistakes_are_named():
+    config = complete(GradersConfig, {"answer": "f1", "judge": {"chat": {"temperature": 0.5}}})
+    assert build(GradersConfig, config).judge.chat.temperature == 0.5
+    with pytest.raises(UserError, match="mhqa_train"):
+        GradersConfig(answer="bleu")
+    with pytest.raises(UserError, match="names no judge"):
+        GradersConfig(judge_all=True)
+    with pytest.raises(UserError, match="the grader 'taste' is unknown"):
+        Graders(GradersConfig())(
+            Task("t", "q", "web", ("x",), "s", {"grader": "taste"}), finished("x")
+        )
+    with pytest.raises(UserError, match="tests cannot be read"):
+        Graders(GradersConfig())(
+            Task("t", "q", "code", ("{",), "s", {"grader": "code"}), finished(ADD)
+        )

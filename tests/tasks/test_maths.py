@@ -1,0 +1,106 @@
+"""Mathematical answers in the forms in which people write them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tasks import maths
+from coa_jax.tasks.maths import MathsUnsureError, same_expression, verify
+from coa_jax.tools.worker import Workers
+from tests.tools.fault_server import stopwatch
+
+EQUAL = [
+    ("204", "204"),
+    ("204", r"\boxed{204}"),
+    ("204", "$204$"),
+    ("204", r"The answer is \(204\)."),
+    ("33", "033"),
+    ("27.0", "27"),
+    ("1234", "1,234"),
+    ("1500", "1.5e3"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac{1}{2}", "1/2"),
+    (r"\frac12", r"\dfrac{1}{2}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    ("90", r"90^\circ"),
+    (r"90^\circ", "90 degrees"),
+    ("(2,5]", r"\left(2, 5\right]"),
+    (r"\{1,2,3\}", r"\{3, 2, 1\}"),
+    ("5", r"5\text{ cm}"),
+    ("5", r"5\,\mathrm{m/s}"),
+    (r"\text{east}", "east"),
+    ("Saturday", "saturday"),
+    (r"50\%", "50"),
+    (r"\$18.90", "18.90"),
+    ("5", "x = 5"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"3\frac12", "3.5"),
+    (r"\pm 2", "2,-2"),
+    ("6 - 5i", "6-5i"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+    ("A", r"\text{(A)}"),
+    ("2^{10}", "1024"),
+]
+DIFFERENT = [
+    ("204", "205"),
+    ("204", ""),
+    ("204", None),
+    ("204", "204 or 205"),
+    ("204", "204, 205"),
+    ("7", "I think it is 204 but maybe 7"),
+    ("204", "$203$ or $204$"),
+    ("204", r"203} \boxed{204"),
+    ("(2,5]", "(2,5)"),
+    ("(2,5]", "[2,5)"),
+    (r"\frac{1}{2}", r"\frac{1}{3}"),
+    (r"\frac13", "0.333"),
+    (r"\{1,2,3\}", r"\{1,2\}"),
+    (r"\text{east}", "west"),
+    ("x^2+2x+1", "(x-1)^2"),
+    ("5", "-5"),
+    ("A", "B"),
+    ("3", "4" * 5000),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), EQUAL)
+def test_forms_of_one_value_agree(gold, answer):
+    assert same_expression(answer, gold)
+    assert same_expression(gold, gold)
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_other_values_do_not(gold, answer):
+    assert not same_expression(answer, gold)
+
+
+def test_at_least_ten_forms_are_the_verdict_of_math_verify_itself():
+    forms = [(g, a) for g, a in EQUAL if "boxed" not in a and "$" not in a and "\\(" not in a]
+    agreed = [pair for pair in forms if verify(*pair)]
+    assert len(agreed) >= 20
+    assert {pair for pair in forms if pair not in agreed} <= {("1500", "1.5e3")}
+
+
+def test_an_expression_without_an_end_is_wrong_in_time():
+    same_expression("1+1", "2")  # the process is there
+    seconds = stopwatch()
+    assert not same_expression(r"\sum_{k=1}^{10^{9}} \sin(k!)^{k^{k}} + 9^{9^{9^{9}}}", "3", 1.5)
+    assert seconds() < 4
+    assert same_expression("1+1", "2")
+
+
+def test_a_process_that_cannot_start_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(maths, "_workers", lambda: Workers("coa_jax.tasks.maths:no_such_function"))
+    with pytest.raises(MathsUnsureError):
+        same_expression("1+1", "2")
+
+
+def test_a_missing_package_is_explained(monkeypatch):
+    maths._workers.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"coa_jax\[maths\]"):
+        same_expression("1+1", "2")

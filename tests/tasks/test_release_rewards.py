@@ -1,0 +1,124 @@
+"""The rewards of the release, by the facts noted of them, its faults included."""
+
+from __future__ import annotations
+
+import pytest
+
+from coa_jax.tasks import grade_answer, release_rewards
+from coa_jax.tasks.release_rewards import QA, f1
+
+
+def said(answer):
+    return f"<think>x</think><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "scores"),
+    [  # mhqa_train, mhqa_eval, qa_em, qa_subem
+        ("Röntgen", ["röntgen"], (1, 1, 1, 1)),
+        ("The Beatles!", ["beatles"], (1, 1, 1, 1)),
+        ("Io|Rhea", ["Io", "Rhea"], (1, 1, 0, 1)),
+        ("A|", ["A"], (1, 1, 1, 1)),
+        ("Mars| ", ["Mars"], (0, 1, 1, 1)),
+        ("Mars|Venus", ["Mars"], (0, 1, 0, 1)),
+        ("the", ["The"], (1, 1, 1, 1)),
+        ("it is Mars", ["Mars"], (0, 0, 0, 1)),
+        ("", ["Mars"], (0, 0, 0, 0)),
+    ],
+)
+def test_answer_rewards_score_as_the_release_does(answer, gold, scores):
+    assert tuple(QA[name](said(answer), gold) for name in QA) == scores
+    assert tuple(QA[name](said(answer), gold[0]) for name in QA)[2] == QA["qa_em"](
+        said(answer), gold[:1]
+    )
+
+
+def test_the_last_answer_counts_and_none_is_wrong():
+    text = said("Mars") + said("Venus")
+    assert QA["qa_em"](text, ["Venus"]) == 1 and QA["mhqa_train"](text, ["Mars"]) == 0
+    assert [reward("no answer", ["x"]) for reward in QA.values()] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "release", "ours"),
+    [
+        ("the", ["The"], 1, 0),  # nothing is left to compare
+        ("15", ["1.5"], 1, 0),  # the dot is gone
+        ("5", ["-5"], 1, 0),  # and the sign
+        ("Cote d'Ivoire", ["Côte d'Ivoire"], 0, 1),
+        ("1234.0", ["1,234"], 0, 1),
+        ("Namibia", ["Namibia", "Zambia"], 1, 1),
+        ("Namibia|Chad", ["Namibia", "Zambia"], 0, 0),
+    ],
+)
+def test_where_the_corrected_form_differs(answer, gold, release, ours):
+    assert (QA["mhqa_train"](said(answer), gold), grade_answer(answer, gold)) == (release, ours)
+
+
+def test_f1_of_words():
+    assert f1("the tall lighthouse", ["lighthouse of Aland"]) == pytest.approx(2 * 1 / (2 + 3))
+    assert f1("Aland", ["nothing", "Aland!"]) == 1.0
+    assert f1("", [""]) == 0.0
+
+
+WEB = (
+    "<think>a</think><plan>b</plan><think>c</think><web_search>q</web_search>"
+    "<observation>r</observation><think>d</think><answer>e</answer>"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "simple", "repetition", "validate"),
+    [
+        (WEB, True, True, True),
+        (WEB.replace("r</obs", "<b>r</b></obs"), False, True, False),
+        (WEB.replace("r</obs", "<br>r</obs"), False, True, False),
+        (WEB.replace("<plan>b", "<plan>a"), True, False, True),  # two bodies alike
+        (WEB.replace("<plan>b", "<plan> "), True, True, False),
+        (WEB + "<think>f</think>", False, True, False),
+        (WEB.replace("</plan>", ""), False, True, False),
+        (WEB + "<answer>e</answer>", True, True, False),
+        ("<think><think>a</think></think><answer>b</answer>", True, True, False),
+        ("", False, True, False),
+    ],
+)
+def test_format_rewards_score_as_the_release_does(text, simple, repetition, validate):
+    assert release_rewards.verify_format_simple(text) is simple
+    assert release_rewards.verify_format_repetition(text) is repetition
+    assert release_rewards.validate_format(text) is validate
+
+
+CODE = (
+    "<plan>p</plan><think>t</think><code>\n```py\nprint(1)\n```\n```sh\n1\n```\n</code>"
+    "<observation>1</observation><reflection>r</reflection><think>u</think>"
+    "<answer>\\boxed{1}</answer>"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "quarters"),
+    [
+        (CODE, True, 4),
+        (CODE.replace("```py", "```python"), False, 4),
+        (CODE.replace("```\n</code>", "```\nmore</code>"), False, 4),
+        (CODE.replace("<plan>p", "<plan> "), True, 3),
+        (CODE.replace("</reflection>", ""), False, 1),
+        ("<think>t</think><answer>a</answer>", False, 3),
+    ],
+)
+def test_code_formats_score_as_the_release_does(text, correct, quarters):
+    assert release_rewards.check_code_format_correctness(text) is correct
+    assert release_rewards.calculate_reward(text) == quarters / 4
+
+
+def test_length_is_punished_from_seven_eighths_on_and_without_a_bound():
+    penalty = release_rewards.overlong_penalty
+    assert [penalty(n, 800) for n in (0, 700, 750, 800, 1000)] == [0, 0, -0.5, -1, -3]
+    shaped = {name: f(1.0, WEB, 750, 800) for name, f in release_rewards.FORMAT.items()}
+    assert shaped == {
+        "no_penalty": 1.0,
+        "overlong_buffer": 0.5,
+        "overlong_buffer_toolstar": 0.5,
+        "overlong_buffer_codetag": 0.0,
+    }
+    assert release_rewards.FORMAT["overlong_buffer_toolstar"](1.0, "<b>", 0, 800) == -1.0
