@@ -34,6 +34,8 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
     # crawl_page: main content of pages, PDF files, what sites allow robots.
     "web": ["trafilatura>=2.3", "pypdf>=7.1", "protego>=0.7"],
+    # Tools of Model Context Protocol servers.
+    "mcp": ["mcp>=2.3"],
     # Grading of mathematical answers.
     "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
@@ -54,6 +56,7 @@ TEST = [
     *EXTRAS["tasks"],
     *EXTRAS["web"],
     *EXTRAS["maths"],
+    *EXTRAS["mcp"],
     *EXTRAS["notebook"],
     "pytest>=9.2",
     "pytest-xdist>=3.8",

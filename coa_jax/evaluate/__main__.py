@@ -34,10 +34,11 @@ def main(argv: list[str]) -> None:
     config = build(EvaluateConfig, values)
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)
+        live = make_tools(tools)  # first: they may bring the protocol that tasks name
         tasks = load_tasks(config.tasks, config.split, config.num_tasks, config.seed)
         model = load_model(path)
         run.rewind(f"evaluate-{stage}", 0)
-        groups = evaluate(model, tasks, config, make_tools(tools), stage)
+        groups = evaluate(model, tasks, config, live, stage)
         run.traces(1, f"evaluate-{stage}", [t.to_json() for group in groups for t in group])
         result = blocks(groups, stage)
         run.summary(result)

@@ -91,7 +91,7 @@ def _describe(protocol: Protocol, role: str) -> str:
     if role == protocol.answer:
         several = "" if protocol.form(role) == "solution" else " Join several answers by |."
         return f"{_ROLES['answer']} {_ANSWERS[protocol.form(role)]}{several}"
-    return _ROLES[role]
+    return protocol.described.get(role) or _ROLES[role]
 
 
 def _order_rules(protocol: Protocol) -> list[str]:

@@ -46,6 +46,7 @@ class Protocol:
         body_form: tag -> form of its body; a tag that is missing here has form ``text``.
         verbatim: tags whose bodies may show other tags without breaking a rule: text that the
             environment wrote, and programs.
+        described: tag -> what it does, for tools that the prompts do not know.
         pass_score: lowest ``double_check`` score after which ``answer`` may come.
         observation: the tag of the environment's text.
         answer: the tag that ends the episode.
@@ -58,6 +59,7 @@ class Protocol:
     think_rule: Mapping[str, ThinkRule]
     body_form: Mapping[str, BodyForm]
     verbatim: frozenset[str]
+    described: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pass_score: int = 3
     observation: str = "observation"
     answer: str = "answer"
@@ -103,6 +105,7 @@ def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
         "double_check": ("plan", *tools, "answer"),
         "answer": (),
     }
+    forms: dict[str, BodyForm] = {tool: TOOL_FORMS.get(tool, "text") for tool in tools}
     actions = ("plan", *tools, "reflection", "suggested_answer", "double_check")
     think_rule: dict[str, ThinkRule] = {action: "required" for action in actions}
     return Protocol(
@@ -112,7 +115,7 @@ def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
         next_actions=_frozen(next_actions),
         think_rule=types.MappingProxyType({**think_rule, "answer": "optional"}),
         body_form=types.MappingProxyType(
-            {**{t: TOOL_FORMS[t] for t in tools}, "reflection": "grades", "double_check": "score"}
+            {**forms, "reflection": "grades", "double_check": "score"}
         ),
         verbatim=frozenset({"observation", "code"}),
     )
@@ -176,19 +179,15 @@ def _code() -> Protocol:
     )
 
 
-_PROTOCOLS: Mapping[str, Protocol] = types.MappingProxyType(
-    {
-        protocol.name: protocol
-        for protocol in (
-            _verifying("web", ("web_search", "crawl_page")),
-            _verifying("web_wiki", ("wiki_search",)),
-            _mhqa(),
-            _code(),
-            _verifying("generalist", ("wiki_search", "code")),
-            _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
-        )
-    }
+_BUILT_IN = (
+    _verifying("web", ("web_search", "crawl_page")),
+    _verifying("web_wiki", ("wiki_search",)),
+    _mhqa(),
+    _code(),
+    _verifying("generalist", ("wiki_search", "code")),
+    _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
 )
+_PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _BUILT_IN}
 
 
 def protocol_names() -> tuple[str, ...]:
@@ -212,21 +211,37 @@ def get_protocol(name: str) -> Protocol:
     return _PROTOCOLS[name]
 
 
-def protocol_with_tools(name: str, tools: tuple[str, ...]) -> Protocol:
+def add_protocol(protocol: Protocol) -> None:
+    """Enters a protocol in the table of names, so that tasks can ask for it.
+
+    Raises:
+        UserError: the name belongs to a protocol that is built in.
+    """
+    if protocol.name in {built_in.name for built_in in _BUILT_IN}:
+        raise UserError(f"the protocol {protocol.name!r} is built in; choose another name")
+    _PROTOCOLS[protocol.name] = protocol
+
+
+def protocol_with_tools(
+    name: str, tools: tuple[str, ...], described: Mapping[str, str] | None = None
+) -> Protocol:
     """The web agent's automaton over another set of tools, e.g. for a tool not seen in training.
 
     Args:
-        name: name of the new protocol; it is not entered in the table of names.
-        tools: tags from ``TOOL_FORMS``, at least one, no tag twice.
+        name: name of the new protocol; `add_protocol` enters it in the table of names.
+        tools: tags from ``TOOL_FORMS`` or ``described``, at least one, no tag twice.
+        described: tags of tools that are known nowhere else, with what the policy is told of them;
+            their bodies may be any text.
 
     Raises:
         UserError: ``tools`` is empty, repeats a tag, or has an unknown one.
     """
-    unknown = [tool for tool in tools if tool not in TOOL_FORMS]
+    described = described or {}
+    unknown = [tool for tool in tools if tool not in TOOL_FORMS and tool not in described]
     if unknown or not tools or len(set(tools)) != len(tools):
-        known = ", ".join(TOOL_FORMS)
+        known = ", ".join((*TOOL_FORMS, *described))
         raise UserError(
             f"protocol {name!r} cannot have the tools {tools!r}; use one or more, once each, of: "
             f"{known}"
         )
-    return _verifying(name, tools)
+    return dataclasses.replace(_verifying(name, tools), described=dict(described))

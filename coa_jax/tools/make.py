@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from coa_jax.errors import UserError
+from coa_jax.protocol import add_protocol, protocol_with_tools
+from coa_jax.settings import build
 from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
+from coa_jax.tools.mcp_tool import McpConfig, McpTool, run_in_thread
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Mode, Recorded
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
@@ -39,7 +44,9 @@ class ToolsConfig:
     """Which tools there are, and their limits.
 
     Attributes:
-        names: of ``wiki_search``, ``code``, ``web_search`` and ``crawl_page``.
+        names: of ``wiki_search``, ``code``, ``web_search``, ``crawl_page`` and the tags in ``mcp``.
+        protocol: name of a further protocol over just these tools, which tasks can then ask for
+            (``questions.jsonl:protocol=NAME``); "" for none.
         top_k: passages in an observation of ``wiki_search``.
         passage_chars: longest passage of free text, in characters.
         code_timeout_s: wall seconds of a program.
@@ -50,10 +57,12 @@ class ToolsConfig:
             environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
         web_search: where ``web_search`` looks.
         crawl_page: how ``crawl_page`` reads.
+        mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
         store: answers that are kept.
     """
 
     names: tuple[str, ...] = ("wiki_search", "code")
+    protocol: str = ""
     top_k: int = 3
     passage_chars: int = 300
     code_timeout_s: float = 7.0
@@ -63,6 +72,7 @@ class ToolsConfig:
     code_unsafe: bool = False
     web_search: WebSearchConfig = dataclasses.field(default_factory=WebSearchConfig)
     crawl_page: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
+    mcp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
 
 
@@ -80,10 +90,19 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
         "web_search": lambda: WebSearch(config.web_search, search.warm_up),
         "crawl_page": lambda: CrawlPage(config.crawl_page, search.warm_up),
     }
+    for tag, settings in config.mcp.items():
+        if tag in makers:
+            raise UserError(f"tools.mcp.{tag}: the tag belongs to another tool; choose another")
+        built = build(McpConfig, settings, f"config.tools.mcp.{tag}")
+        makers[tag] = functools.partial(McpTool, tag, built)
     for name in config.names:
         if name not in makers:
             raise UserError(f"tools.names: {name!r} is unknown; known are {', '.join(makers)}")
-    return _stored([makers[name]() for name in config.names], config.store)
+    tools = [makers[name]() for name in config.names]
+    if config.protocol:
+        described = {t.name: run_in_thread(t.describe()) for t in tools if isinstance(t, McpTool)}
+        add_protocol(protocol_with_tools(config.protocol, config.names, described))
+    return _stored(tools, config.store)
 
 
 def _warm(search: WikiSearch) -> Tool:

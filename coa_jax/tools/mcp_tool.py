@@ -1,0 +1,326 @@
+"""Tools of Model Context Protocol servers: a tag, a description and a schema, and a policy that has
+never seen them can call them (paper §5.2).
+
+A session with a server lives in a thread of its own: it outlasts event loops and is opened again
+when it breaks.  Servers that are programs get the environment variables that the configuration
+names, and nothing else of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coa_jax.errors import UserError
+from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.tools.net.chat import trusting
+from coa_jax.tools.net.secrets import Secret
+from coa_jax.tools.net.text import clip
+
+T = TypeVar("T")
+
+_PING_S = 2.0
+_TAG = re.compile(r"[a-z][a-z0-9_]*")
+_FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class McpConfig:
+    """One tool of a server.
+
+    Attributes:
+        command: program and arguments of a server on this machine (stdio); or
+        url: address of a server that speaks HTTP.
+        tool: the tool's name there; "" if it is the tag.
+        description: what the policy is told; "" for what the server says.
+        schema: JSON schema of the arguments as text; "" for the server's own.
+        env: names of environment variables that a program gets besides PATH and HOME.
+        key_env: environment variable with the bearer token of an HTTP server.
+        timeout_s: seconds of a call, with the start of the server where it does not run.
+        max_chars: characters of an observation.
+    """
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    tool: str = ""
+    description: str = ""
+    schema: str = ""
+    env: tuple[str, ...] = ()
+    key_env: str = ""
+    timeout_s: float = 30.0
+    max_chars: int = 6000
+
+
+class _Session:
+    """A connection to a server, in an event loop of its own."""
+
+    def __init__(self, config: McpConfig):
+        self._config = config
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: asyncio.Future[Any] | None = None  # belongs to the loop
+        self._close: asyncio.Event | None = None
+
+    async def run(self, call: Any, seconds: float) -> Any:
+        """Awaits ``call(client)`` in the loop of the session."""
+        future = asyncio.run_coroutine_threadsafe(self._run(call, seconds), self._running())
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+            return self._loop
+
+    async def _run(self, call: Any, seconds: float) -> Any:
+        async with asyncio.timeout(seconds):
+            if self._client is None:
+                self._client = asyncio.get_running_loop().create_future()
+                self._close = asyncio.Event()
+                self._task = asyncio.ensure_future(self._hold(self._client, self._close))
+            opening = self._client
+            try:
+                return await call(await asyncio.shield(opening))
+            except asyncio.CancelledError:
+                self._checking = asyncio.ensure_future(self._check(opening))
+                raise
+            except Exception as error:
+                if not _is_answer(error):
+                    self._end(opening)
+                raise
+
+    async def _check(self, opening: asyncio.Future[Any]) -> None:
+        """Keeps the session after a call that took too long only if the server still answers."""
+        try:
+            async with asyncio.timeout(_PING_S):
+                await opening.result().list_tools(cache_mode="bypass")
+        except Exception as error:
+            if not _is_answer(error):
+                self._end(opening)
+
+    def _end(self, opening: asyncio.Future[Any]) -> None:
+        """Closes a session; the next call begins a new one."""
+        if self._client is opening and self._close is not None:
+            self._close.set()
+            self._client, self._close = None, None
+
+    async def _hold(self, client: asyncio.Future[Any], close: asyncio.Event) -> None:
+        """Opens the connection and keeps it until it is to be closed, all in one task."""
+        from mcp import Client
+
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                target = await self._target(stack)
+                opened = await stack.enter_async_context(Client(target))
+                if not client.done():
+                    client.set_result(opened)
+                await close.wait()
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the client
+            if not client.done():
+                client.set_exception(error if isinstance(error, Exception) else OSError("gone"))
+                client.exception()  # nobody may be left to ask for it
+
+    async def _target(self, stack: contextlib.AsyncExitStack) -> Any:
+        import httpx2
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        config = self._config
+        if config.command:
+            names = ("PATH", "HOME", *config.env)
+            given = {name: os.environ[name] for name in names if name in os.environ}
+            program, *arguments = config.command
+            parameters = StdioServerParameters(command=program, args=arguments, env=given)
+            silent = Path(os.devnull).open("w")  # noqa: SIM115 - the stack closes it
+            return stdio_client(parameters, errlog=stack.enter_context(silent))
+        headers = {}
+        if config.key_env:
+            headers["Authorization"] = f"Bearer {Secret(config.key_env).reveal()}"
+        client = httpx2.AsyncClient(headers=headers, timeout=config.timeout_s, trust_env=False)
+        await stack.enter_async_context(client)
+        return streamable_http_client(config.url, http_client=client)
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Whether the server answered, if only with an error of the protocol."""
+    from mcp import MCPError
+
+    return isinstance(error, MCPError) and "closed" not in str(error).lower()
+
+
+class McpTool:
+    """Tool agent behind which a server of the Model Context Protocol stands.
+
+    Attributes:
+        name: the tag.
+        deadline: seconds a call may take.
+        settings: what answers depend on besides the arguments.
+    """
+
+    def __init__(self, tag: str, config: McpConfig):
+        """Checks the settings; the server starts at the first call or by `describe`.
+
+        Raises:
+            UserError: a setting is wrong, or the package is missing.
+        """
+        where = f"tools.mcp.{tag}"
+        if not _TAG.fullmatch(tag):
+            raise UserError(f"{where}: a tag has small letters, digits and _ only")
+        if bool(config.command) == bool(config.url):
+            raise UserError(f"{where}: give either command or url")
+        if config.url:
+            trusting(config.url)
+        try:
+            import mcp  # noqa: F401
+        except ImportError:
+            raise UserError(f"{where} needs mcp; run: pip install 'coa_jax[mcp]'") from None
+        self._schema: dict[str, Any] | None = None
+        if config.schema:
+            try:
+                self._schema = json.loads(config.schema)
+            except ValueError as error:
+                raise UserError(f"{where}.schema is not JSON: {error}") from None
+        self.name, self._config, self._remote = tag, config, config.tool or tag
+        self._description = config.description
+        self._session = _Session(config)
+        self.deadline = config.timeout_s + 1.0
+        self.settings = json.dumps([config.command, config.url, self._remote])
+
+    async def describe(self) -> str:
+        """What the policy has to know, asked of the server where the configuration is silent.
+
+        Raises:
+            UserError: the server cannot be reached or has no such tool.
+        """
+        if not self._description or self._schema is None:
+            try:
+                listed = await self._session.run(
+                    lambda client: client.list_tools(), self._config.timeout_s
+                )
+            except Exception as error:
+                raise UserError(
+                    f"tools.mcp.{self.name}: the server does not answer ({type(error).__name__});"
+                    " check its command or url"
+                ) from error
+            found = {tool.name: tool for tool in listed.tools}
+            if self._remote not in found:
+                known = ", ".join(found) or "none"
+                raise UserError(
+                    f"tools.mcp.{self.name}: the server has no tool {self._remote!r}; its tools are"
+                    f" {known}"
+                )
+            tool = found[self._remote]
+            self._description = self._description or (tool.description or tool.name).strip()
+            if self._schema is None:
+                self._schema = dict(tool.input_schema)
+        return f"{' '.join(self._description.split())} {_body_hint(self._schema)}"
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Calls the server's tool with the arguments between the tags."""
+        start = time.monotonic()
+        seconds = self._config.timeout_s
+        if context.deadline is not None:
+            seconds = min(seconds, 0.95 * context.deadline)
+        try:
+            if self._schema is None:
+                await self.describe()
+            values = parse_arguments(arguments, self._schema or {})
+            if values is None:
+                text = f"The call could not be read. {_body_hint(self._schema or {})}"
+                return Observation(text, False, "bad_call", time.monotonic() - start)
+            left = max(seconds - (time.monotonic() - start), 0.001)
+            result = await self._session.run(
+                lambda client: client.call_tool(self._remote, values), left
+            )
+        except TimeoutError:
+            text = f"The {self.name} tool gave no result within {seconds:g} seconds."
+            return Observation(text, False, "timeout", time.monotonic() - start)
+        except Exception as error:
+            if _is_answer(error):
+                text = clip(f"The call failed: {error}", self._config.max_chars)
+                return self._seen(text, False, start)
+            detail = {"exception": f"{type(error).__name__}: {error}"}
+            text = f"The {self.name} tool is not available at the moment."
+            detail = Secret(self._config.key_env).redact(detail)
+            return Observation(text, False, "fault", time.monotonic() - start, detail)
+        text = clip(_text(result), self._config.max_chars)
+        return self._seen(text or "(no content)", not result.is_error, start)
+
+    def _seen(self, text: str, ok: bool, start: float) -> Observation:
+        text = Secret(self._config.key_env).redact(text)
+        return Observation(text, ok, "ok" if ok else "error", time.monotonic() - start)
+
+
+def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call: a JSON object, fenced or bare, with all that is required.
+
+    Of a tool with a single text as its argument the body may be that text.  None if it is neither.
+    """
+    properties = schema.get("properties") or {}
+    fenced = _FENCED.fullmatch(body)
+    try:
+        value = json.loads(fenced[1] if fenced else body)
+    except (ValueError, RecursionError):
+        value = None
+    required = set(schema.get("required") or ())
+    if isinstance(value, dict) and required <= set(value):
+        return value
+    only = next(iter(properties)) if len(properties) == 1 else None
+    plain = only is not None and properties[only].get("type") == "string" and body.strip()
+    return {str(only): body.strip()} if plain and not isinstance(value, dict) else None
+
+
+def _body_hint(schema: Mapping[str, Any]) -> str:
+    properties = schema.get("properties") or {}
+    if not properties:
+        return "The body is {}."
+    required = set(schema.get("required") or ())
+    fields = []
+    for name, kind in properties.items():
+        what = f'"{name}" ({kind.get("type", "any")}{"" if name in required else ", optional"})'
+        fields.append(f"{what}: {kind['description']}" if kind.get("description") else what)
+    return f"The body is a JSON object with {'; '.join(fields)}."
+
+
+def _text(result: Any) -> str:
+    parts = []
+    for item in result.content or []:
+        text = getattr(item, "text", None)
+        parts.append(text if text is not None else f"[{item.type}]")
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return "\n".join(parts)
+
+
+def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, whether or not an event loop runs in this thread."""
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(asyncio.run(coroutine))
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failure.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]

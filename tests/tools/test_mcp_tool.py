@@ -1,0 +1,185 @@
+"""Servers of the Model Context Protocol become tools, over pipes and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
+from tests.tools.fault_server import stopwatch
+
+pytest.importorskip("mcp")
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, str(ROOT / "tests/tools/mcp_server.py"))
+
+
+@pytest.fixture(scope="module")
+def tide():
+    return McpTool("tide", McpConfig(COMMAND))
+
+
+@pytest.fixture(scope="module")
+def act():
+    return McpTool("act", McpConfig(COMMAND, timeout_s=20.0, max_chars=500))
+
+
+def ask(tool, body, deadline=None):
+    return asyncio.run(call(tool, body, ToolContext(deadline=deadline)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"port": "Brest", "hour": 3}', '\n```json\n{"port": "Brest",\n "hour": 3}\n```\n'],
+)
+def test_a_call_is_a_json_object(tide, body):
+    seen = ask(tide, body)
+    assert isinstance(tide, Tool)
+    assert (seen.text, seen.outcome) == ("The tide at Brest at 3 h is 5 m.", "ok")
+
+
+def test_of_a_single_text_the_body_may_be_that_text():
+    tool = McpTool("say", McpConfig(COMMAND, tool="echo"))
+    assert ask(tool, " plain words ").text == "plain words"
+    assert ask(tool, '{"text": "as JSON"}').text == "as JSON"
+
+
+@pytest.mark.parametrize("body", ["Brest", "{}", '{"hour": 3}', "[1]", "{broken", ""])
+def test_calls_that_cannot_be_read_are_told_the_form(tide, body):
+    seen = ask(tide, body)
+    assert seen.outcome == "bad_call"
+    assert '"port" (string)' in seen.text and '"hour" (integer, optional)' in seen.text
+
+
+def test_errors_of_the_tool_are_its_answer(tide):
+    seen = ask(tide, '{"port": "Atlantis"}')
+    assert (seen.ok, seen.outcome) == (False, "error") and "no such port" in seen.text
+    wrong = ask(tide, '{"port": "Brest", "hour": "late"}')
+    assert wrong.outcome == "error" and "hour" in wrong.text
+
+
+def test_a_session_outlives_event_loops_and_is_opened_again_when_it_breaks(act):
+    first, second = ask(act, "process"), ask(act, "process")
+    assert first.ok and first.text == second.text
+    assert ask(act, "die").outcome == "fault"
+    third = ask(act, "process")
+    assert third.ok and third.text != first.text
+
+
+def test_calls_run_at_the_same_time(tide):
+    async def many():
+        bodies = [json.dumps({"port": "x" * i}) for i in range(1, 20)]
+        return await asyncio.gather(*(call(tide, body, ToolContext()) for body in bodies))
+
+    assert [seen.text.split()[-2] for seen in asyncio.run(many())] == [str(i) for i in range(1, 20)]
+
+
+def test_a_server_that_hangs_costs_its_deadline_and_comes_back(act):
+    ask(act, "process")
+    seconds = stopwatch()
+    assert ask(act, "hang", deadline=0.6).outcome == "timeout"
+    assert seconds() < 1.5
+    time.sleep(2.5)  # until it is found not to answer
+    assert ask(act, "process").ok
+
+
+def test_long_answers_are_cut(act):
+    seen = ask(act, "flood")
+    assert len(seen.text) < 600 and "left out" in seen.text
+
+
+def test_a_server_sees_only_the_environment_that_it_is_given(monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", "not-for-servers")
+    monkeypatch.setenv("TIDE_KEY", "for the server")
+    plain = McpTool("act", McpConfig(COMMAND))
+    assert "SERPER" not in ask(plain, "environment").text
+    given = McpTool("act", McpConfig(COMMAND, env=("TIDE_KEY",)))
+    assert "TIDE_KEY" in ask(given, "environment").text
+
+
+def test_servers_over_http():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        tool = McpTool("tide", McpConfig(url=f"http://127.0.0.1:{port}/mcp", timeout_s=5.0))
+        end = time.monotonic() + 20
+        while (
+            seen := ask(tool, '{"port": "Brest"}')
+        ).outcome == "fault" and time.monotonic() < end:
+            time.sleep(0.2)
+        assert seen.text == "The tide at Brest at 0 h is 5 m."
+    finally:
+        process.kill()
+        process.wait()
+    gone = ask(tool, '{"port": "Brest"}')
+    assert gone.outcome in ("fault", "timeout") and gone.seconds < 7
+
+
+def test_a_new_tool_is_a_tag_a_description_and_a_schema():
+    schema = '{"properties": {"port": {"type": "string", "description": "a harbour"}}}'
+    settings = {
+        "command": COMMAND,
+        "tool": "tide",
+        "description": "Tells the tide.",
+        "schema": schema,
+    }
+    config = ToolsConfig(names=("code", "tides"), mcp={"tides": settings}, protocol="seaside")
+    _, tides = make_tools(config)
+    assert ask(tides, "Brest").text == "The tide at Brest at 0 h is 5 m."
+    protocol = get_protocol("seaside")
+    assert protocol.tools == ("code", "tides") and "</tides>" in protocol.stops
+    prompt = render_prompt(protocol, "How high?")
+    assert '- <tides>: Tells the tide. The body is a JSON object with "port"' in prompt
+    assert "After <tides> and its <observation> comes" in prompt
+
+
+def test_what_is_not_configured_is_asked_of_the_server(tide):
+    text = asyncio.run(McpTool("tide", McpConfig(COMMAND)).describe())
+    assert text.startswith('Height of the tide in a port. The body is a JSON object with "port"')
+
+
+@pytest.mark.parametrize(
+    ("tag", "settings", "message"),
+    [
+        ("tide", {}, "either command or url"),
+        ("tide", {"command": COMMAND, "url": "http://a.example"}, "either command or url"),
+        ("Tide!", {"command": COMMAND}, "small letters"),
+        ("tide", {"url": "ftp://a.example"}, "ftp://a.example"),
+        ("tide", {"command": COMMAND, "schema": "{"}, "schema is not JSON"),
+        ("tide", {"comand": COMMAND}, r"config\.tools\.mcp\.tide\.comand is not a setting"),
+        ("code", {"command": COMMAND}, "belongs to another tool"),
+    ],
+)
+def test_mistakes_are_explained(tag, settings, message):
+    with pytest.raises(UserError, match=message):
+        make_tools(ToolsConfig(names=(tag,), mcp={tag: settings}))
+
+
+def test_a_server_without_the_tool_is_named():
+    tool = McpTool("ebb", McpConfig(COMMAND))
+    with pytest.raises(UserError, match=r"no tool 'ebb'; its tools are tide, echo, act"):
+        asyncio.run(tool.describe())
+    broken = McpTool("ebb", McpConfig(("/nonexistent/server",), timeout_s=5.0))
+    assert ask(broken, "{}").outcome == "fault"
+    with pytest.raises(UserError, match="does not answer"):
+        asyncio.run(broken.describe())
+
+
+def test_arguments_of_any_kind_of_body():
+    assert parse_arguments("{}", {}) == {}
+    assert parse_arguments("[" * 100_000, {}) is None
+    one = {"properties": {"q": {"type": "string"}}, "required": ["q"]}
+    assert parse_arguments("12", one) == {"q": "12"}
+    assert parse_arguments(" ", one) is None
