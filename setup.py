@@ -42,6 +42,8 @@ EXTRAS = {
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
     # Export of distilled data as a TFDS data set.
     "tfds": ["tensorflow-datasets>=4.9"],
+    # An OpenAI-compatible server (python -m coa_jax.serve).
+    "serve": ["fastapi>=0.165", "uvicorn>=0.54", "prometheus-client>=0.26"],
     # Accelerators: jax alone brings the CPU backend.
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.
@@ -58,6 +60,9 @@ TEST = [
     *EXTRAS["maths"],
     *EXTRAS["mcp"],
     *EXTRAS["notebook"],
+    *EXTRAS["serve"],
+    "openai>=3.54",
+    "schemathesis>=4.32",
     "pytest>=9.2",
     "pytest-xdist>=3.8",
     "hypothesis>=6.170",
@@ -76,7 +81,7 @@ setuptools.setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["coa_jax", "coa_jax.*"]),
-    package_data={"coa_jax": ["py.typed"]},
+    package_data={"coa_jax": ["py.typed", "serve/page.html"]},
     install_requires=CORE,
     extras_require={**EXTRAS, "test": TEST, "dev": [*TEST, "pre-commit>=4.7"]},
 )

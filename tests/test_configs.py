@@ -19,6 +19,7 @@ from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig
 
@@ -56,6 +57,8 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
         build(SFTConfig, values)
     elif stage == "rl":
         build(RLConfig, values)
+    elif stage == "serve":
+        build(ServeConfig, values)
     elif stage == "evaluate":
         assert {type(values.pop(name)) for name in ("model", "stage")} == {str}
         build(EvaluateConfig, values)

@@ -239,8 +239,7 @@ def _stock_system(template: str | None, tokenizer: Any) -> str:
 def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[int]:
     """Prompt ids: optional system turn, the user's turn, and the opening of the assistant's.
 
-    The frame is ChatML, written with control ids; contents are encoded as plain text.  For
-    contents that name no control token the ids equal those of the model's own chat template.
+    For contents that name no control token the ids equal those of the model's own chat template.
 
     Args:
         tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
@@ -251,12 +250,37 @@ def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[
     Raises:
         UserError: the tokenizer has no ChatML control tokens.
     """
+    turns = [] if system is None else [("system", system)]
+    return conversation_ids(tokenizer, [*turns, ("user", user_text)])
+
+
+def conversation_ids(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
+) -> list[int]:
+    """Prompt ids of a conversation, whose last turn is the assistant's, still open.
+
+    The frame is ChatML, written with control ids; contents are encoded as plain text.
+
+    Args:
+        tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
+        turns: (role, content) pairs.  Where the first is no system turn, the message that the
+            tokenizer's own chat template supplies goes before it; an empty one is left out.
+        prefix: what the assistant has said of its open turn; None for no open turn.
+
+    Raises:
+        UserError: the tokenizer has no ChatML control tokens.
+    """
     start, end = _control_id(tokenizer, IM_START), _control_id(tokenizer, IM_END)
     newline = encode_plain(tokenizer, "\n")
-    if system is None:
-        system = _stock_system(getattr(tokenizer, "chat_template", None), tokenizer)
+    if not turns or turns[0][0] != "system":
+        stock = _stock_system(getattr(tokenizer, "chat_template", None), tokenizer)
+        turns = [("system", stock), *turns]
     ids: list[int] = []
-    for role, content in (("system", system), ("user", user_text)):
-        if role == "user" or content:
+    for role, content in turns:
+        if role != "system" or content:
             ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]
-    return [*ids, start, *encode_plain(tokenizer, "assistant\n")]
+    if prefix is None:
+        return ids
+    # The prefix is encoded alone, as the policy's tokens follow the opening in training.
+    opening = [start, *encode_plain(tokenizer, "assistant\n")]
+    return [*ids, *opening, *encode_plain(tokenizer, prefix)]

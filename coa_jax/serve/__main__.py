@@ -1,0 +1,48 @@
+"""Serves a policy to any OpenAI client, and to a browser at ``/``.
+
+    python -m coa_jax.serve --config=configs/serve/factbook.py
+
+Clients find it under ``http://HOST:PORT/v1``.  Ctrl-C and SIGTERM end it once the requests in
+progress have finished; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from absl import flags
+
+from coa_jax.cli import config_flag, run_main
+from coa_jax.errors import UserError
+from coa_jax.serve.config import ServeConfig
+from coa_jax.settings import build, take
+from coa_jax.tools.make import ToolsConfig
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/serve/factbook.py")
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    try:
+        from coa_jax.serve.run import listen, make_service, serve_until_signal
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the package {error.name} is missing: bash launch/setup_env.sh serve"
+        ) from error
+    values = flags.FLAGS.config.to_dict()
+    tools = build(ToolsConfig, take(values, "tools"), "config.tools")
+    values["name"] = values.get("name") or Path(values.get("model", "")).name
+    config = build(ServeConfig, values)
+    listener = listen(config)  # before the minutes that loading may take
+    service = make_service(config, tools)
+    key = os.environ.get(config.api_key_env) or None
+    asyncio.run(serve_until_signal(service, listener, key))
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,130 @@
+"""What clients get back: OpenAI's objects, with the fields that vLLM adds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from coa_jax.model.tokenizer import decode_ids
+from coa_jax.serve.samples import Event, Token
+from coa_jax.serve.score import Scored
+from coa_jax.trajectory import Author
+
+
+@dataclasses.dataclass
+class Choice:
+    """A sample while its events come in.
+
+    Attributes:
+        text: so far.
+        tokens: sampled so far, the end token excluded.
+        events: parts of an agent's trajectory: author, text, and the call that was answered.
+        last: the event with which it finished.
+    """
+
+    text: str = ""
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    parts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    last: Event | None = None
+
+    def add(self, event: Event) -> None:
+        """Takes an event in."""
+        self.text += event.text
+        self.tokens += event.tokens
+        if event.author is Author.ENVIRONMENT:
+            self.parts.append(part(event))
+        if event.finish is not None:
+            self.last = event
+
+
+def part(event: Event) -> dict[str, Any]:
+    """Who wrote a piece of an agent's trajectory, and which call it answers."""
+    described: dict[str, Any] = {"author": event.author.name.lower()}
+    if event.call is not None:
+        call = event.call
+        described["tool"] = call.tool
+        described["outcome"] = call.outcome
+        described["seconds"] = round(call.end - call.start, 3)
+    return described
+
+
+def usage(prompt: int, choices: Sequence[Choice]) -> dict[str, int]:
+    """Tokens of a request; those of tools count as completion, whose context they fill."""
+    generated = 0
+    for choice in choices:
+        if choice.last is not None and choice.last.trajectory is not None:
+            generated += len(choice.last.trajectory.tokens) - prompt
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+
+
+def _spelling(data: bytes) -> dict[str, Any]:
+    return {"token": data.decode("utf-8", "replace"), "bytes": list(data)}
+
+
+def chat_logprobs(
+    tokens: Sequence[Token], scored: Sequence[Scored] | None, top: int, spell: Any
+) -> dict[str, Any]:
+    """The ``logprobs`` of a chat choice.
+
+    Args:
+        tokens: that were sampled.
+        scored: the same ones with their alternatives, where the client wants any.
+        top: how many alternatives.
+        spell: bytes of an id.
+    """
+    content = []
+    for index, token in enumerate(tokens):
+        best = scored[index].top[:top] if scored else ()
+        alternatives = [{**_spelling(spell[i]), "logprob": logp} for i, logp in best]
+        content.append(
+            {**_spelling(token.data), "logprob": token.logp, "top_logprobs": alternatives}
+        )
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -> dict[str, Any]:
+    """The ``logprobs`` of a text choice, whose text begins at a character of the whole."""
+    tokens, offsets = [], []
+    for one in scored:
+        word = spell[one.id].decode("utf-8", "replace")
+        tokens.append(word)
+        offsets.append(offset)
+        offset += len(word)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [one.logp for one in scored],
+        "top_logprobs": [
+            {spell[i].decode("utf-8", "replace"): logp for i, logp in one.top[:top]} or None
+            for one in scored
+        ],
+        "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Any, scored: Sequence[Scored], top: int
+) -> list[dict[str, Any] | None]:
+    """The ``prompt_logprobs`` of vLLM: for each token itself and the likeliest, None first."""
+    rows: list[dict[str, Any] | None] = []
+    for one in scored:
+        if one.logp is None:
+            rows.append(None)
+            continue
+        best = {i: (logp, rank) for rank, (i, logp) in enumerate(one.top[:top], start=1)}
+        best.setdefault(one.id, (one.logp, one.rank))
+        rows.append(
+            {
+                str(i): {
+                    "logprob": logp,
+                    "rank": rank,
+                    "decoded_token": decode_ids(tokenizer, [i]),
+                }
+                for i, (logp, rank) in best.items()
+            }
+        )
+    return rows

@@ -1,0 +1,60 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from coa_jax.serve.samples import Event, Visit
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Meters:
+    """The meters of one server."""
+
+    def __init__(self, slots: int):
+        """Makes them, all at zero."""
+        self._registry = r = CollectorRegistry()
+        self.requests = Counter(
+            "coa_jax_requests",
+            "Requests by route and HTTP status.",
+            ["route", "status"],
+            registry=r,
+        )
+        self.completions = Counter(
+            "coa_jax_completions", "Finished samples by reason.", ["reason"], registry=r
+        )
+        self.prompt_tokens = Counter(
+            "coa_jax_prompt_tokens", "Tokens of the prompts of finished samples.", registry=r
+        )
+        self.generated_tokens = Counter(
+            "coa_jax_generated_tokens", "Tokens of finished samples after the prompt.", registry=r
+        )
+        self.tool_calls = Counter(
+            "coa_jax_tool_calls", "Tool calls of agents.", ["tool", "outcome"], registry=r
+        )
+        self.running = Gauge("coa_jax_running", "Samples in slots.", registry=r)
+        self.waiting = Gauge("coa_jax_waiting", "Samples that wait for a slot.", registry=r)
+        Gauge("coa_jax_slots", "Samples that run at a time.", registry=r).set(slots)
+        self.first_text = Histogram(
+            "coa_jax_first_text_seconds",
+            "From a request to the first text.",
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.seconds = Histogram(
+            "coa_jax_request_seconds", "From a request to its end.", buckets=_SECONDS, registry=r
+        )
+
+    def finished(self, visit: Visit, event: Event) -> None:
+        """Counts a sample that has ended."""
+        assert event.trajectory is not None
+        self.completions.labels(str(event.trajectory.stop_reason)).inc()
+        self.prompt_tokens.inc(len(visit.prompt))
+        self.generated_tokens.inc(len(event.trajectory.tokens) - len(visit.prompt))
+        for call in event.trajectory.tool_calls:
+            self.tool_calls.labels(call.tool, call.outcome).inc()
+
+    def text(self) -> bytes:
+        """All meters in the text format of Prometheus."""
+        return generate_latest(self._registry)

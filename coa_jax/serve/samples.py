@@ -1,0 +1,185 @@
+"""The kinds of samples that a server runs, each of which tells its client what happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from coa_jax.protocol import get_protocol
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.episodes import TextEpisodes
+from coa_jax.rollout.request import Request
+from coa_jax.serve.stops import StopStrings
+from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A sampled token.
+
+    Attributes:
+        id: in the vocabulary.
+        data: its bytes.
+        logp: natural logarithm of the probability under which it was sampled.
+    """
+
+    id: int
+    data: bytes
+    logp: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happened to a sample of a request.
+
+    Attributes:
+        sample: its number.
+        text: what was added to its text; whole characters.
+        tokens: what was sampled since the last event; their bytes may be ahead of the text.
+        author: of the text.
+        call: the call that the text answers, in an agent's trajectory.
+        finish: ``stop``, ``length`` or ``cancelled`` in the last event of the sample, else None.
+        stop: the stop string that ended it, if one did.
+        trajectory: the whole of it, in the last event.
+    """
+
+    sample: int
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    author: Author = Author.POLICY
+    call: ToolCall | None = None
+    finish: str | None = None
+    stop: str | None = None
+    trajectory: Trajectory | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visit(Request):
+    """A request of a client.
+
+    Attributes:
+        events: where what happens to its samples goes.
+        agent: whether the policy's tags call tools; else it only writes on.
+        stops: strings that end a completion.
+        keep_stop: whether a completion's text includes the string that ended it.
+    """
+
+    events: asyncio.Queue[Event] = dataclasses.field(default_factory=asyncio.Queue)
+    agent: bool = False
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+
+    # Two clients may ask the same.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+class Completion(Episode):
+    """A sample that calls no tool and ends at a stop string, at an end token or out of room."""
+
+    def __init__(self, visit: Visit, sample: int, table: TokenTable, ends: frozenset[int]):
+        super().__init__(
+            task_id=visit.task.id,
+            sample_id=sample,
+            question="",
+            protocol=get_protocol(visit.task.protocol),
+            prompt=visit.prompt,
+            table=table,
+            end_tokens=ends,
+        )
+        self._visit, self._table = visit, table
+        self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
+
+    def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
+        """See `Episode.feed`; what the protocol would make of the text plays no part."""
+        event = super().feed(token, logp)
+        if event is StopReason.EOS:
+            return event  # the token that ends a text is not part of it
+        text = self._stops.feed(self.take_text())
+        sampled = Token(token, self._table[token], logp)
+        self._visit.events.put_nowait(Event(self.sample_id, text, (sampled,)))
+        return None if self._stops.found is None else StopReason.EOS
+
+    def finish(
+        self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
+    ) -> Trajectory:
+        """See `Episode.finish`."""
+        trajectory = super().finish(stop_reason, gold, metadata)
+        rest = self._stops.feed(self.take_text()) + self._stops.flush()
+        self._visit.events.put_nowait(
+            Event(
+                self.sample_id,
+                rest,
+                finish=finish_reason(stop_reason),
+                stop=self._stops.found,
+                trajectory=trajectory,
+            )
+        )
+        return trajectory
+
+
+class Agent(Episode):
+    """A sample whose tags call tools; its client sees every part as it is written."""
+
+    def __init__(self, visit: Visit, episode_options: dict[str, Any]):
+        super().__init__(**episode_options)
+        self._visit = visit
+
+    def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
+        """See `Episode.feed`."""
+        event = super().feed(token, logp)
+        self._tell()
+        return event
+
+    def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
+        """See `Episode.observe`."""
+        super().observe(tokens, text, call)
+        event = Event(self.sample_id, text, author=Author.ENVIRONMENT, call=call)
+        self._visit.events.put_nowait(event)
+
+    def finish(
+        self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
+    ) -> Trajectory:
+        """See `Episode.finish`."""
+        trajectory = super().finish(stop_reason, gold, metadata)
+        self._tell()
+        reason = finish_reason(stop_reason)
+        event = Event(self.sample_id, finish=reason, trajectory=trajectory)
+        self._visit.events.put_nowait(event)
+        return trajectory
+
+    def _tell(self) -> None:
+        if text := self.take_text():
+            self._visit.events.put_nowait(Event(self.sample_id, text))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedEpisodes(TextEpisodes):
+    """Completions and agents side by side (see `coa_jax.rollout.episodes.Episodes`)."""
+
+    def begin(self, request: Request, sample: int) -> Episode:
+        """See `Episodes`."""
+        assert isinstance(request, Visit)
+        if not request.agent:
+            return Completion(request, sample, self.table, self.end_tokens)
+        options = {
+            "task_id": request.task.id,
+            "sample_id": sample,
+            "question": request.task.question,
+            "protocol": get_protocol(request.task.protocol),
+            "prompt": request.prompt,
+            "table": self.table,
+            "end_tokens": self.end_tokens,
+            "strict": self.strict,
+        }
+        return Agent(request, options)
+
+
+def finish_reason(reason: StopReason) -> str:
+    """The word that clients know for the end of a sample."""
+    if reason is StopReason.CANCELLED:
+        return "cancelled"
+    return "stop" if reason in (StopReason.EOS, StopReason.ANSWER) else "length"

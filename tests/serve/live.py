@@ -1,0 +1,95 @@
+"""A real server of the tiny policy, in a thread, on a port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.serve.config import ServeConfig
+from coa_jax.serve.run import listen, serve
+from coa_jax.serve.service import Service
+from tests import tiny_policy
+
+BUDGET = RolloutConfig(max_tokens=192, max_tool_calls=3, max_observation_tokens=48)
+SHAPES = EngineConfig(slots=4, max_length=256, chunk=4, extend_buckets=(32, 64))
+CONFIG = ServeConfig(
+    model="",
+    name="tiny",
+    host="127.0.0.1",
+    port=0,
+    api_key_env="",
+    protocol=tiny_policy.PROTOCOL,
+    max_waiting=100,
+    max_samples=8,
+    max_body=100_000,
+    shutdown_seconds=5.0,
+    seed=0,
+    engine=SHAPES,
+    rollout=BUDGET,
+)
+
+
+@functools.cache
+def engine() -> Engine:
+    """One for all servers: they run one after another."""
+    model = tiny_policy.policy()
+    made = Engine(model.params, model.config, SHAPES, eos_ids(model.tokenizer))
+    made.warm_up()
+    return made
+
+
+@contextlib.contextmanager
+def server(config: ServeConfig = CONFIG, api_key: str | None = None) -> Iterator[str]:
+    """Its address; it ends with the context."""
+    service = Service(tiny_policy.policy(), engine(), list(tiny_policy.tools().values()), config)
+    listener = listen(config)
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    loop, asked = asyncio.new_event_loop(), asyncio.Event()
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve(service, listener, api_key, asked))
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(200):
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(f"{address}/health")
+                break
+            time.sleep(0.05)
+        yield address
+    finally:
+        loop.call_soon_threadsafe(asked.set)
+        thread.join(60)
+        assert ended == [None]
+        assert not engine().any_active
+
+
+def meter(address: str, name: str) -> float:
+    """The value of a meter without labels."""
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
+def until(address: str, name: str, value: float, seconds: float = 10.0) -> float:
+    """Seconds until a meter has a value."""
+    began = time.monotonic()
+    while meter(address, name) != value:
+        assert time.monotonic() - began < seconds, f"{name} is {meter(address, name)}"
+        time.sleep(0.02)
+    return time.monotonic() - began

@@ -1,0 +1,218 @@
+"""What a server refuses, and what it does when clients and operators leave."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from coa_jax.model.api import save_model
+from tests import tiny_policy
+from tests.serve.live import CONFIG, meter, server, until
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "river?"}], "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def address():
+    with server() as where:
+        yield where
+
+
+def post(address, body, route="chat/completions", **options):
+    return httpx.post(f"{address}/v1/{route}", json=body, timeout=60, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "gpt-4o"}, 404, "there is no model 'gpt-4o' here, but tiny and tiny-agent"),
+        ({"messages": []}, 400, "messages: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: "),
+        ({"temprature": 1}, 400, "temprature: this server does not know the field"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty: "),
+        ({"tools": [{"type": "function"}]}, 400, "tools: this server does not know the field"),
+        ({"temperature": -1}, 400, "temperature: "),
+        ({"top_p": 0}, 400, "top_p: "),
+        ({"n": 9}, 400, "n is 9; this server allows 8"),
+        ({"max_tokens": 100_000}, 400, "max_tokens is 100000; the prompt has "),
+        ({"messages": [{"role": "user", "content": "x " * 600}]}, 400, "context has room for 256"),
+        ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"model": "tiny-agent", "stop": "x"}, 400, "send no stop strings"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options are for streams"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_in_openais_form(address, change, status, message):
+    answer = post(address, {**ASK, **change})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert error["code"] == status
+    streamed = post(address, {**ASK, **change, "stream": True})
+    if "stream_options" not in change:
+        assert streamed.status_code == status
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model":', b"[" * 20_000]
+)
+def test_what_is_no_request_is_a_400(address, content):
+    headers = {"content-type": "application/json"}
+    for route in ("chat/completions", "completions"):
+        answer = httpx.post(f"{address}/v1/{route}", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+
+
+def test_large_bodies_unknown_paths_and_other_methods_are_refused(address):
+    large = post(address, {**ASK, "user": "x" * CONFIG.max_body})
+    assert (large.status_code, large.json()["error"]["code"]) == (413, 413)
+
+    def chunks():
+        for _ in range(CONFIG.max_body // 10_000 + 2):
+            yield b" " * 10_000
+
+    assert httpx.post(f"{address}/v1/completions", content=chunks()).status_code == 413
+    assert httpx.get(f"{address}/v1/nothing").json()["error"]["code"] == 404
+    assert httpx.get(f"{address}/v1/completions").json()["error"]["code"] == 405
+
+
+def test_only_who_has_the_key_is_served():
+    with server(api_key="sesame") as address:
+        assert post(address, ASK).status_code == 401
+        assert post(address, ASK, headers={"Authorization": "Bearer other"}).status_code == 401
+        assert httpx.get(f"{address}/v1/models").status_code == 401
+        assert httpx.get(f"{address}/health").status_code == 200
+        given = {"Authorization": "Bearer sesame"}
+        assert post(address, {**ASK, "max_tokens": 2}, headers=given).status_code == 200
+        assert "sesame" not in httpx.get(f"{address}/metrics", headers=given).text
+
+
+def test_more_requests_than_may_wait_are_refused_and_come_in_later():
+    with server(dataclasses.replace(CONFIG, max_waiting=2)) as address:
+        ask = {**ASK, "max_tokens": 150, "temperature": 5.0}
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            codes = [a.status_code for a in pool.map(lambda _: post(address, ask), range(12))]
+        assert set(codes) == {200, 429}
+        assert codes.count(200) >= 6
+        assert post(address, ask).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slots(address, stream):
+    ask = {**ASK, "n": 4, "temperature": 5.0, "max_tokens": 200, "stream": stream}
+    with httpx.Client() as client:
+        request = client.build_request("POST", f"{address}/v1/chat/completions", json=ask)
+        if stream:
+            response = client.send(request, stream=True)
+            next(response.iter_text())
+            response.close()
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(request.url, content=request.content, headers=request.headers,
+                           timeout=0.05)  # fmt: skip
+    assert until(address, "coa_jax_running", 0.0) < 5
+    assert meter(address, "coa_jax_waiting") == 0
+
+
+def test_the_meters_count_what_was_served():
+    with server() as address:
+        answer = post(address, {**ASK, "max_tokens": 5, "n": 3}).json()
+        agent = {**ASK, "model": "tiny-agent", "temperature": 0}
+        agent["messages"] = [{"role": "user", "content": tiny_policy.TASKS[0].question}]
+        post(address, agent)
+        post(address, {"model": "no"})
+        text = httpx.get(f"{address}/metrics").text
+        generated = answer["usage"]["completion_tokens"]
+        assert meter(address, "coa_jax_generated_tokens_total") > generated > 3
+        assert 'coa_jax_completions_total{reason="answer"} 1.0' in text
+        assert 'coa_jax_tool_calls_total{outcome="ok",tool="wiki_search"} 1.0' in text
+        assert 'coa_jax_requests_total{route="/v1/chat/completions",status="400"} 1.0' in text
+        assert meter(address, "coa_jax_first_text_seconds_count") == 2
+
+
+def fuzz(address, examples):
+    """Sends what the published description allows, and what it forbids; returns the statuses."""
+    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    modes = [schema.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
+    statuses: list[int] = []
+
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck), phases=(Phase.generate,),
+    )  # fmt: skip
+    @given(case=st.one_of(modes))
+    def send(case):
+        answer = case.call(timeout=30)
+        statuses.append(answer.status_code)
+        assert answer.status_code < 500, (answer.status_code, answer.text, case.body)
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"]
+
+    send()
+    return statuses
+
+
+def test_requests_drawn_from_the_published_description_never_break_the_server(address):
+    statuses = fuzz(address, 60)
+    assert 400 in statuses
+    assert httpx.get(f"{address}/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_thousand_drawn_requests_never_break_the_server(address):
+    statuses = fuzz(address, 1000)
+    assert {200, 400} <= set(statuses)
+    assert until(address, "coa_jax_running", 0.0) < 10
+
+
+def command(model: Path, *arguments: str) -> list[str]:
+    return [
+        sys.executable, "-m", "coa_jax.serve", f"--config.model={model}", "--config.name=tiny",
+        "--config.engine.slots=2", *arguments,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "model"
+    save_model(tiny_policy.policy(), path)
+    return path
+
+
+def test_sigterm_lets_requests_finish_and_ends_with_0(model, address):
+    taken = address.rpartition(":")[2]
+    options = {"cwd": REPOSITORY, "text": True, "env": {**os.environ, "JAX_PLATFORMS": "cpu"}}
+    refused = subprocess.run(
+        command(model, f"--config.port={taken}"), capture_output=True, **options
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: cannot listen on 127.0.0.1:{taken}: ")
+    assert len(refused.stderr.splitlines()) == 1
+
+    with subprocess.Popen(
+        command(model, "--config.port=0"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    ) as process:
+        line = next(line for line in process.stdout if line.startswith("serving"))
+        where = line.split()[3]
+        ask = {**ASK, "max_tokens": 150, "temperature": 5.0, "n": 2}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, where, ask)
+            until(where, "coa_jax_running", 2.0)
+            process.send_signal(signal.SIGTERM)
+            assert answer.result().status_code == 200
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "Traceback" not in err
