@@ -30,7 +30,7 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 
     Args:
         cls: a dataclass; its fields name the keys.
-        values: a ConfigDict or a mapping.
+        values: a ConfigDict or a mapping; a tuple of texts may be one text with commas.
         where: what error messages call it.
 
     Raises:
@@ -60,6 +60,8 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
             value = build(types[name], value, f"{where}.{name}")
         elif isinstance(value, list):
             value = tuple(value)  # frozen dataclasses are static arguments and must hash
+        elif types[name] == tuple[str, ...] and isinstance(value, str):
+            value = tuple(filter(None, map(str.strip, value.split(","))))
         arguments[name] = value
     return cls(**arguments)
 
@@ -74,4 +76,11 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     Raises:
         UserError: a key is unknown or missing.
     """
-    return ConfigDict(dataclasses.asdict(build(cls, values)))
+    return ConfigDict(_overridable(dataclasses.asdict(build(cls, values))))
+
+
+def _overridable(value: Any) -> Any:
+    """The same settings, in which every value tells its type: an empty tuple would not."""
+    if isinstance(value, dict):
+        return {key: _overridable(inner) for key, inner in value.items()}
+    return "" if value == () else value

@@ -82,7 +82,7 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    assert {Path(path).parts[1] for path in CONFIGS} == {*STAGES, "quickstart"}
+    assert {Path(path).parts[1] for path in CONFIGS} == {*STAGES, "quickstart", "serve"}
 
 
 @pytest.mark.parametrize("path", CONFIGS)
@@ -95,6 +95,8 @@ def test_the_docstring_gives_the_command(path):
     text = module.__doc__ or ""
     if stage == "quickstart":
         assert "    bash launch/quickstart.sh" in text
+    elif stage == "serve":
+        assert f"    python -m coa_jax.serve --config={path}\n" in text
     else:
         assert re.search(rf"^    python -m coa_jax\.{stage} --config={path} --workdir=\S+$",
                          text, re.MULTILINE)  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.settings import build, complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,3 +62,17 @@ def test_mistakes_name_the_setting(form, values, message):
 def test_the_place_of_a_part_is_named():
     with pytest.raises(UserError, match=r"config\.rl\.width is missing"):
         build(Inner, {}, "config.rl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    names: tuple[str, ...] = ()
+    widths: tuple[int, ...] = (1,)
+
+
+def test_a_command_line_gives_texts_with_commas_and_an_empty_tuple_has_a_type():
+    config = complete(Hosts, {})
+    assert config.to_dict() == {"names": "", "widths": (1,)}
+    assert build(Hosts, config) == Hosts()
+    config.names = "a.org, b.org,"
+    assert build(Hosts, config).names == ("a.org", "b.org")
