@@ -18,7 +18,7 @@ from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
 from coa_jax.tools.sandbox.run import GRACE_S, Result, SandboxError, run
 
-_BAD_CALL = (
+BAD_CALL = (
     "[FAILED] The call could not be read. Write one block that starts with ```py and ends with"
     " ```, and after it, if the program reads input, one ```sh block with that input."
 )
@@ -110,7 +110,7 @@ class CodeTool:
         start = time.monotonic()
         parsed = parse_code(arguments)
         if parsed is None:
-            return Observation(_BAD_CALL, False, "bad_call", time.monotonic() - start)
+            return Observation(BAD_CALL, False, "bad_call", time.monotonic() - start)
         source, stdin = parsed
         patience, hurried = self.queue_s, False
         if context.deadline is not None and context.deadline - _MARGIN_S < patience:

@@ -12,10 +12,13 @@ from coa_jax.protocol import add_protocol, protocol_with_tools
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
+from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, run_in_thread
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Mode, Recorded
+from coa_jax.tools.remote import RemoteCode, RemoteSearch
+from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
@@ -44,19 +47,25 @@ class ToolsConfig:
     """Which tools there are, and their limits.
 
     Attributes:
-        names: of ``wiki_search``, ``code``, ``web_search``, ``crawl_page`` and the tags in ``mcp``.
+        names: of ``wiki_search``, ``code``, ``web_search``, ``crawl_page``, ``visual_inspector``
+            and the tags in ``mcp``.
         protocol: name of a further protocol over just these tools, which tasks can then ask for
             (``questions.jsonl:protocol=NAME``); "" for none.
         top_k: passages in an observation of ``wiki_search``.
+        corpus: JSONL file with the passages of ``wiki_search``; "" for the Factbook.
+        wiki_url: ``/retrieve`` of a server that ``wiki_search`` asks instead of its own index.
         passage_chars: longest passage of free text, in characters.
         code_timeout_s: wall seconds of a program.
         code_cpu_s: processor seconds of each process of a program.
         code_memory_mb: MiB of memory of a program.
         code_output_chars: characters of a program's output that the policy reads.
+        code_url: ``/run_code`` of a server that runs programs instead of this machine.
+        remote_key_env: environment variable with the bearer token of these two servers.
         code_unsafe: run programs without isolation; has an effect only together with the
             environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
         web_search: where ``web_search`` looks.
         crawl_page: how ``crawl_page`` reads.
+        visual_inspector: which model looks at images.
         mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
         store: answers that are kept.
     """
@@ -64,14 +73,19 @@ class ToolsConfig:
     names: tuple[str, ...] = ("wiki_search", "code")
     protocol: str = ""
     top_k: int = 3
+    corpus: str = ""
+    wiki_url: str = ""
     passage_chars: int = 300
     code_timeout_s: float = 7.0
     code_cpu_s: float = 5.0
     code_memory_mb: int = 5120
     code_output_chars: int = 1536
+    code_url: str = ""
+    remote_key_env: str = ""
     code_unsafe: bool = False
     web_search: WebSearchConfig = dataclasses.field(default_factory=WebSearchConfig)
     crawl_page: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
+    visual_inspector: VisualConfig = dataclasses.field(default_factory=VisualConfig)
     mcp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
 
@@ -83,12 +97,14 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
         UserError: a name is unknown, a setting, package or key is missing, or programs cannot be
             isolated on this machine.
     """
-    search = WikiSearch(top_k=config.top_k, passage_chars=config.passage_chars)
+    passages = read_corpus(config.corpus) if config.corpus else None
+    search = WikiSearch(config.top_k, config.passage_chars, passages=passages)
     makers: dict[str, Callable[[], Tool]] = {
-        "wiki_search": lambda: _warm(search),
+        "wiki_search": lambda: _wiki(config, search),
         "code": lambda: _code(config),
         "web_search": lambda: WebSearch(config.web_search, search.warm_up),
         "crawl_page": lambda: CrawlPage(config.crawl_page, search.warm_up),
+        "visual_inspector": lambda: VisualInspector(config.visual_inspector),
     }
     for tag, settings in config.mcp.items():
         if tag in makers:
@@ -105,12 +121,22 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     return _stored(tools, config.store)
 
 
-def _warm(search: WikiSearch) -> Tool:
+def _wiki(config: ToolsConfig, search: WikiSearch) -> Tool:
+    if config.wiki_url:
+        return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
     search.warm_up()
     return search
 
 
 def _code(config: ToolsConfig) -> Tool:
+    if config.code_url:
+        return RemoteCode(
+            config.code_url,
+            config.code_timeout_s,
+            config.code_memory_mb,
+            config.code_output_chars,
+            key_env=config.remote_key_env,
+        )
     return CodeTool(
         timeout_s=config.code_timeout_s,
         cpu_s=config.code_cpu_s,

@@ -1,0 +1,190 @@
+"""Tools that run elsewhere: a retrieval server, and a sandbox for machines that may not have one.
+
+``coa_jax.tools.tool_server`` is a server for both.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import parse_code
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat
+from coa_jax.tools.code import BAD_CALL, describe
+from coa_jax.tools.corpus import split_contents
+from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.net.chat import trusting
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, Request, fetch_json
+from coa_jax.tools.net.secrets import Secret
+from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
+from coa_jax.tools.sandbox.run import Captured, Result
+from coa_jax.tools.wiki_search import Hit, format_hits
+
+
+async def _post(
+    url: str, body: dict[str, Any], limits: Limits, key_env: str, seconds: float | None
+) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if key_env:
+        headers["Authorization"] = f"Bearer {Secret(key_env).reveal()}"
+    request = Request(url, "POST", headers, json.dumps(body).encode())
+    left = None if seconds is None else 0.95 * seconds
+    answer = await fetch_json(request, limits.within(left), trusting(url))
+    return Secret(key_env).redact(answer)
+
+
+class RemoteSearch:
+    """``wiki_search`` by a server that speaks Search-R1's ``/retrieve``.
+
+    Attributes:
+        name: "wiki_search".
+        deadline: seconds a call may take.
+        settings: what answers depend on besides the query.
+    """
+
+    name = "wiki_search"
+
+    def __init__(self, url: str, top_k: int = 3, timeout_s: float = 30.0, key_env: str = ""):
+        """Sets up the client.
+
+        Raises:
+            UserError: the address is none, or a number is out of range.
+        """
+        if top_k < 1:
+            raise UserError(f"wiki_search: top_k is {top_k}; give 1 or more")
+        trusting(url)
+        self._url, self._top_k, self._key_env = url, top_k, key_env
+        self._limits = Limits(total_s=timeout_s, read_s=timeout_s, redirects=0)
+        self.deadline = timeout_s + 1.0
+        self.settings = json.dumps([url, top_k])
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Searches for the text between the tags."""
+        start = time.monotonic()
+        query = " ".join(arguments.split())
+        if not query:
+            text = "The query is empty. Write what to search for between the tags."
+            return Observation(text, False, "bad_call", time.monotonic() - start)
+        if is_repeat(self.name, arguments, context):
+            text = "This query was already searched. Use its result or search for something else."
+            seconds = time.monotonic() - start
+            return Observation(text, False, "error", seconds, {"duplicate": True})
+        body = {"queries": [query], "topk": self._top_k, "return_scores": True}
+        try:
+            answer = await _post(self._url, body, self._limits, self._key_env, context.deadline)
+            hits = _hits(answer)[: self._top_k]
+        except FetchError as error:
+            outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
+            text = f"The search failed: {error.message}. Search again, or go on without it."
+            detail = {"error": f"{error.kind}: {error.message}"}
+            return Observation(text, False, outcome, time.monotonic() - start, detail)
+        if not hits:
+            text = "Nothing was found. Try other or fewer words."
+            return Observation(text, False, "error", time.monotonic() - start, {"hits": 0})
+        found = {"hits": len(hits), "titles": [hit.passage.title for hit in hits]}
+        return Observation(format_hits(hits), True, "ok", time.monotonic() - start, found)
+
+
+def _hits(answer: Any) -> list[Hit]:
+    """The documents for the one query, with or without scores."""
+    try:
+        (rows,) = answer["result"]
+        hits = []
+        for row in rows:
+            document = row.get("document", row)
+            if "contents" in document:
+                passage = split_contents(document["contents"])
+            else:
+                passage = Passage(str(document.get("title", "")), document["text"])
+            hits.append(Hit(passage, float(row.get("score", 0.0))))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FetchError(
+            "malformed", "the answer of the search server is not in its form"
+        ) from error
+    return hits
+
+
+class RemoteCode:
+    """``code`` by a server that speaks Sandbox Fusion's ``/run_code``.
+
+    Attributes:
+        name: "code".
+        deadline: seconds a call may take.
+    """
+
+    name = "code"
+
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 7.0,
+        memory_mb: int = 5120,
+        max_output_chars: int = 1536,
+        queue_s: float = 30.0,
+        key_env: str = "",
+    ):
+        """Sets up the client.
+
+        Args:
+            url: of ``/run_code``.
+            timeout_s: wall seconds of a program.
+            memory_mb: MiB of memory of a program.
+            max_output_chars: characters of output in an observation.
+            queue_s: seconds that a call may wait there.
+            key_env: environment variable with a bearer token.
+
+        Raises:
+            UserError: the address is none.
+        """
+        trusting(url)
+        self._url, self._key_env = url, key_env
+        self._program = ProgramLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb)
+        self._room = max_output_chars
+        total = timeout_s + queue_s
+        self._limits = Limits(total_s=total, read_s=total, redirects=0, attempts=2)
+        self.deadline = total + 1.0
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Runs the program between the tags."""
+        start = time.monotonic()
+        parsed = parse_code(arguments)
+        if parsed is None:
+            return Observation(BAD_CALL, False, "bad_call", time.monotonic() - start)
+        limits = self._program
+        body = {
+            "language": "python",
+            "code": parsed[0],
+            "stdin": parsed[1] or "",
+            "run_timeout": limits.wall_s,
+            "memory_limit_MB": limits.memory_mb,
+        }
+        try:
+            answer = await _post(self._url, body, self._limits, self._key_env, context.deadline)
+            result = _result(answer)
+        except FetchError as error:
+            outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
+            text = f"The {self.name} tool is not available at the moment: {error.message}."
+            detail = {"exception": f"{error.kind}: {error.message}"}
+            return Observation(text, False, outcome, time.monotonic() - start, detail)
+        outcome, text = describe(result, limits, self._room)
+        ran = {"isolation": "remote", "exit_code": result.code}
+        return Observation(text, outcome == "ok", outcome, time.monotonic() - start, ran)
+
+
+def _result(answer: Any) -> Result:
+    try:
+        if answer["status"] == "SandboxError":
+            raise FetchError("malformed", "the remote sandbox does not work")
+        ran = answer["run_result"]
+        late = ran["status"] == "TimeLimitExceeded"
+        streams = [
+            Captured(text, text, len(text)) for text in (ran["stdout"] or "", ran["stderr"] or "")
+        ]
+        code = None if late else int(ran["return_code"])
+        reason = "wall" if late else "exit"
+    except (KeyError, TypeError, ValueError) as error:
+        raise FetchError("malformed", "the answer of the sandbox is not in its form") from error
+    return Result(streams[0], streams[1], reason, code, 0.0, 0)

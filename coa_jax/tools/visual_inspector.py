@@ -1,0 +1,182 @@
+"""The ``visual_inspector`` tool: what an image shows, told by a vision model behind any
+OpenAI-compatible endpoint.
+
+The body is a JSON object with ``file_path``, a file in an allowed folder or an address, and perhaps
+``question``.  With a question the model is asked to describe what bears on it, not to answer it:
+answering is the policy's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import parse_inspection
+from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.net.address import Guard
+from coa_jax.tools.net.chat import ChatConfig, chat
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, Request, fetch
+from coa_jax.tools.net.text import clip
+
+_BAD_CALL = (
+    'The call could not be read. Write a JSON object such as {"file_path": "picture.png",'
+    ' "question": "What is written on the sign?"}.'
+)
+_NOT_CONFIGURED = (
+    "No model that can look at images is configured, so images cannot be inspected here. Go on"
+    " without this tool."
+)
+_NO_IMAGE = "The file is no image of a known type (PNG, JPEG, GIF, WebP, BMP)."
+_DESCRIBE = "Describe this image: what it shows, all text and figures on it, and how they relate."
+_WITH_QUESTION = (
+    "Describe what in this image bears on the question below: objects, text, figures, positions,"
+    " colours. Do not answer the question, and say so where the image does not show what it asks"
+    " for. The question: "
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisualConfig:
+    """Which model looks at images, and at which.
+
+    Attributes:
+        chat: the endpoint; without a url every call says that there is none.
+        folders: folders whose files may be looked at; relative paths are looked for in each.
+        allow_hosts: hosts besides the public ones, as in `Guard.allow`.
+        max_bytes: bytes of an image.
+        max_chars: characters of an observation.
+    """
+
+    chat: ChatConfig = dataclasses.field(
+        default_factory=lambda: ChatConfig(max_tokens=1000, timeout_s=60.0)
+    )
+    folders: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
+    max_bytes: int = 10 << 20
+    max_chars: int = 6000
+
+
+class VisualInspector:
+    """Tool agent that describes images.
+
+    Attributes:
+        name: "visual_inspector".
+        deadline: seconds a call may take.
+        settings: what answers depend on besides the call.
+    """
+
+    name = "visual_inspector"
+
+    def __init__(self, config: VisualConfig):
+        """Resolves the folders.
+
+        Raises:
+            UserError: a folder is not there.
+        """
+        self._folders = []
+        for folder in config.folders:
+            path = Path(folder).expanduser()
+            if not path.is_dir():
+                raise UserError(f"visual_inspector.folders: {folder} is not a folder")
+            self._folders.append(path.resolve())
+        self._config = config
+        self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
+        self.deadline = config.chat.timeout_s + 1.0
+        self.settings = json.dumps([config.chat.model, list(map(str, self._folders))])
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Describes the image of the call between the tags."""
+        start = time.monotonic()
+
+        def seen(text: str, outcome: Outcome) -> Observation:
+            return Observation(text, outcome == "ok", outcome, time.monotonic() - start)
+
+        parsed = parse_inspection(arguments)
+        if parsed is None:
+            return seen(_BAD_CALL, "bad_call")
+        if not self._config.chat:
+            return seen(_NOT_CONFIGURED, "error")
+        seconds = self._config.chat.timeout_s
+        if context.deadline is not None:
+            seconds = min(seconds, 0.95 * context.deadline)
+        path, question = parsed
+        try:
+            image = await self._image(path.strip(), seconds)
+            kind = image_type(image)
+            if kind is None:
+                return seen(
+                    "The file is no image of a known type (PNG, JPEG, GIF, WebP, BMP).", "error"
+                )
+        except FetchError as error:
+            return seen(f"The image cannot be opened: {error.message}.", _outcome(error, "error"))
+        prompt = _DESCRIBE if not (question or "").strip() else f"{_WITH_QUESTION}{question}"
+        data = f"data:{kind};base64,{base64.b64encode(image).decode()}"
+        content = [
+            {"type": "text", "text": prompt},
+            {"type": "image_url", "image_url": {"url": data}},
+        ]
+        left = max(seconds - (time.monotonic() - start), 0.001)
+        try:
+            text = await chat(self._config.chat, [{"role": "user", "content": content}], left)
+        except FetchError as error:
+            text = f"The image could not be looked at: {error.message}. Go on without it."
+            return seen(text, _outcome(error, "fault"))
+        return seen(clip(text, self._config.max_chars), "ok")
+
+    async def _image(self, path: str, seconds: float) -> bytes:
+        if path.lower().startswith(("http://", "https://")):
+            request = Request(path, types=("image/", "application/octet-stream"))
+            guard = Guard(self._config.allow_hosts)
+            return (await fetch(request, self._limits.within(seconds), guard)).body
+        return await asyncio.to_thread(self._read, path)
+
+    def _read(self, name: str) -> bytes:
+        """A file below one of the folders, whatever links and dots its path has.
+
+        Raises:
+            FetchError: it is elsewhere, missing, too large, or no plain file.
+        """
+        if "\0" in name or "://" in name:
+            raise FetchError("refused", "the path cannot be read")
+        for folder in self._folders:
+            try:
+                path = (folder / name).resolve(strict=True)
+                if not path.is_relative_to(folder):
+                    continue
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except (OSError, RuntimeError):
+                continue
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                continue
+            with os.fdopen(descriptor, "rb") as file:
+                content = file.read(self._config.max_bytes + 1)
+            if len(content) > self._config.max_bytes:
+                raise FetchError("too_large", "the file is too large")
+            return content
+        raise FetchError("refused", "there is no such file where files may be read")
+
+
+def _outcome(error: FetchError, otherwise: Outcome) -> Outcome:
+    return "timeout" if error.kind == "timeout" else otherwise
+
+
+def image_type(content: bytes) -> str | None:
+    """Media type of an image by its first bytes; names and headers are not believed."""
+    if content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if content.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if content.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif"
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "image/webp"
+    return "image/bmp" if content.startswith(b"BM") else None

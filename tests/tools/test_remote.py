@@ -1,0 +1,197 @@
+"""Search and programs on a real server of ours, and on servers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tools import tool_server
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.code import CodeTool
+from coa_jax.tools.corpus import join_contents, read_corpus, split_contents
+from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.net.secrets import Secret
+from coa_jax.tools.remote import RemoteCode, RemoteSearch
+from coa_jax.tools.sandbox.isolation import find_isolation
+from coa_jax.tools.wiki_search import WikiSearch, load_index
+from tests.tools import fault_server
+
+TOKEN = "remote-token-0123456789"
+PASSAGES = (
+    Passage("Aland: Capital", "The capital of Aland is Mariehamn."),
+    Passage('A "quoted" title', "The area of Aland is 1,580 sq km.\nA second line."),
+)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    os.environ["TOOL_TOKEN"] = TOKEN
+    index = load_index(tmp_path_factory.mktemp("wiki"), passages=PASSAGES)
+    server = tool_server.make_server("127.0.0.1", 0, index, find_isolation(), Secret("TOOL_TOKEN"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    del os.environ["TOOL_TOKEN"]
+
+
+@pytest.fixture(scope="module")
+def broken():
+    with fault_server.running() as server:
+        yield server
+
+
+def ask(tool, body, **context):
+    return asyncio.run(call(tool, body, ToolContext(**context)))
+
+
+def test_a_remote_search_shows_what_the_index_shows(url, tmp_path):
+    remote = RemoteSearch(f"{url}/retrieve", top_k=2, key_env="TOOL_TOKEN")
+    local = WikiSearch(top_k=2, cache_dir=tmp_path, passages=PASSAGES)
+    assert isinstance(remote, Tool)
+    seen = ask(remote, " area of\nAland ")
+    assert seen.text.startswith('Doc 1 (Title: A "quoted" title)\nThe area of Aland is 1,580')
+    for query in ("area of Aland", "capital", "nothing of it xyzzy", " "):
+        first, second = ask(remote, query), ask(local, query)
+        assert (first.text, first.outcome) == (second.text, second.outcome)
+    assert "already searched" in ask(remote, "a", history=(("wiki_search", "a"),)).text
+
+
+@pytest.mark.parametrize(
+    ("source", "stdin"),
+    [
+        ("print(6 * 7)", None),
+        ("print(input()[::-1])", "abc"),
+        ("print('before')\nraise SystemExit(3)", None),
+        ("x = 1", None),
+        ("print('x' * 5000)", None),
+    ],
+)
+def test_a_remote_program_prints_what_it_prints_here(url, source, stdin):
+    remote = RemoteCode(f"{url}/run_code", timeout_s=5.0, key_env="TOOL_TOKEN")
+    body = f"```py\n{source}\n```" + (f"\n```sh\n{stdin}\n```" if stdin else "")
+    first, second = ask(remote, body), ask(CodeTool(timeout_s=5.0), body)
+    assert (first.text, first.outcome, first.ok) == (second.text, second.outcome, second.ok)
+
+
+def test_a_remote_program_has_its_time(url):
+    remote = RemoteCode(f"{url}/run_code", timeout_s=0.5, key_env="TOOL_TOKEN")
+    seen = ask(remote, "```py\nimport time; time.sleep(60)\n```")
+    assert seen.outcome == "timeout" and seen.text.startswith("[FAILED] stopped at the time limit")
+    assert ask(remote, "no program").outcome == "bad_call"
+
+
+@pytest.mark.parametrize("path", fault_server.FAULTS)
+def test_servers_that_fail_are_faults_or_timeouts_in_time(broken, path):
+    seconds = fault_server.stopwatch()
+    search = RemoteSearch(broken.url(path), timeout_s=0.5)
+    code = RemoteCode(broken.url(path), timeout_s=0.25, queue_s=0.25)
+    for tool, body in ((search, "q"), (code, "```py\n1\n```")):
+        seen = ask(tool, body)
+        late = path in ("/hang", "/drip")
+        assert (seen.ok, seen.outcome) == (False, "timeout" if late else "fault")
+        assert seen.text and "127.0.0.1" not in seen.text
+    assert seconds() < 3
+
+
+def post(url, body, token=TOKEN):
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, headers), timeout=20
+        ) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_the_interface_of_search_r1(url):
+    body = {"queries": ["capital of Aland", "xyzzy"], "topk": 1, "return_scores": True}
+    status, answer = post(f"{url}/retrieve", body)
+    ((row,), nothing) = answer["result"]
+    assert (status, nothing) == (200, [])
+    assert row["document"]["contents"] == '"Aland: Capital"\nThe capital of Aland is Mariehamn.'
+    assert row["score"] > 0
+    plain = post(f"{url}/retrieve", {"queries": ["capital"]})[1]["result"][0][0]
+    assert plain["contents"].startswith('"Aland')
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/retrieve", {"queries": "capital"}, 422),
+        ("/retrieve", {"queries": []}, 422),
+        ("/retrieve", {"queries": [1]}, 422),
+        ("/retrieve", {"queries": ["a"], "topk": 0}, 422),
+        ("/retrieve", {"queries": ["a"], "topk": True}, 422),
+        ("/retrieve", {"queries": ["a"] * 600}, 422),
+        ("/retrieve", [], 422),
+        ("/retrieve", b"{broken", 400),
+        ("/retrieve", b"[" * 100_000, 400),
+        ("/retrieve", b"x" * (5 << 20), 413),
+        ("/run_code", {}, 422),
+        ("/run_code", {"code": "1", "run_timeout": 1e9}, 422),
+        ("/run_code", {"code": "1", "language": "bash"}, 422),
+        ("/elsewhere", {}, 404),
+    ],
+)
+def test_requests_that_make_no_sense_are_told_so(url, path, body, status):
+    found, answer = post(f"{url}{path}", body)
+    assert found == status and answer["error"]
+
+
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x"])
+def test_callers_need_the_token(url, token):
+    assert post(f"{url}/run_code", {"code": "print(1)"}, token)[0] == 401
+
+
+def test_the_command_refuses_what_would_be_open_to_others(tmp_path, capsys):
+    assert tool_server.main(["--host", "0.0.0.0"]) == 2
+    assert "give --key_env too" in capsys.readouterr().err
+    assert tool_server.main(["--corpus", str(tmp_path / "absent.jsonl")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_command_serves_a_corpus(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"title": "Aland", "text": "Its capital is Mariehamn."}\n')
+    command = [sys.executable, "-m", "coa_jax.tools.tool_server", "--port", "0", "--no_code"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command += ["--corpus", str(tmp_path / "c.jsonl")]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        address = server.stdout.readline().split()[-1]
+        (tool,) = make_tools(ToolsConfig(names=("wiki_search",), wiki_url=f"{address}/retrieve"))
+        assert ask(tool, "capital").text == "Doc 1 (Title: Aland)\nIts capital is Mariehamn."
+        assert post(f"{address}/run_code", {"code": "1"}, "")[0] == 404
+    finally:
+        server.terminate()
+        server.wait()
+        server.stdout.close()
+
+
+def test_corpora_are_read_in_both_forms(tmp_path):
+    rows = [{"title": "A", "text": "one"}, {"id": "1", "contents": '"B c"\ntwo\nthree'}]
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_corpus(str(path)) == (Passage("A", "one"), Passage("B c", "two\nthree"))
+    assert split_contents(join_contents(PASSAGES[0])) == PASSAGES[0]
+    for line in ('{"title": "A"}', "[]", '{"text": " "}', "{"):
+        path.write_text('{"text": "x"}\n' + line + "\n")
+        with pytest.raises(UserError, match=r"c\.jsonl:2"):
+            read_corpus(str(path))
+    path.write_text("")
+    with pytest.raises(UserError, match="no passage"):
+        read_corpus(str(path))
