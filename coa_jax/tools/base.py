@@ -80,6 +80,14 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
     return any(tool == name and earlier.split() == words for tool, earlier in context.history)
 
 
+def time_for(limit: float, context: ToolContext) -> float:
+    """Seconds that a tool may take, so that its own words about a timeout come in time."""
+    if context.deadline is None:
+        return limit
+    margin = min(0.5, 0.05 + 0.1 * context.deadline)
+    return min(limit, max(context.deadline - margin, 0.001))
+
+
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     """Calls a tool so that nothing it does can hurt the loop.
 

@@ -19,7 +19,7 @@ from typing import Any
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.errors import FetchError
@@ -122,9 +122,7 @@ class CrawlPage:
             text = "These pages were already read. Use what they say or open others."
             seconds = time.monotonic() - start
             return Observation(text, False, "error", seconds, {"duplicate": True})
-        budget = self._config.timeout_s
-        if context.deadline is not None:
-            budget = min(budget, 0.95 * context.deadline)
+        budget = time_for(self._config.timeout_s, context)
         kept = urls[: self._config.max_pages]
         call = _Call(self, context, start + budget)
         try:

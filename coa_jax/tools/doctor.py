@@ -3,6 +3,10 @@
 ``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs one hostile program for
 each thing that must not happen.  Exit code 0: all were contained; 1: one was not; 2: there is
 no isolation.
+
+``python -m coa_jax.tools.doctor --tools [--config FILE.py]`` says instead of each tool how it is
+configured and whether the servers behind it answer; without a file, with the default settings.
+Exit code 0: all can be called; 1: one cannot; 2: the file cannot be read.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import runpy
 import statistics
 import sys
 import time
@@ -67,11 +72,40 @@ def _print_facts(isolation: Isolation) -> None:
     )
 
 
+def _show_tools(path: str) -> int:
+    # Imported here: the proof of isolation needs nothing but the standard library.
+    from coa_jax.settings import build
+    from coa_jax.tools.make import ToolsConfig
+    from coa_jax.tools.reach import findings
+
+    try:
+        if path:
+            try:
+                made = runpy.run_path(path)["get_config"]()
+                config = build(ToolsConfig, made["tools"], "config.tools")
+            except (OSError, KeyError, SyntaxError) as error:
+                raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
+        else:
+            names = ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
+            config = ToolsConfig(names=names)
+        found = asyncio.run(findings(config))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for each in found:
+        print(f"{'ready' if each.ok else 'NOT READY':10} {each.name:17} {each.text}")
+    return 0 if all(each.ok for each in found) else 1
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
+    parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
+    parser.add_argument("--config", default="", help="config file with a group 'tools'")
     options = parser.parse_args(arguments)
+    if options.tools or options.config:
+        return _show_tools(options.config)
     try:
         isolation = find_isolation(options.backend)
     except UserError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.text import clip
@@ -233,9 +233,7 @@ class McpTool:
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Calls the server's tool with the arguments between the tags."""
         start = time.monotonic()
-        seconds = self._config.timeout_s
-        if context.deadline is not None:
-            seconds = min(seconds, 0.95 * context.deadline)
+        seconds = time_for(self._config.timeout_s, context)
         try:
             if self._schema is None:
                 await self.describe()

@@ -11,7 +11,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
 from coa_jax.tools.code import BAD_CALL, describe
 from coa_jax.tools.corpus import split_contents
 from coa_jax.tools.factbook_pages import Passage
@@ -25,13 +25,13 @@ from coa_jax.tools.wiki_search import Hit, format_hits
 
 
 async def _post(
-    url: str, body: dict[str, Any], limits: Limits, key_env: str, seconds: float | None
+    url: str, body: dict[str, Any], limits: Limits, key_env: str, context: ToolContext
 ) -> Any:
     headers = {"Content-Type": "application/json"}
     if key_env:
         headers["Authorization"] = f"Bearer {Secret(key_env).reveal()}"
     request = Request(url, "POST", headers, json.dumps(body).encode())
-    left = None if seconds is None else 0.95 * seconds
+    left = time_for(limits.total_s, context)
     answer = await fetch_json(request, limits.within(left), trusting(url))
     return Secret(key_env).redact(answer)
 
@@ -74,7 +74,7 @@ class RemoteSearch:
             return Observation(text, False, "error", seconds, {"duplicate": True})
         body = {"queries": [query], "topk": self._top_k, "return_scores": True}
         try:
-            answer = await _post(self._url, body, self._limits, self._key_env, context.deadline)
+            answer = await _post(self._url, body, self._limits, self._key_env, context)
             hits = _hits(answer)[: self._top_k]
         except FetchError as error:
             outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
@@ -162,7 +162,7 @@ class RemoteCode:
             "memory_limit_MB": limits.memory_mb,
         }
         try:
-            answer = await _post(self._url, body, self._limits, self._key_env, context.deadline)
+            answer = await _post(self._url, body, self._limits, self._key_env, context)
             result = _result(answer)
         except FetchError as error:
             outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
-from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.base import Observation, Outcome, ToolContext, time_for
 from coa_jax.tools.net.address import Guard
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
@@ -104,9 +104,7 @@ class VisualInspector:
             return seen(_BAD_CALL, "bad_call")
         if not self._config.chat:
             return seen(_NOT_CONFIGURED, "error")
-        seconds = self._config.chat.timeout_s
-        if context.deadline is not None:
-            seconds = min(seconds, 0.95 * context.deadline)
+        seconds = time_for(self._config.chat.timeout_s, context)
         path, question = parsed
         try:
             image = await self._image(path.strip(), seconds)

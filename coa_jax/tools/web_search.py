@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import FetchError
@@ -216,7 +216,7 @@ class WebSearch:
             seconds = time.monotonic() - start
             return Observation(text, False, "error", seconds, {"duplicate": True})
         detail: dict[str, Any] = {"provider": self.provider}
-        left = None if context.deadline is None else 0.95 * context.deadline
+        left = time_for(self._config.timeout_s, context)
         try:
             found = await self._search(query, self._config.top_k, self._limits.within(left))
         except FetchError as error:

@@ -48,6 +48,7 @@ def test_a_call_is_a_json_object(tide, body):
     assert (seen.text, seen.outcome) == ("The tide at Brest at 3 h is 5 m.", "ok")
 
 
+@pytest.mark.slow
 def test_of_a_single_text_the_body_may_be_that_text():
     tool = McpTool("say", McpConfig(COMMAND, tool="echo"))
     assert ask(tool, " plain words ").text == "plain words"
@@ -68,6 +69,7 @@ def test_errors_of_the_tool_are_its_answer(tide):
     assert wrong.outcome == "error" and "hour" in wrong.text
 
 
+@pytest.mark.slow
 def test_a_session_outlives_event_loops_and_is_opened_again_when_it_breaks(act):
     first, second = ask(act, "process"), ask(act, "process")
     assert first.ok and first.text == second.text
@@ -84,6 +86,7 @@ def test_calls_run_at_the_same_time(tide):
     assert [seen.text.split()[-2] for seen in asyncio.run(many())] == [str(i) for i in range(1, 20)]
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_costs_its_deadline_and_comes_back(act):
     ask(act, "process")
     seconds = stopwatch()
@@ -93,11 +96,13 @@ def test_a_server_that_hangs_costs_its_deadline_and_comes_back(act):
     assert ask(act, "process").ok
 
 
+@pytest.mark.slow
 def test_long_answers_are_cut(act):
     seen = ask(act, "flood")
     assert len(seen.text) < 600 and "left out" in seen.text
 
 
+@pytest.mark.slow
 def test_a_server_sees_only_the_environment_that_it_is_given(monkeypatch):
     monkeypatch.setenv("SERPER_API_KEY", "not-for-servers")
     monkeypatch.setenv("TIDE_KEY", "for the server")
@@ -107,6 +112,7 @@ def test_a_server_sees_only_the_environment_that_it_is_given(monkeypatch):
     assert "TIDE_KEY" in ask(given, "environment").text
 
 
+@pytest.mark.slow
 def test_servers_over_http():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -145,6 +151,7 @@ def test_a_new_tool_is_a_tag_a_description_and_a_schema():
     assert "After <tides> and its <observation> comes" in prompt
 
 
+@pytest.mark.slow
 def test_what_is_not_configured_is_asked_of_the_server(tide):
     text = asyncio.run(McpTool("tide", McpConfig(COMMAND)).describe())
     assert text.startswith('Height of the tide in a port. The body is a JSON object with "port"')
@@ -167,6 +174,7 @@ def test_mistakes_are_explained(tag, settings, message):
         make_tools(ToolsConfig(names=(tag,), mcp={tag: settings}))
 
 
+@pytest.mark.slow
 def test_a_server_without_the_tool_is_named():
     tool = McpTool("ebb", McpConfig(COMMAND))
     with pytest.raises(UserError, match=r"no tool 'ebb'; its tools are tide, echo, act"):

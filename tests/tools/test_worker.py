@@ -87,6 +87,7 @@ def test_keys_do_not_reach_a_worker(workers, monkeypatch):
     assert "not-for-parsers" not in str(fresh.ask("environment", timeout=20))
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_outlive_its_parent():
     code = (
         "import os, threading\nfrom coa_jax.tools.worker import Workers\n"

@@ -1,0 +1,105 @@
+"""The doctor tells what is configured and reachable, and no key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from coa_jax.tools import doctor
+from tests.tools import fault_server
+
+KEY = "doctor-key-0123456789"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fault_server.running() as server:
+        server.pages["/v1/models"] = lambda h: h.json({"data": []})
+        yield server
+
+
+def run(tmp_path, capsys, tools):
+    path = tmp_path / "config.py"
+    path.write_text(f"def get_config():\n    return {{'tools': {tools!r}}}\n")
+    code = doctor.main(["--config", str(path)])
+    captured = capsys.readouterr()
+    lines = {line.split()[1 + line.startswith("NOT")]: line for line in captured.out.splitlines()}
+    assert KEY not in captured.out + captured.err
+    return code, lines, captured.err
+
+
+def test_the_defaults_of_this_machine(capsys, monkeypatch):
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    assert doctor.main(["--tools"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ready"] * 4 + ["NOT"]
+    assert "isolated by" in lines[1] and "no key in SERPER_API_KEY" in lines[2]
+    assert "no model is configured" in lines[4]
+
+
+def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+    chat = {"url": server.url("/v1"), "model": "m", "key_env": "SERPER_API_KEY"}
+    tide = {"command": (sys.executable, str(ROOT / "tests/tools/mcp_server.py"))}
+    code, lines, _ = run(
+        tmp_path,
+        capsys,
+        {
+            "names": (
+                "wiki_search",
+                "code",
+                "web_search",
+                "crawl_page",
+                "visual_inspector",
+                "tide",
+            ),
+            "wiki_url": server.url("/retrieve"),
+            "code_url": server.url("/run_code"),
+            "web_search": {"url": server.url("/search")},
+            "crawl_page": {"summarizer": chat, "robots": False},
+            "visual_inspector": {"chat": chat},
+            "mcp": {"tide": tide},
+            "store": {"path": str(tmp_path / "calls.sqlite"), "mode": "record"},
+        },
+    )
+    assert code == 0 and len(lines) == 7
+    assert "serper: " in lines["web_search"] and "key SERPER_API_KEY is set" in lines["web_search"]
+    assert "robots IGNORED; summaries by m at" in lines["crawl_page"]
+    assert "Height of the tide" in lines["tide"]
+    assert "record of 0 answers" in lines["store"]
+
+
+def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypatch):
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    code, lines, _ = run(
+        tmp_path,
+        capsys,
+        {
+            "names": ("wiki_search", "code", "web_search", "telepathy"),
+            "wiki_url": "http://127.0.0.1:9/retrieve",
+            "code_url": server.url("/garbage"),
+            "web_search": {"provider": "serper", "url": server.url("/search")},
+            "store": {"path": "/proc/x/calls.sqlite"},
+        },
+    )
+    assert code == 1
+    assert all(line.startswith("NOT READY") for line in lines.values())
+    assert "cannot be reached" in lines["wiki_search"]
+    assert "key SERPER_API_KEY is NOT set" in lines["web_search"]
+    assert "no such tool" in lines["telepathy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "get_config"), ("def get_config(", "SyntaxError"),
+     ("def get_config():\n    return {'tools': {'nmaes': 1}}", "nmaes is not a setting")],
+)  # fmt: skip
+def test_files_that_hold_no_tools_are_explained(tmp_path, capsys, text, message):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    assert doctor.main(["--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert doctor.main(["--config", str(tmp_path / "absent.py")]) == 2
