@@ -47,6 +47,20 @@ def test_the_policy_solves_its_tasks_with_the_real_tools(greedy):
     assert "84" in greedy[2].tool_calls[0].observation
 
 
+def test_a_tool_knows_the_question_and_the_last_thought():
+    seen = []
+
+    class Asks:
+        name, deadline = "wiki_search", 5.0
+
+        async def __call__(self, arguments, context):
+            seen.append((context.question, context.think))
+            return await tiny_policy.tools()["wiki_search"](arguments, context)
+
+    run(requests(tasks=TASKS[:1]), tools=[Asks()])
+    assert seen[0] == (TASKS[0].question, "call it")
+
+
 def test_a_rollout_has_the_ids_and_the_authors_of_the_distilled_record(greedy):
     tokenizer = tiny_policy.policy().tokenizer
     for record, trajectory in zip(tiny_policy.records(), greedy, strict=True):

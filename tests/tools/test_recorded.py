@@ -91,7 +91,7 @@ def test_a_call_that_a_trajectory_repeats_has_its_own_entry(store, tmp_path):
     for mode in ("record", "replay"):
         tool = Recorded(search, store, mode)
         first = ask(tool, "capital of Chad")
-        again = ask(tool, "capital of  Chad", (("wiki_search", " capital of Chad"),))
+        again = ask(tool, "capital of Chad", (("wiki_search", " capital of  Chad"),))
         assert first.ok and "already searched" in again.text
 
 
