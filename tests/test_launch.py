@@ -166,7 +166,7 @@ def test_torch_comes_first_for_the_tests(tree):
     assert tree("setup_env.sh", "test").returncode == 0
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
-    assert calls[1].endswith("[gguf,notebook,tasks,test]")
+    assert calls[1].endswith("[gguf,maths,mcp,notebook,tasks,test,web]")
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0
     assert len(pip_calls(tree.root)) == 2

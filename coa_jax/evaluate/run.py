@@ -18,7 +18,7 @@ from coa_jax.progress import progress
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import Request, RolloutConfig
-from coa_jax.tasks import Task, grade
+from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
 
@@ -36,6 +36,7 @@ class EvaluateConfig:
         temperature, top_p, top_k: of sampling; temperature 0 is greedy.
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
+        graders: how answers are graded.
     """
 
     tasks: str
@@ -48,6 +49,7 @@ class EvaluateConfig:
     top_k: int
     engine: EngineConfig
     rollout: RolloutConfig
+    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
 
 
 def evaluate(
@@ -62,6 +64,7 @@ def evaluate(
         tools: live tools.
         stage: goes into the trajectories' metadata.
     """
+    graders = Graders(config.graders)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     constraint = constraint_for(
         config.rollout,
@@ -101,10 +104,9 @@ def evaluate(
             config.rollout,
             on_finish=lambda trajectory: bar.update(),
         )
-    return [
-        [dataclasses.replace(t, reward=grade(task, t)) for t in group]
-        for task, group in zip(tasks, groups, strict=True)
-    ]
+    pairs = [(task, t) for task, group in zip(tasks, groups, strict=True) for t in group]
+    rewards = iter(asyncio.run(graders.grade_many(pairs)))
+    return [[dataclasses.replace(t, reward=next(rewards)) for t in group] for group in groups]
 
 
 def blocks(groups: Sequence[Sequence[Trajectory]], stage: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from coa_jax.tools.net.text import clip
 from coa_jax.tools.robots import Robots
 from coa_jax.tools.summarize import click_intent, summarize
 from coa_jax.tools.turns import Turns
-from coa_jax.tools.web_search import LOCAL_HOST
+from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
 from coa_jax.tools.wiki_search import WikiIndex
 from coa_jax.tools.worker import WorkerError, Workers
 
@@ -64,8 +64,8 @@ class CrawlConfig:
     max_bytes: int = 8 << 20
     attempts: int = 2
     robots: bool = True
-    allow_hosts: tuple[str, ...] = ()
-    blocked: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = (LOCAL_HOST,)
+    blocked: tuple[str, ...] = MIRRORS
     concurrency: int = 16
     summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
 

@@ -151,9 +151,8 @@ async def _visual(config: ToolsConfig) -> tuple[bool, str]:
     visual = config.visual_inspector
     if not visual.chat:
         return False, "no model is configured: each call will say so"
-    folders = ", ".join(visual.folders) or "none"
     ok, text = await _chat(visual.chat)
-    return ok, f"{text}; folders: {folders}"
+    return ok, f"{text}; files: {visual.folder or 'none'}"
 
 
 async def _mcp(tag: str, config: ToolsConfig) -> tuple[bool, str]:

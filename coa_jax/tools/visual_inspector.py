@@ -1,9 +1,9 @@
 """The ``visual_inspector`` tool: what an image shows, told by a vision model behind any
 OpenAI-compatible endpoint.
 
-The body is a JSON object with ``file_path``, a file in an allowed folder or an address, and perhaps
-``question``.  With a question the model is asked to describe what bears on it, not to answer it:
-answering is the policy's work.
+The body is a JSON object with ``file_path``, a file in the allowed folder or an address, and
+perhaps ``question``.  With a question the model is asked to describe what bears on it, not to
+answer it: answering is the policy's work.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.text import clip
+from coa_jax.tools.web_search import LOCAL_HOST
 
 _BAD_CALL = (
     'The call could not be read. Write a JSON object such as {"file_path": "picture.png",'
@@ -49,7 +50,7 @@ class VisualConfig:
 
     Attributes:
         chat: the endpoint; without a url every call says that there is none.
-        folders: folders whose files may be looked at; relative paths are looked for in each.
+        folder: files in it may be looked at; "" for no files at all.
         allow_hosts: hosts besides the public ones, as in `Guard.allow`.
         max_bytes: bytes of an image.
         max_chars: characters of an observation.
@@ -58,8 +59,8 @@ class VisualConfig:
     chat: ChatConfig = dataclasses.field(
         default_factory=lambda: ChatConfig(max_tokens=1000, timeout_s=60.0)
     )
-    folders: tuple[str, ...] = ()
-    allow_hosts: tuple[str, ...] = ()
+    folder: str = ""
+    allow_hosts: tuple[str, ...] = (LOCAL_HOST,)
     max_bytes: int = 10 << 20
     max_chars: int = 6000
 
@@ -76,21 +77,18 @@ class VisualInspector:
     name = "visual_inspector"
 
     def __init__(self, config: VisualConfig):
-        """Resolves the folders.
+        """Resolves the folder.
 
         Raises:
-            UserError: a folder is not there.
+            UserError: the folder is not there.
         """
-        self._folders = []
-        for folder in config.folders:
-            path = Path(folder).expanduser()
-            if not path.is_dir():
-                raise UserError(f"visual_inspector.folders: {folder} is not a folder")
-            self._folders.append(path.resolve())
+        self._folder = Path(config.folder).expanduser().resolve() if config.folder else None
+        if self._folder is not None and not self._folder.is_dir():
+            raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")
         self._config = config
         self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
         self.deadline = config.chat.timeout_s + 1.0
-        self.settings = json.dumps([config.chat.model, list(map(str, self._folders))])
+        self.settings = json.dumps([config.chat.model, str(self._folder)])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image of the call between the tags."""
@@ -137,30 +135,29 @@ class VisualInspector:
         return await asyncio.to_thread(self._read, path)
 
     def _read(self, name: str) -> bytes:
-        """A file below one of the folders, whatever links and dots its path has.
+        """A file below the folder, whatever links and dots its path has.
 
         Raises:
             FetchError: it is elsewhere, missing, too large, or no plain file.
         """
-        if "\0" in name or "://" in name:
-            raise FetchError("refused", "the path cannot be read")
-        for folder in self._folders:
-            try:
-                path = (folder / name).resolve(strict=True)
-                if not path.is_relative_to(folder):
-                    continue
-                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except (OSError, RuntimeError):
-                continue
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-                continue
-            with os.fdopen(descriptor, "rb") as file:
-                content = file.read(self._config.max_bytes + 1)
-            if len(content) > self._config.max_bytes:
-                raise FetchError("too_large", "the file is too large")
-            return content
-        raise FetchError("refused", "there is no such file where files may be read")
+        nowhere = FetchError("refused", "there is no such file where files may be read")
+        if self._folder is None or "\0" in name or "://" in name:
+            raise nowhere
+        try:
+            path = (self._folder / name).resolve(strict=True)
+            if not path.is_relative_to(self._folder):
+                raise nowhere
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (OSError, RuntimeError) as error:
+            raise nowhere from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise nowhere
+        with os.fdopen(descriptor, "rb") as file:
+            content = file.read(self._config.max_bytes + 1)
+        if len(content) > self._config.max_bytes:
+            raise FetchError("too_large", "the file is too large")
+        return content
 
 
 def _outcome(error: FetchError, otherwise: Outcome) -> Outcome:

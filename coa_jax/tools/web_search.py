@@ -28,6 +28,9 @@ from coa_jax.tools.wiki_search import WikiIndex
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
 
+MIRRORS = ("huggingface.co/datasets",)
+"""Pages that hold benchmarks with their answers (paper App C shows a model that found one)."""
+
 _MOST = 20
 
 
@@ -73,7 +76,7 @@ class WebSearchConfig:
     snippet_chars: int = 600
     timeout_s: float = 30.0
     attempts: int = 3
-    blocked: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = MIRRORS
 
 
 def choose(config: WebSearchConfig) -> str:

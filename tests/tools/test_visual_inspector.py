@@ -55,8 +55,7 @@ def folder(tmp_path):
 
 def tool(server, folder=None, path="/v1", **options):
     chat = ChatConfig(server.url(path), "eyes", key_env="VISION_KEY", timeout_s=2.0, attempts=1)
-    folders = (str(folder),) if folder else ()
-    return VisualInspector(VisualConfig(chat, folders, **options))
+    return VisualInspector(VisualConfig(chat, str(folder or ""), **options))
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,7 @@ def test_an_image_is_described_with_the_question_in_view(server, folder):
         "pictures/../../secret.png",
     ],
 )
-def test_no_path_leaves_the_folders(server, folder, path):
+def test_no_path_leaves_the_folder(server, folder, path):
     seconds = fault_server.stopwatch()
     seen = ask(tool(server, folder), path.replace("{folder}", str(folder)))
     assert (seen.ok, seen.outcome) == (False, "error")
@@ -113,7 +112,7 @@ def test_no_path_leaves_the_folders(server, folder, path):
     assert seconds() < 1
 
 
-def test_without_folders_no_file_is_read(server, folder):
+def test_without_a_folder_no_file_is_read(server, folder):
     assert ask(tool(server), str(folder / "a.png")).outcome == "error"
 
 
@@ -154,7 +153,7 @@ def test_calls_that_cannot_be_read(server, body):
 
 def test_a_missing_folder_is_explained(tmp_path):
     with pytest.raises(UserError, match="absent is not a folder"):
-        VisualInspector(VisualConfig(folders=(str(tmp_path / "absent"),)))
+        VisualInspector(VisualConfig(folder=str(tmp_path / "absent")))
 
 
 @pytest.mark.parametrize(
