@@ -25,6 +25,7 @@ from coa_jax.protocol import (
     parse_reflection,
     quote_tool_text,
 )
+from coa_jax.rollout.observation import observation_text
 from coa_jax.trajectory import (
     Author,
     DistilledRecord,
@@ -77,8 +78,8 @@ class _Writer:
     def observe(self, text: str) -> None:
         """Closes the policy's part and adds the environment's."""
         self.close()
-        text = quote_tool_text(self.rules, text)
-        self.parts.append((ENVIRONMENT, f"\n<observation>\n{text}\n</observation>\n\n"))
+        text = observation_text(self.rules, quote_tool_text(self.rules, text))
+        self.parts.append((ENVIRONMENT, text))
 
     def close(self) -> None:
         """Moves the collected segments into a part of the policy."""

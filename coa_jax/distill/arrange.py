@@ -1,0 +1,246 @@
+"""Brings the messages of any system into an order that a protocol allows, or says why it cannot.
+
+Systems differ in what they say aloud: most never verify an answer, some plan late, a chat log has
+no plan at all.  What a protocol lacks becomes a thought (merging); what it demands and the run did
+without words is written out (splitting), as `Completion` allows.  Calls and what tools returned are
+never touched, and the automaton of the protocol has the last word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from coa_jax.distill.convert import convert
+from coa_jax.distill.messages import Kind, Message, MessageLog
+from coa_jax.distill.readers.base import Trace
+from coa_jax.protocol import (
+    CRITERIA,
+    START,
+    Protocol,
+    format_double_check,
+    format_reflection,
+    get_protocol,
+    parse_double_check,
+    parse_reflection,
+    parse_solution,
+)
+from coa_jax.trajectory import DistilledRecord, part_violations
+
+_SCORE = re.compile(r"score: (-?\d+(?:\.\d+)?)\s*\Z")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+_SEARCH = ("web_search", "wiki_search")
+
+
+class Unconvertible(ValueError):
+    """A run has no trajectory under the protocol; the message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What may be written out that a run did without words.
+
+    Attributes:
+        plan: the first thought of a run without a plan stands for the plan.
+        verification: an answer that nobody verified is suggested and passed with the best score:
+            who gives an answer accepts it, and the correctness filter drops wrong ones.
+        review: where a protocol reviews every result, the first sentence after a result that nobody
+            reviewed is the review, the rest leads to the next call.
+        good_from, average_from: a process judge's score from 0 to 10 becomes one grade for all
+            three criteria: good, average, or else poor.  A poor grade demands a new plan; where
+            none follows it is written as average.
+    """
+
+    plan: bool = True
+    verification: bool = True
+    review: bool = True
+    good_from: float = 7.0
+    average_from: float = 4.0
+
+
+def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> MessageLog:
+    """The messages of a run in an order that the protocol allows.
+
+    Args:
+        log: the run.
+        protocol: name of the protocol.
+        how: what may be added.
+
+    Raises:
+        Unconvertible: the run cannot be told under this protocol.
+        UserError: unknown protocol.
+    """
+    if log.answer is None:
+        raise Unconvertible(f"the run has no answer: {log.error or log.ending}")
+    arranged = _Arranged(get_protocol(protocol), how or Completion())
+    for position, message in enumerate(log.messages):
+        arranged.take(message, log.messages[position + 1 :])
+    messages = tuple(dataclasses.replace(m, index=i) for i, m in enumerate(arranged.messages))
+    return dataclasses.replace(log, protocol=protocol, messages=messages)
+
+
+def trajectory_of(
+    trace: Trace, protocol: str, how: Completion | None = None
+) -> tuple[MessageLog, DistilledRecord]:
+    """A trace as a trajectory that obeys the protocol, with the messages it was written from.
+
+    Raises:
+        Unconvertible: the trace has none; the message says why.
+        UserError: unknown protocol.
+    """
+    log = arrange(trace.log, protocol, how)
+    record = convert(log, protocol, trace.gold, trace.metadata)
+    broken = part_violations(protocol, record.parts)
+    if broken:
+        first = broken[0]
+        raise Unconvertible(f"breaks the protocol {protocol}: {first.kind}: {first.message}")
+    return log, record
+
+
+class _Arranged:
+    """The messages so far, and the last tag that they write."""
+
+    def __init__(self, rules: Protocol, how: Completion) -> None:
+        self.rules, self.how = rules, how
+        self.messages: list[Message] = []
+        self.last = START
+        self.passed = False
+        self.spoken = 0  # messages of self.messages that tags already written have consumed
+        self.reviews = rules.next_actions.get("code") == frozenset({"reflection"})
+        self._tags = re.compile("|".join(f"</?{role}>" for role in rules.roles))
+
+    def take(self, message: Message, rest: tuple[Message, ...]) -> None:
+        """Adds a message, changed where the protocol demands it."""
+        message = self._plain(message)
+        match message.kind:
+            case Kind.PLAN:
+                self._tag_or_say("plan", message)
+            case Kind.CALL:
+                self._call(message)
+            case Kind.REFLECTION:
+                self._reflection(message, rest)
+            case Kind.SUGGESTION:
+                self._put("suggested_answer", self._before_action(message))
+            case Kind.VERDICT:
+                self.passed = (parse_double_check(message.content) or 0) >= self.rules.pass_score
+                self._put("double_check", message)
+            case Kind.ANSWER:
+                self._answer(message)
+            case _:
+                self.messages.append(message)
+
+    # --- the kinds -------------------------------------------------------------------------
+
+    def _tag_or_say(self, role: str, message: Message) -> None:
+        """Writes a tag where it may stand, and a thought where it may not."""
+        single = not any("plan" in to for at, to in self.rules.next_actions.items() if at != START)
+        if role in self.rules.next_actions[self.last]:
+            self._put(role, message)
+        elif role == "plan" and single and not self.reviews:
+            self._put(role, message)  # `convert` makes a thought of it
+        else:
+            self._say(message)
+
+    def _call(self, message: Message) -> None:
+        message = self._before_action(message)
+        tag = message.recipient
+        if tag not in self.rules.tools and tag in _SEARCH:
+            tag = next((name for name in _SEARCH if name in self.rules.tools), tag)
+        if tag not in self.rules.tools:
+            raise Unconvertible(
+                f"calls {message.recipient}, for which the protocol {self.rules.name} has no tag"
+            )
+        self._put(tag, dataclasses.replace(message, recipient=tag))
+
+    def _reflection(self, message: Message, rest: tuple[Message, ...]) -> None:
+        scored = _SCORE.match(message.content)
+        if scored:
+            grade = self._grade(float(scored[1]), rest)
+            words = message.thought or message.content
+            if self.rules.form("reflection") == "grades":
+                body = format_reflection(dict.fromkeys(CRITERIA, grade))
+                message = dataclasses.replace(message, content=body, thought=message.thought)
+            else:
+                message = dataclasses.replace(message, content=words, thought="")
+        graded = parse_reflection(message.content) is not None
+        if self.rules.form("reflection") == "grades" and not graded:
+            self._say(message)
+        else:
+            self._tag_or_say("reflection", message)
+
+    def _grade(self, score: float, rest: tuple[Message, ...]) -> str:
+        if score >= self.how.good_from:
+            return "good"
+        quiet = (Kind.REPORT, Kind.REQUEST)
+        following = next((m.kind for m in rest if m.kind not in quiet), None)
+        if score >= self.how.average_from or following is not Kind.PLAN:
+            return "average"
+        return "poor"
+
+    def _answer(self, message: Message) -> None:
+        message = self._before_action(message)
+        rules = self.rules
+        if "double_check" in rules.roles and not (self.last == "double_check" and self.passed):
+            if not self.how.verification:
+                raise Unconvertible("nobody verified the answer")
+            thought, message = message.thought, dataclasses.replace(message, thought="")
+            made = Message(0, "manager", "verification", Kind.SUGGESTION, message.content, thought)
+            self._put("suggested_answer", made)
+            body = format_double_check(4)
+            self._put("double_check", Message(0, "verification", "manager", Kind.VERDICT, body))
+        if rules.form(rules.answer) == "solution" and parse_solution(message.content) is None:
+            boxed = f"\\boxed{{{message.content.strip()}}}"
+            message = dataclasses.replace(message, content=boxed)
+        self._put("answer", message)
+
+    # --- what is missing -------------------------------------------------------------------
+
+    def _before_action(self, message: Message) -> Message:
+        """Writes out the plan or the review that has to stand before an action.
+
+        Returns:
+            The action, without the thought if that has been used.
+        """
+        bare = dataclasses.replace(message, thought="")
+        if self.last == START and self.rules.next_actions[START] == frozenset({"plan"}):
+            words = self._unused(message.thought)
+            if not words or not self.how.plan:
+                raise Unconvertible("there is no plan and no thought that could stand for one")
+            self._put("plan", Message(0, "planner", "manager", Kind.PLAN, words))
+            return bare
+        if self.reviews and self.last in self.rules.tools:
+            words = self._unused(message.thought)
+            if not words or not self.how.review:
+                raise Unconvertible("a result is not reviewed, and nothing is said about it")
+            first, *rest = _SENTENCE.split(words, maxsplit=1)
+            self._put("reflection", Message(0, "reflection", "manager", Kind.REFLECTION, first))
+            return dataclasses.replace(bare, thought="".join(rest).strip())
+        return message
+
+    def _unused(self, last: str) -> str:
+        """Takes back the thoughts that no tag has consumed; `last` is the newest of them."""
+        waiting = self.messages[self.spoken :]
+        kept = [m for m in waiting if m.kind in (Kind.QUESTION, Kind.OBSERVATION)]
+        words = [t for m in waiting if m not in kept for t in (m.thought, m.content) if t.strip()]
+        self.messages[self.spoken :] = kept
+        self.spoken = len(self.messages)
+        return "\n".join([*words, *([last] if last.strip() else [])])
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def _put(self, role: str, message: Message) -> None:
+        self.messages.append(message)
+        if role in self.rules.roles:
+            self.last, self.spoken = role, len(self.messages)
+
+    def _say(self, message: Message) -> None:
+        self.messages.append(dataclasses.replace(message, kind=Kind.REPORT))
+
+    def _plain(self, message: Message) -> Message:
+        """A message without tags of the protocol in its prose; arguments stay as they are."""
+        if message.kind is Kind.OBSERVATION:
+            return message
+        message = dataclasses.replace(message, thought=self._tags.sub("", message.thought))
+        if message.kind in (Kind.CALL, Kind.ANSWER, Kind.SUGGESTION, Kind.QUESTION):
+            return message
+        return dataclasses.replace(message, content=self._tags.sub("", message.content))

@@ -1,0 +1,87 @@
+"""Readers of other systems' traces, one file each behind one interface.
+
+``read_traces("results.jsonl", "oagents")`` gives the runs in the common message form and a report
+that accounts for every record of the file.  What a format cannot say stands in the docstring of its
+reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
+from coa_jax.distill.readers.base import (
+    Line,
+    Malformed,
+    Problem,
+    Reader,
+    ReadReport,
+    Trace,
+    decode_document,
+    decode_lines,
+)
+from coa_jax.errors import UserError
+
+__all__ = ["READERS", "Problem", "ReadReport", "Trace", "read_traces"]
+
+READERS: Mapping[str, Reader] = {
+    "messages": own.read,
+    "smolagents": smolagents.read,
+    "oagents": oagents.read,
+    "openai": openai_chat.read,
+    "mcp": mcp.read,
+}
+"""Format -> its reader."""
+
+
+def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], ReadReport]:
+    """Reads a file of traces; nothing that stands in it raises.
+
+    Args:
+        path: a file of one JSON value a line, or, where its name ends in ``.json``, a file of one
+            value.
+        form: a key of `READERS`.
+
+    Returns:
+        The traces in the order of the file, each with an identity of its own, and what became of
+        the records.
+
+    Raises:
+        UserError: the file cannot be read at all, or the format is unknown.
+    """
+    if form not in READERS:
+        raise UserError(f"trace format {form!r} is unknown; known are {', '.join(READERS)}")
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    decode = decode_document if str(path).endswith(".json") else decode_lines
+    lines, bad, traces = [], [], []
+    for item in decode(data):
+        if isinstance(item, Line):
+            lines.append(item)
+        else:
+            bad.append(Problem(str(path), *item))
+    records, used, ignored = len(lines) + len(bad), 0, 0
+    names: set[str] = set()
+    for line, found, counts in READERS[form](lines):
+        if isinstance(found, Malformed):
+            bad.append(Problem(str(path), line.number, str(found)))
+            continue
+        used, ignored = used + counts, ignored + (not counts)
+        if found is not None:
+            traces.append(_named(found, line.number, Path(path).name, names))
+    problems = tuple(sorted(bad, key=lambda problem: problem.line))
+    return traces, ReadReport(str(path), records, used, ignored, problems, len(traces))
+
+
+def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:
+    """The trace with its line, and with a name that no other trace of the file has."""
+    name = trace.log.episode or f"{file}:{line}"
+    if name in names:
+        name = f"{name}@{line}"
+    names.add(name)
+    return dataclasses.replace(trace, log=dataclasses.replace(trace.log, episode=name), line=line)

@@ -1,0 +1,118 @@
+"""Tool calls of others as tags and bodies of ours.
+
+Every framework names its search tool differently and wraps the query in another object.  The
+canonical form is the tag of `coa_jax.protocol.TOOL_FORMS` with the body that the tag's tool reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.distill.readers.base import Malformed, clean
+from coa_jax.protocol import format_code, parse_code
+
+_TAGS: Mapping[str, str] = {
+    **dict.fromkeys(
+        [
+            "web_search",
+            "search",
+            "google_search",
+            "google",
+            "baidu_search",
+            "baidu",
+            "bing_search",
+            "bing",
+            "ddgs",
+            "serper",
+            "duckduckgo_search",
+            "duckduckgo",
+            "tavily_search",
+            "brave_search",
+            "exa_search",
+            "searxng",
+        ],
+        "web_search",
+    ),
+    **dict.fromkeys(["wiki_search", "wikipedia_search", "wikipedia", "wiki"], "wiki_search"),
+    **dict.fromkeys(
+        [
+            "crawl_page",
+            "crawl_pages",
+            "visit_webpage",
+            "visit_page",
+            "fetch",
+            "fetch_url",
+            "browse",
+            "open_url",
+        ],
+        "crawl_page",
+    ),
+    **dict.fromkeys(
+        ["code", "python", "python_interpreter", "code_interpreter", "run_python"], "code"
+    ),
+    **dict.fromkeys(["visual_inspector", "visualizer", "inspect_image"], "visual_inspector"),
+}
+"""Tag of each tool whose name says what it does; the paper's teacher uses several of them."""
+
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "web_search": ("query", "q", "queries", "search_query", "keywords", "question", "input"),
+    "crawl_page": ("url", "urls", "link", "links", "page", "uri"),
+    "code": ("code", "source", "program", "script", "input"),
+}
+"""Where the arguments of a family of tools hold what our tag has as its body."""
+
+
+def tag_of(name: str) -> str:
+    """The tag that stands for a tool of another framework; a name that says nothing stays."""
+    return _SQUASHED.get(_squash(name), name)
+
+
+def _squash(name: str) -> str:
+    return name.lower().removesuffix("tool").replace("_", "").replace("-", "")
+
+
+_SQUASHED = {_squash(name): tag for name, tag in _TAGS.items()}
+
+
+def body_of(tag: str, arguments: Any) -> str:
+    """The arguments of a call as the body of its tag.
+
+    Lists of queries are joined by `` | ``, like the addresses of a crawl.  A tag that is not ours
+    keeps its arguments as JSON.
+
+    Raises:
+        Malformed: they hold nothing that the tag's tool could read.
+    """
+    if isinstance(arguments, str):
+        arguments = _maybe_json(arguments)
+    family = "web_search" if tag == "wiki_search" else tag
+    if tag == "visual_inspector" or family not in _KEYS:
+        return clean(arguments if isinstance(arguments, str) else _json(arguments))
+    if isinstance(arguments, dict):
+        names = [key for key in _KEYS[family] if arguments.get(key)]
+        only = next(iter(arguments.values())) if len(arguments) == 1 else None
+        arguments = arguments[names[0]] if names else only
+    if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
+        arguments = " | ".join(arguments)
+    if not isinstance(arguments, str) or not arguments.strip():
+        raise Malformed(f"a call of {tag} without {' or '.join(_KEYS[family][:2])}")
+    body = clean(arguments)
+    if family == "code":
+        return body if parse_code(body) else format_code(body.strip("\n"))
+    return body.strip()
+
+
+def _maybe_json(arguments: str) -> Any:
+    if arguments.lstrip()[:1] not in ("{", "["):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments  # a program may begin with a bracket
+    return value if isinstance(value, dict | list) else arguments
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,161 @@
+"""Logs of the Model Context Protocol: JSON-RPC messages of ``tools/call`` and their results.
+
+Two forms are read.  A session a line: ``{"id", "question", "answer", "gold", "messages": [JSON-RPC,
+...]}``.  Or a message a line, bare or as ``{"session", "message": {...}}``; sessions are told
+apart by ``session`` (one without a name is the file's only one), and lines ``{"session",
+"question"}``, ``{"session", "answer"}`` say what the protocol does not.
+
+Not to be had from this format:
+
+- the question, the answer and every thought: MCP is spoken between a client and its tools, and
+  the model's words are not part of it;
+- results other than text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from coa_jax.distill.messages import Kind
+from coa_jax.distill.readers.base import (
+    Conversation,
+    Found,
+    Line,
+    Malformed,
+    Trace,
+    accepted,
+    items,
+    mapping,
+    need,
+    scalar,
+    text,
+)
+from coa_jax.distill.readers.calls import body_of, tag_of
+
+
+@dataclasses.dataclass
+class _Session:
+    """What has been read of a session; `last` is the last line that counts."""
+
+    name: str
+    question: str = ""
+    answer: str | None = None
+    gold: tuple[str, ...] = ()
+    calls: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    returns: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
+    last: int = 0
+    fault: str = ""
+
+    def end(self) -> Trace | Malformed:
+        """The whole session, or why there is none."""
+        try:
+            return Malformed(self.fault) if self.fault else self.trace()
+        except Malformed as error:
+            return error
+
+    def trace(self) -> Trace:
+        """The calls in the order in which they were made, each with its result."""
+        if not self.question:
+            raise Malformed(f"the session {self.name!r} has no question")
+        talk = Conversation(self.question)
+        for identity, (tag, body) in self.calls.items():
+            if identity not in self.returns:
+                raise Malformed(f"no result of the call {identity}")
+            returned, ok = self.returns[identity]
+            talk.call(tag, body, returned, ok)
+        if self.answer:
+            talk.add(Kind.ANSWER, "manager", "user", self.answer)
+        return Trace(talk.finish(self.name), self.gold)
+
+
+def _facts(session: _Session, record: dict[str, Any]) -> bool:
+    """Takes question, answer and gold from a record; returns whether there were any."""
+    if record.get("question") is not None:
+        session.question = text(record["question"], "'question'")
+    if record.get("answer") is not None:
+        session.answer = scalar(record["answer"], "'answer'").strip()
+    if record.get("gold") is not None:
+        session.gold = accepted(record["gold"], "'gold'")
+    return any(record.get(key) is not None for key in ("question", "answer", "gold"))
+
+
+def _message(session: _Session, value: Any) -> bool:
+    """Takes one JSON-RPC message; returns whether it belongs to a tool call."""
+    message = mapping(value, "a message")
+    if need(message, "jsonrpc", "a message") != "2.0":
+        raise Malformed("a message is not of JSON-RPC 2.0")
+    identity = str(message.get("id"))
+    if message.get("method") == "tools/call":
+        params = mapping(need(message, "params", "a call"), "'params'")
+        name = text(need(params, "name", "a call"), "the name of a tool")
+        if identity in session.calls:
+            raise Malformed(f"two calls with the id {identity}")
+        tag = tag_of(name)
+        session.calls[identity] = (tag, body_of(tag, params.get("arguments") or {}))
+        return True
+    if "method" in message or identity not in session.calls:
+        return False  # handshake, notifications, results of other methods
+    if identity in session.returns:
+        raise Malformed(f"two results of the call {identity}")
+    if "error" in message:
+        error = mapping(message["error"], "'error'")
+        session.returns[identity] = scalar(error.get("message", ""), "an error"), False
+        return True
+    result = mapping(need(message, "result", "a message"), "'result'")
+    parts = []
+    for part in items(need(result, "content", "a result"), "'content'"):
+        if mapping(part, "a part of a result").get("type") != "text":
+            raise Malformed("a result holds something besides text")
+        parts.append(text(part.get("text"), "a part of a result"))
+    session.returns[identity] = "\n".join(parts), not result.get("isError", False)
+    return True
+
+
+def _whole(record: dict[str, Any]) -> Trace:
+    identity = record.get("id")
+    session = _Session("" if identity is None else scalar(identity, "'id'"))
+    _facts(session, record)
+    for message in items(record["messages"], "'messages'"):
+        _message(session, message)
+    return session.trace()
+
+
+def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
+    """See `coa_jax.distill.readers.base.Reader`.
+
+    A session with a malformed line is refused as a whole: no telling what it would have said.
+    """
+    sessions: dict[str, _Session] = {}
+    taken = [(line, *_take(sessions, line)) for line in lines]
+    ends = {name: session.end() for name, session in sessions.items()}
+    for line, name, found, used in taken:
+        if name is None or found is not None or not used:
+            yield line, found, used
+            continue
+        end = ends[name]
+        if isinstance(end, Malformed):
+            yield line, end, False
+        else:
+            yield line, end if sessions[name].last == line.number else None, True
+
+
+def _take(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
+    """Reads one line: (session that it belongs to, what it is by itself, whether it is used)."""
+    session = None
+    try:
+        record = mapping(line.value, "the record")
+        if "messages" in record:
+            return None, _whole(record), True
+        name = scalar(record.get("session", ""), "'session'")
+        session = sessions.setdefault(name, _Session(name))
+        used = _facts(session, record)
+        if "message" in record or "jsonrpc" in record:
+            used = _message(session, record.get("message", record)) or used
+    except (Malformed, RecursionError) as error:
+        if session is not None:
+            session.fault = session.fault or f"line {line.number} of the session is malformed"
+        return None, Malformed(str(error)), False
+    session.last = line.number if used else session.last
+    return name, None, used

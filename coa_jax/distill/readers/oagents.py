@@ -1,0 +1,228 @@
+"""The result file of OAgents: one JSON object a line (field list in the paper's release).
+
+A manager (CodeAgent) writes programs; its ``search_agent`` makes the searches and crawls, which
+stand in ``search_agent_actions`` under the text of the task that the manager gave it.  They are
+joined back to the step whose program asked: by the text of the task where the program states it,
+and for tasks that a program put together, in the order of the file, which is that of the runs.
+
+Planning steps become a survey of facts (thought) and a plan; ``score`` and ``evaluate_thought`` of
+a step, where a process judge ran, a reflection.
+
+Not to be had from this format:
+
+- what the search agent thought between its calls: only the calls are written;
+- the first of two runs of the search agent on the same task: the second overwrote it (the record
+  is refused if both steps are there);
+- a verification: the format has none (see `coa_jax.distill.arrange` for what stands in for it);
+- the tool's own text of a null observation: it becomes an empty observation, outcome ``error``;
+- tokens spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax.distill.messages import Kind
+from coa_jax.distill.readers.base import (
+    Conversation,
+    Malformed,
+    Reader,
+    Trace,
+    accepted,
+    clean,
+    each_line,
+    items,
+    mapping,
+    need,
+    optional_text,
+    scalar,
+    text,
+)
+from coa_jax.distill.readers.calls import body_of, tag_of
+from coa_jax.distill.readers.programs import Program, examine, split_plan, thought_of, unwrap
+from coa_jax.protocol import format_code
+
+AGENT = "search_agent"
+_Run = tuple[str, dict[str, Any] | None]
+"""A task and the run of the search agent on it; None where the asking step failed before."""
+
+_KNOWN_STEPS = ("task", "planning", "action", "unknown")
+
+
+def read_result(value: Any) -> Trace:
+    """One line of the file."""
+    record = mapping(value, "the record")
+    question = text(need(record, "question"), "'question'")
+    steps = [
+        mapping(step, f"step {n}")
+        for n, step in enumerate(items(need(record, "intermediate_steps"), "'intermediate_steps'"))
+    ]
+    for number, step in enumerate(steps):
+        kind = need(step, "step_type", f"step {number}")
+        if kind not in _KNOWN_STEPS:
+            raise Malformed(f"step {number} has the unknown type {str(kind)[:40]!r}")
+    talk = Conversation(question)
+    programs = _programs(steps)
+    runs = _join(record.get("search_agent_actions"), steps, programs)
+    for number, step in enumerate(steps):
+        if step["step_type"] == "planning":
+            _planning(talk, step, number)
+        elif step["step_type"] == "action":
+            _action(talk, step, number, programs.get(number), runs.get(number, ()))
+    prediction = need(record, "prediction")
+    if prediction is not None:
+        answer = scalar(prediction, "'prediction'").strip()
+        if answer:
+            talk.add(Kind.ANSWER, "manager", "user", answer)
+    error = record.get("agent_error")
+    kept = ("agent_name", "parsing_error", "iteration_limit_exceeded", "task")
+    metadata = {key: record[key] for key in kept if isinstance(record.get(key), str | int | bool)}
+    return Trace(
+        talk.finish(_episode(record), clean(str(error)) if error else ""),
+        accepted(record.get("true_answer"), "'true_answer'"),
+        metadata,
+    )
+
+
+def _episode(record: dict[str, Any]) -> str:
+    identity = record.get("task_id")
+    return "" if identity is None else scalar(identity, "'task_id'")
+
+
+def _planning(talk: Conversation, step: dict[str, Any], number: int) -> None:
+    facts = unwrap(optional_text(step.get("facts"), f"'facts' of step {number}"))
+    inner, plan = split_plan(optional_text(step.get("plan"), f"'plan' of step {number}"))
+    if not plan:
+        raise Malformed(f"the planning step {number} holds no plan")
+    talk.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(t for t in (facts, inner) if t))
+
+
+def _source(step: dict[str, Any], number: int) -> str | None:
+    """The program of an action step; None where none was understood."""
+    calls = step.get("tool_calls")
+    if not calls:
+        return None
+    call = mapping(items(calls, f"'tool_calls' of step {number}")[0], f"a call of step {number}")
+    function = mapping(need(call, "function", f"a call of step {number}"), "'function'")
+    return text(need(function, "arguments", "'function'"), f"the program of step {number}")
+
+
+def _error(step: dict[str, Any], number: int) -> str:
+    error = step.get("error")
+    if error is None:
+        return ""
+    message = mapping(error, f"'error' of step {number}").get("message")
+    return optional_text(message, f"the error of step {number}")
+
+
+def _action(
+    talk: Conversation,
+    step: dict[str, Any],
+    number: int,
+    program: Program | None,
+    runs: Sequence[_Run],
+) -> None:
+    output = optional_text(step.get("model_output"), f"'model_output' of step {number}")
+    seen = optional_text(step.get("observations"), f"'observations' of step {number}")
+    error, source = _error(step, number), _source(step, number)
+    thought = thought_of(output)
+    if source is None or program is None:  # nothing ran: the output could not be read
+        talk.say(thought)
+    elif program.requests:
+        _delegation(talk, thought, runs)
+    elif program.computes:
+        returned = "\n".join(part for part in (seen, error) if part)
+        talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
+    else:
+        talk.say(thought)
+    _judgement(talk, step, number)
+
+
+def _delegation(talk: Conversation, thought: str, runs: Sequence[_Run]) -> None:
+    words = thought
+    for task, run in runs:
+        talk.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), words)
+        words = ""
+        if run is None:
+            continue
+        for call in items(need(run, "tool_calls", "a search run"), "'tool_calls' of a search run"):
+            call = mapping(call, "a call of search_agent")
+            name = text(need(call, "name", "a call of search_agent"), "the name of a call")
+            if name == "final_answer":
+                continue
+            returned = call.get("observation")
+            seen = optional_text(returned, f"the observation of {name}")
+            tag = tag_of(name)
+            body = body_of(tag, need(call, "args", f"a call of {name}"))
+            talk.call(tag, body, seen, ok=returned is not None)
+        answer = run.get("answer")
+        if answer is not None:
+            talk.say(scalar(answer, "the answer of search_agent"))
+
+
+def _judgement(talk: Conversation, step: dict[str, Any], number: int) -> None:
+    score = step.get("score")
+    words = optional_text(step.get("evaluate_thought"), f"'evaluate_thought' of step {number}")
+    if isinstance(score, bool) or not isinstance(score, int | float | None):
+        raise Malformed(f"'score' of step {number} is not a number")
+    if score is not None or words:
+        content = "" if score is None else f"score: {score:g}"
+        talk.add(Kind.REFLECTION, "reflection", "manager", content or words, words)
+
+
+def _key(task: str) -> str:
+    return " ".join(clean(task).split())
+
+
+def _programs(steps: list[dict[str, Any]]) -> dict[int, Program]:
+    """Step number -> what its program does."""
+    sources = {
+        number: _source(step, number)
+        for number, step in enumerate(steps)
+        if step["step_type"] == "action"
+    }
+    return {n: examine(source, (AGENT,)) for n, source in sources.items() if source is not None}
+
+
+def _join(
+    actions: Any, steps: list[dict[str, Any]], programs: Mapping[int, Program]
+) -> dict[int, list[_Run]]:
+    """The runs of the search agent by the manager's step that asked for them, in their order."""
+    raw = {} if actions is None else mapping(actions, "'search_agent_actions'")
+    runs = {_key(task): mapping(run, "a search run") for task, run in raw.items()}
+    if len(runs) < len(raw):
+        raise Malformed("two tasks in 'search_agent_actions' differ in blanks only")
+    failed = {number for number in programs if _error(steps[number], number)}
+    asked = {n: [t for _, t in p.requests] for n, p in programs.items() if p.requests}
+    joined: dict[int, list[_Run]] = {number: [] for number in asked}
+    stated: set[str] = set()
+    for number, tasks in asked.items():
+        for key in (_key(task) for task in tasks if task is not None):
+            if key in stated:
+                raise Malformed(
+                    f"step {number} asks {AGENT} for the same task again, and the file keeps only "
+                    "one of the two runs"
+                )
+            if key not in runs and number not in failed:
+                raise Malformed(f"step {number} asks {AGENT} for a task that has no run")
+            stated.add(key)
+            joined[number].append((key, runs.get(key)))
+    left = [key for key in runs if key not in stated]
+    sites = [number for number, tasks in asked.items() for task in tasks if task is None]
+    if len(set(sites)) == 1:  # a loop asks several times from one place
+        sites = sites[:1] * len(left)
+    if len(left) != len(sites):
+        raise Malformed(
+            f"{len(left)} runs of {AGENT} for {len(sites)} places that ask for a task that is put "
+            "together: no telling which is whose"
+        )
+    for number, key in zip(sites, left, strict=True):
+        joined[number].append((key, runs[key]))
+    order = {key: position for position, key in enumerate(runs)}
+    for found in joined.values():
+        found.sort(key=lambda run: order.get(run[0], len(order)))
+    return joined
+
+
+read: Reader = each_line(read_result)

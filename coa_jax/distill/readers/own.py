@@ -1,0 +1,37 @@
+"""Our own message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json`` lines.
+
+Nothing is lost: it is the common form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coa_jax.distill.messages import Kind, from_json
+from coa_jax.distill.readers.base import Malformed, Reader, Trace, each_line, mapping, text
+
+
+def read_log(value: Any) -> Trace | None:
+    """One line; the head of a journal is no run."""
+    if mapping(value, "the record").keys() == {"journal"}:
+        return None
+    try:
+        log = from_json(value)
+    except KeyError as error:
+        raise Malformed(f"the field {error} is missing") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Malformed(" ".join(str(error).split())) from error
+    for name in ("episode", "question", "protocol", "error"):
+        text(getattr(log, name), f"{name!r}")
+    for message in log.messages:
+        for name in ("sender", "recipient", "content", "thought"):
+            text(getattr(message, name), f"{name!r} of message {message.index}")
+        for name in ("outcome", "slip"):
+            if getattr(message, name) is not None:
+                text(getattr(message, name), f"{name!r} of message {message.index}")
+    if log.messages[0].kind is not Kind.QUESTION:
+        raise Malformed("the first message is not the question")
+    return Trace(log)
+
+
+read: Reader = each_line(read_log)

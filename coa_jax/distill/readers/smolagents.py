@@ -1,0 +1,173 @@
+"""Steps of smolagents, one run a file or a line.
+
+Three forms are read: the list of ``agent.memory.get_full_steps()`` (or ``get_succinct_steps()``),
+``RunResult.dict()`` with that list under ``steps``, and what `coa_jax.distill.smol` dumps, which
+adds ``question``, ``gold``, ``answer`` and the runs of managed agents:
+``managed_runs: [{agent, task, caller_step, steps, answer}]`` in the order in which they were made.
+
+Not to be had from this format:
+
+- what managed agents did, unless ``managed_runs`` is there: a manager forgets it, and the record is
+  refused, because nothing would stand behind what the manager goes on to know;
+- which of several parallel calls of one step returned which part of its ``observations``: such a
+  step is refused (``max_tool_threads`` does not help; ask the model for one call at a time);
+- blanks around what a tool returned: smolagents strips them;
+- images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from coa_jax.distill.messages import Kind
+from coa_jax.distill.readers.base import (
+    Conversation,
+    Malformed,
+    Reader,
+    Trace,
+    accepted,
+    each_line,
+    items,
+    mapping,
+    need,
+    optional_text,
+    scalar,
+    text,
+    total_usage,
+)
+from coa_jax.distill.readers.calls import body_of, tag_of
+from coa_jax.distill.readers.programs import examine, split_plan, thought_of
+from coa_jax.protocol import format_code
+
+
+def read_run(value: Any) -> Trace:
+    """One run."""
+    record = {"steps": value} if isinstance(value, list) else mapping(value, "the record")
+    steps = _steps(need(record, "steps"))
+    managed = items(record.get("managed_runs") or [], "'managed_runs'")
+    runs: dict[int, list[dict[str, Any]]] = {}
+    for run in (mapping(run, "a managed run") for run in managed):
+        caller = need(run, "caller_step", "a managed run")
+        if not isinstance(caller, int):
+            raise Malformed("'caller_step' of a managed run is not a number")
+        runs.setdefault(caller, []).append(run)
+    tasks = [step["task"] for step in steps if "task" in step]
+    question = text(record.get("question") or (tasks or [None])[0], "the task")
+    talk = Conversation(question)
+    agents = {str(run.get("agent")) for group in runs.values() for run in group}
+    answer = _write(talk, steps, runs, agents)
+    given = next((record[k] for k in ("answer", "output") if record.get(k) is not None), answer)
+    if given is not None:
+        talk.add(Kind.ANSWER, "manager", "user", scalar(given, "the answer").strip())
+    identity = record.get("task_id")
+    episode = "" if identity is None else scalar(identity, "'task_id'")
+    every = [*steps, *(s for r in managed for s in _steps(r.get("steps")))]
+    usage = total_usage((s.get("token_usage") for s in every), "input_tokens", "output_tokens")
+    state = record.get("state")
+    metadata = {"state": state} if isinstance(state, str) else {}
+    gold = accepted(record.get("gold"), "'gold'")
+    return Trace(talk.finish(episode), gold, metadata, usage=usage)
+
+
+def _steps(value: Any) -> list[dict[str, Any]]:
+    return [mapping(step, f"step {n}") for n, step in enumerate(items(value, "'steps'"))]
+
+
+def _write(
+    talk: Conversation,
+    steps: Sequence[Mapping[str, Any]],
+    runs: Mapping[int, Sequence[dict[str, Any]]],
+    agents: Collection[str],
+) -> Any:
+    """Adds the steps of one agent; returns the answer that it gave, None if it gave none."""
+    answer = None
+    for number, step in enumerate(steps):
+        where = f"step {step.get('step_number', number)}"
+        if "plan" in step:
+            facts, plan = split_plan(text(step["plan"], f"'plan' of {where}"))
+            talk.add(Kind.PLAN, "planner", "manager", plan, facts)
+        elif "step_number" in step:
+            number_of = step["step_number"]
+            mine = runs.get(number_of, ()) if isinstance(number_of, int) else ()
+            _action(talk, step, where, mine, agents)
+            if step.get("is_final_answer"):
+                answer = step.get("action_output")
+        elif not ("task" in step or "system_prompt" in step):
+            raise Malformed(f"{where} is neither task, plan nor action")
+    return answer
+
+
+def _action(
+    talk: Conversation,
+    step: Mapping[str, Any],
+    where: str,
+    runs: Sequence[dict[str, Any]],
+    agents: Collection[str],
+) -> None:
+    thought = _thought(step, where)
+    seen = optional_text(step.get("observations"), f"'observations' of {where}")
+    error = _error(step, where)
+    calls = [_call(call, where) for call in items(step.get("tool_calls") or [], "'tool_calls'")]
+    if len(calls) == 1 and calls[0][0] == "python_interpreter":
+        source = text(calls[0][1], f"the program of {where}")
+        program = examine(source, agents)
+        if runs:
+            _delegations(talk, thought, runs)
+        elif program.requests and not error:
+            raise Malformed(f"{where} asks a managed agent whose run is not in the file")
+        elif program.computes:
+            returned = "\n".join(part for part in (seen, error) if part)
+            talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
+        else:
+            talk.say(thought)
+        return
+    calls = [call for call in calls if call[0] != "final_answer"]
+    if runs:
+        _delegations(talk, thought, runs)
+        return
+    if len(calls) > 1:
+        raise Malformed(f"{where} makes {len(calls)} calls at once and keeps one observation")
+    for name, arguments in calls:
+        tag = tag_of(name)
+        returned = "\n".join(part for part in (seen, error) if part)
+        talk.call(tag, body_of(tag, arguments), returned, not error, thought)
+    if not calls:
+        talk.say(thought)
+
+
+def _delegations(talk: Conversation, thought: str, runs: Sequence[dict[str, Any]]) -> None:
+    words = thought
+    for run in runs:
+        task = text(need(run, "task", "a managed run"), "the task of a managed run")
+        talk.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), words)
+        words = ""
+        _write(talk, _steps(need(run, "steps", "a managed run")), {}, ())
+        if run.get("answer") is not None:
+            talk.say(scalar(run["answer"], "the answer of a managed run"))
+
+
+def _thought(step: Mapping[str, Any], where: str) -> str:
+    output = step.get("model_output")
+    if isinstance(output, list):  # parts of a message
+        parts = [mapping(part, f"'model_output' of {where}").get("text") for part in output]
+        output = "\n".join(part for part in parts if isinstance(part, str))
+    return thought_of(optional_text(output, f"'model_output' of {where}"))
+
+
+def _error(step: Mapping[str, Any], where: str) -> str:
+    error = step.get("error")
+    if error is None:
+        return ""
+    return optional_text(mapping(error, f"'error' of {where}").get("message"), "an error")
+
+
+def _call(value: Any, where: str) -> tuple[str, Any]:
+    function = mapping(
+        need(mapping(value, f"a call of {where}"), "function", f"a call of {where}"), "'function'"
+    )
+    name = text(need(function, "name", f"a call of {where}"), f"the tool of {where}")
+    return name, need(function, "arguments", f"a call of {where}")
+
+
+read: Reader = each_line(read_run)

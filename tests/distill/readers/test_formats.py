@@ -1,0 +1,328 @@
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from coa_jax.distill.arrange import Unconvertible, trajectory_of
+from coa_jax.distill.journal import open_journal
+from coa_jax.distill.messages import Kind, to_json
+from coa_jax.distill.readers import READERS, read_traces
+from coa_jax.distill.readers.calls import body_of, tag_of
+from coa_jax.distill.readers.programs import examine, split_plan, thought_of
+from coa_jax.errors import UserError
+from coa_jax.trajectory import part_violations
+from tests.distill.logs import log_of
+from tests.distill.readers.samples import file_of
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(form, *records, name="log.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(file_of(*records))
+        return read_traces(path, form)
+
+    return read
+
+
+def calls_of(trace):
+    messages = trace.log.messages
+    return [
+        (call.recipient, call.content, answer.content, answer.outcome)
+        for call, answer in itertools.pairwise(messages)
+        if call.kind is Kind.CALL
+    ]
+
+
+def web_text(trace):
+    _, record = trajectory_of(trace, "web")
+    assert part_violations("web", record.parts) == []
+    return record.text
+
+
+# --- OpenAI --------------------------------------------------------------------------------
+
+
+def tool_call(identity, name, arguments):
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": identity, "type": "function", "function": function}
+
+
+CHAT = [
+    {"role": "system", "content": "You have tools."},
+    {"role": "user", "content": "What is the capital of Peru?"},
+    {
+        "role": "assistant",
+        "content": "I look it up twice.",
+        "tool_calls": [
+            tool_call("b", "google_search", {"query": "Peru capital"}),
+            tool_call("a", "visit_webpage", {"url": "https://example.org/peru"}),
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "Lima it is"}]},
+    {"role": "tool", "tool_call_id": "b", "content": "Lima"},
+    {"role": "assistant", "content": "Both say so.\n**Final Answer:** Lima"},
+]
+
+
+def test_parallel_calls_of_a_chat_come_one_after_the_other_with_their_results(read):
+    usage = {"prompt_tokens": 50, "completion_tokens": 9, "total_tokens": 59}
+    (trace,), report = read("openai", {"id": 3, "messages": CHAT, "gold": "Lima", "usage": usage})
+    assert report.problems == ()
+    assert calls_of(trace) == [
+        ("web_search", "Peru capital", "Lima", "ok"),
+        ("crawl_page", "https://example.org/peru", "Lima it is", "ok"),
+    ]
+    assert (trace.log.episode, trace.log.answer, trace.gold) == ("3", "Lima", ("Lima",))
+    assert trace.usage == {"prompt": 50, "completion": 9}
+    assert "<plan>I look it up twice.</plan>" in web_text(trace)
+    assert "<think>Both say so.</think>\n<suggested_answer>Lima" in web_text(trace)
+
+
+def test_a_request_with_its_response_is_a_conversation(read):
+    response = {"choices": [{"message": CHAT[-1]}]}
+    (trace,), _ = read("openai", {"request": {"messages": CHAT[:-1]}, "response": response})
+    assert trace.log.answer == "Lima"
+
+
+def test_the_old_function_calls_are_read(read):
+    messages = [
+        CHAT[1],
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Look it up.",
+            "function_call": {"name": "search", "arguments": '{"query": "Peru"}'},
+        },
+        {"role": "function", "name": "search", "content": "Lima"},
+        {"role": "assistant", "content": "<answer> Lima </answer>"},
+    ]
+    (trace,), _ = read("openai", {"messages": messages})
+    assert calls_of(trace) == [("web_search", "Peru", "Lima", "ok")]
+    assert trace.log.answer == "Lima"
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (CHAT[:1], "no question"),
+        ([*CHAT, CHAT[1]], "a second message of the role 'user'"),
+        (CHAT[:4], "no result of the call 'b'"),
+        ([*CHAT[:4], CHAT[3]], "two results of the call 'a'"),
+        ([CHAT[1], {"role": "assistant", "tool_calls": [{}]}], "lacks 'function'"),
+        ([CHAT[1], {"content": "x"}], "message 1 lacks 'role'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "something besides text"),
+    ],
+)
+def test_a_malformed_chat_is_named(read, messages, reason):
+    _, report = read("openai", {"messages": messages})
+    assert reason in report.problems[0].reason
+
+
+def test_a_conversation_that_breaks_off_has_no_answer(read):
+    (trace,), _ = read("openai", {"messages": CHAT[:5]})
+    with pytest.raises(Unconvertible, match="the file holds no final answer"):
+        trajectory_of(trace, "web")
+
+
+# --- MCP -----------------------------------------------------------------------------------
+
+
+def rpc(**fields):
+    return {"jsonrpc": "2.0", **fields}
+
+
+def mcp_call(identity, name, arguments):
+    return rpc(id=identity, method="tools/call", params={"name": name, "arguments": arguments})
+
+
+def mcp_result(identity, words, failed=False):
+    content = [{"type": "text", "text": words}]
+    return rpc(id=identity, result={"content": content, "isError": failed})
+
+
+SESSION = [
+    rpc(id=0, method="initialize", params={}),
+    rpc(id=0, result={"capabilities": {}}),
+    mcp_call(1, "search", {"query": "Peru"}),
+    rpc(method="notifications/progress", params={}),
+    mcp_call(2, "fetch", {"url": "https://example.org"}),
+    mcp_result(2, "gone", failed=True),
+    mcp_result(1, "Lima"),
+]
+CALLS = [
+    ("web_search", "Peru", "Lima", "ok"),
+    ("crawl_page", "https://example.org", "gone", "error"),
+]
+
+
+def test_a_session_of_mcp_on_one_line(read):
+    record = {"id": "s", "question": "Capital of Peru?", "answer": "Lima", "messages": SESSION}
+    (trace,), report = read("mcp", record)
+    assert (report.used, report.ignored) == (1, 0)
+    assert calls_of(trace) == CALLS
+    with pytest.raises(Unconvertible, match="no plan and no thought"):
+        trajectory_of(trace, "web")
+    (spoken,) = read("mcp", {**record, "messages": SESSION[2:3] + SESSION[6:]})[0]
+    _, converted = trajectory_of(spoken, "mhqa")
+    assert part_violations("mhqa", converted.parts) == []
+
+
+def test_interleaved_sessions_of_mcp_are_told_apart(read):
+    lines = [{"session": "x", "question": "Capital?"}, {"session": "y", "question": "Again?"}]
+    for message in SESSION:
+        lines += [{"session": name, "message": message} for name in "xy"]
+    lines += [{"session": "y", "answer": "Lima"}, {"session": "x", "answer": "Quito"}]
+    traces, report = read("mcp", *lines)
+    assert [(t.log.episode, t.log.question, t.log.answer) for t in traces] == [
+        ("y", "Again?", "Lima"),
+        ("x", "Capital?", "Quito"),
+    ]
+    assert [calls_of(trace) for trace in traces] == [CALLS, CALLS]
+    assert (report.records, report.used, report.ignored) == (18, 12, 6)
+
+
+def test_a_session_with_a_broken_line_is_refused_and_the_others_are_used(read):
+    good = [{"session": "y", "question": "Q?"}, *({"session": "y", "message": m} for m in SESSION)]
+    bad = [{"session": "x", "question": "Q?"}, {"session": "x", "message": 3}]
+    (trace,), report = read("mcp", *bad, *good)
+    assert trace.log.episode == "y"
+    assert [(p.line, p.reason) for p in report.problems] == [
+        (1, "line 2 of the session is malformed"),
+        (2, "a message is a number, not an object"),
+    ]
+
+
+# --- smolagents ----------------------------------------------------------------------------
+
+
+def step(number, calls, observations="", output="", **rest):
+    """An action step as ``ActionStep.dict`` writes it (smolagents 1.26)."""
+    calls = [
+        {
+            "id": str(i),
+            "type": "function",
+            "function": dict(zip(("name", "arguments"), c, strict=True)),
+        }
+        for i, c in enumerate(calls)
+    ]
+    return {
+        "step_number": number,
+        "timing": {},
+        "tool_calls": calls,
+        "error": None,
+        "model_output": output,
+        "observations": observations,
+        "action_output": None,
+        "token_usage": {"input_tokens": 10, "output_tokens": 2},
+        "is_final_answer": False,
+        **rest,
+    }
+
+
+STEPS = [
+    {"task": "Capital of Peru?", "task_images": None},
+    {"plan": "Here are the facts I know and the plan of action that I will follow:"
+             "\n```\n## 1. Facts survey\nPeru is given.\n## 2. Plan\n1. Search\n```"},
+    step(1, [("wikipedia_search", {"query": "Peru"})], "Lima", "I search."),
+    step(2, [("final_answer", {"answer": "Lima"})], "Lima", "Done.", is_final_answer=True,
+         action_output="Lima"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", [STEPS, {"steps": STEPS, "output": "Lima", "state": "success"}])
+def test_steps_of_smolagents_as_a_list_and_as_a_result(read, record):
+    (trace,), _ = read("smolagents", record, name="run.json")
+    assert calls_of(trace) == [("wiki_search", "Peru", "Lima", "ok")]
+    assert trace.usage == {"prompt": 20, "completion": 4}
+    text = web_text(trace)
+    assert text.startswith("<think>Peru is given.</think>\n<plan>1. Search</plan>")
+    assert text.endswith("<answer>Lima</answer>")
+
+
+def test_parallel_calls_with_one_observation_are_refused(read):
+    both = step(1, [("search", {"query": "a"}), ("search", {"query": "b"})], "A\nB")
+    _, report = read("smolagents", [STEPS[0], both])
+    assert "makes 2 calls at once and keeps one observation" in report.problems[0].reason
+
+
+def test_a_managed_agent_whose_steps_are_not_there_is_refused(read):
+    ask = step(1, [("python_interpreter", "print(helper('x'))")], "Execution logs:\nA")
+    record = {"question": "Q?", "steps": [ask], "answer": "A", "managed_runs": []}
+    (trace,), _ = read("smolagents", record)
+    assert trace.log.calls  # nothing tells an agent from a function here
+    run = {"agent": "helper", "task": "x", "caller_step": 2, "steps": [], "answer": "A"}
+    _, report = read("smolagents", {**record, "managed_runs": [run]})
+    assert "step 1 asks a managed agent whose run is not in the file" in report.problems[0].reason
+
+
+# --- our own -------------------------------------------------------------------------------
+
+
+def test_our_own_journal_comes_back_as_it_was(tmp_path):
+    log = log_of(("plan", "1. look"), ("call", "Peru"), ("observation", "Lima"), ("answer", "Lima"))
+    journal = open_journal(tmp_path / "j.jsonl", {"seed": 1})
+    journal.append(log)
+    journal.append(dataclasses.replace(log, episode="f"))
+    traces, report = read_traces(journal.path, "messages")
+    assert [trace.log for trace in traces] == [log, dataclasses.replace(log, episode="f")]
+    assert (report.records, report.used, report.ignored) == (3, 2, 1)
+
+
+def test_a_damaged_log_of_ours_is_named(read):
+    row = to_json(log_of(("answer", "Lima")))
+    rows = [{**row, "question": 3}, {**row, "messages": 3}, {**row, "ending": "x"}, 7, row]
+    traces, report = read("messages", *rows)
+    assert len(traces) == 1
+    assert [p.line for p in report.problems] == [1, 2, 3, 4]
+
+
+# --- parts ---------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_traces(tmp_path / "none.jsonl", "oagents")
+    with pytest.raises(UserError, match="known are messages, smolagents, oagents, openai, mcp"):
+        read_traces(tmp_path, "langchain")
+
+
+@pytest.mark.parametrize("form", READERS)
+def test_an_empty_file_has_no_records(tmp_path, form):
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(b"\n \n")
+    traces, report = read_traces(path, form)
+    assert (traces, report.records) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "tag", "body"),
+    [
+        ("GoogleSearchTool", {"q": "x", "n": 3}, "web_search", "x"),
+        ("duckduckgo_search", '{"query": "x"}', "web_search", "x"),
+        ("search", ["x", "y"], "web_search", "x | y"),
+        ("crawl_pages", {"urls": ["u", "v"]}, "crawl_page", "u | v"),
+        ("python_interpreter", {"code": "print(1)\n"}, "code", "```py\nprint(1)\n```"),
+        ("code", "```py\n1\n```", "code", "```py\n1\n```"),
+        ("python", "[1, 2][0]", "code", "```py\n[1, 2][0]\n```"),
+        ("visualizer", {"file_path": "a.png"}, "visual_inspector", '{"file_path": "a.png"}'),
+        ("weather", {"city": "Lima"}, "weather", '{"city": "Lima"}'),
+    ],
+)
+def test_calls_of_other_tools_take_the_form_of_ours(name, arguments, tag, body):
+    assert tag_of(name) == tag
+    assert body_of(tag, arguments) == body
+
+
+def test_programs_are_told_apart_by_what_they_do():
+    assert examine("x = 1\nfinal_answer(x)", ()).computes is False
+    assert examine("final_answer(2 ** 8)", ()).computes
+    assert examine("print(helper(f'{x}'), helper(task='t'))", ("helper",)).requests == (
+        ("helper", None),
+        ("helper", "t"),
+    )
+    assert examine("print(", ()).computes
+    assert thought_of("Thought: I see.\nCode:\n```py\n1\n```<end_code>") == "I see."
+    assert thought_of("I see.\n<code>\n1\n</code>") == "I see."
+    assert split_plan("1. Do it <end_plan>") == ("", "1. Do it")
