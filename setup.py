@@ -40,6 +40,8 @@ EXTRAS = {
     "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
+    # Teachers behind an endpoint or in process, and near-duplicates in what they leave.
+    "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
     # Export of distilled data as a TFDS data set.
     "tfds": ["tensorflow-datasets>=4.9"],
     # An OpenAI-compatible server (python -m coa_jax.serve).
@@ -63,6 +65,9 @@ TEST = [
     *EXTRAS["serve"],
     "openai>=3.54",
     "schemathesis>=4.32",
+    *EXTRAS["distill"],
+    *EXTRAS["tfds"],
+    "datasets>=5.2",
     "pytest>=9.2",
     "pytest-xdist>=3.8",
     "hypothesis>=6.170",

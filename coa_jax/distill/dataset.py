@@ -1,8 +1,9 @@
 """The distilled data set on disk, and figures about it.
 
-A working directory holds the journals of the teacher's runs (``journal/<split>.jsonl``) and
-what was made of them (``<split>.jsonl``).  The second is a pure function of the first and is
-written whole, so killing and starting again gives the same bytes as running through.
+A working directory holds the journals of the teacher's runs (``journal/<split>.jsonl``), what was
+made of them (``<split>.jsonl``) and a few runs that each filter dropped
+(``dropped/<split>.jsonl``).  The last two are a pure function of the first and are written whole,
+so killing and starting again gives the same bytes as running through.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax import jsonl
 from coa_jax.distill.filters import FilterReport
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import MessageLog
@@ -51,6 +53,7 @@ def distill_split(
     tool_settings: Mapping[str, Any] | None = None,
     on_log: Callable[[int], None] | None = None,
     minds: Minds | None = None,
+    count_tokens: Callable[[str], int] | None = None,
 ) -> Split:
     """Solves, filters and writes one split; continues where an earlier process stopped.
 
@@ -64,6 +67,7 @@ def distill_split(
             other settings are refused.
         on_log: called after each run with the number of runs that are done.
         minds: a mind per agent; the scripted ones by default.
+        count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
 
     Raises:
         UserError: the journal belongs to another configuration or is malformed.
@@ -90,8 +94,10 @@ def distill_split(
             on_log(count)
 
     logs = asyncio.run(run_teacher(tasks, tools, config, minds, done, keep))
-    records, report = select(tasks, logs, config)
+    examples: list[dict[str, Any]] = []
+    records, report = select(tasks, logs, config, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)
+    jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
     return Split(logs, records, report, len(done))
 
 

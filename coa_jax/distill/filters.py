@@ -45,6 +45,14 @@ class Filter:
 
 
 @dataclasses.dataclass(frozen=True)
+class SetFilter:
+    """A named condition on runs beside each other: for each of them whether it is dropped."""
+
+    name: str
+    drops: Callable[[Sequence[Run]], list[bool]]
+
+
+@dataclasses.dataclass(frozen=True)
 class FilterReport:
     """What the filters did.
 
@@ -141,7 +149,41 @@ def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
     return next((f.name for f in filters if not f.keeps(run)), None)
 
 
-def report_of(failures: Sequence[str | None], filters: Sequence[Filter]) -> FilterReport:
+def failures_of(
+    runs: Sequence[Run], filters: Sequence[Filter], set_filters: Sequence[SetFilter] = ()
+) -> list[str | None]:
+    """For each run the name of the first filter that it does not pass, or None.
+
+    Args:
+        runs: in the order in which the first of several alike is kept.
+        filters: conditions on single runs.
+        set_filters: conditions on the runs that pass those, one after the other.
+    """
+    failures = [first_failure(run, filters) for run in runs]
+    for each in set_filters:
+        left = [number for number, failure in enumerate(failures) if failure is None]
+        dropped = each.drops([runs[number] for number in left])
+        for number, drop in zip(left, dropped, strict=True):
+            failures[number] = each.name if drop else None
+    return failures
+
+
+def examples_of(
+    runs: Sequence[Run], failures: Sequence[str | None], number: int = 3
+) -> list[dict[str, Any]]:
+    """The first runs that each filter dropped, as JSON values, for a person to look at."""
+    seen: Counter[str] = Counter()
+    examples = []
+    for run, failure in zip(runs, failures, strict=True):
+        if failure is not None and seen[failure] < number:
+            seen[failure] += 1
+            examples.append({"filter": failure, "record": run.record.to_json()})
+    return examples
+
+
+def report_of(
+    failures: Sequence[str | None], filters: Sequence[Filter | SetFilter]
+) -> FilterReport:
     """Counts the outcomes of `first_failure` over many runs."""
     counts = Counter(failures)
     dropped = {f.name: counts[f.name] for f in filters}

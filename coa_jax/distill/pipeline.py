@@ -16,7 +16,10 @@ from coa_jax.distill.filters import (
     Filter,
     FilterReport,
     Run,
+    SetFilter,
     copies,
+    examples_of,
+    failures_of,
     first_failure,
     has_no_fault,
     is_correct,
@@ -28,6 +31,7 @@ from coa_jax.distill.filters import (
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import Minds
 from coa_jax.distill.scripted import scripted_minds
+from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distill.team import solve
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
@@ -51,6 +55,7 @@ class DistillConfig:
         min_interactions: least number of messages of a kept run.
         plain_fraction: share of the runs without reflection or correction that is kept.
         corrected_copies: how often a run that corrected its answer is written.
+        selection: thresholds of further filters.
     """
 
     mistake_rate: float = 0.1
@@ -62,6 +67,7 @@ class DistillConfig:
     min_interactions: int = 5
     plain_fraction: float = 1.0
     corrected_copies: int = 1
+    selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
 
     def __post_init__(self) -> None:
         for name in ("mistake_rate", "unrecovered_rate", "plain_fraction"):
@@ -77,10 +83,19 @@ class DistillConfig:
         """The scripted minds that this configuration describes."""
         return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
 
-    def filters(self) -> tuple[Filter, ...]:
-        """The filters that this configuration describes."""
+    def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
+        """The filters of single runs that this configuration describes.
+
+        Args:
+            count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
+        """
         quality = quality_filters(self.max_chars, self.min_interactions)
-        return (*quality, plain_share(self.plain_fraction, self.seed))
+        further = further_filters(self.selection, count_tokens)
+        return (*quality, *further, plain_share(self.plain_fraction, self.seed))
+
+    def set_filters(self) -> tuple[SetFilter, ...]:
+        """The filters that compare runs with each other."""
+        return set_filters(self.selection, self.seed)
 
 
 async def run_teacher(
@@ -138,19 +153,33 @@ def as_run(task: Task, log: MessageLog) -> Run:
 
 
 def select(
-    tasks: Sequence[Task], logs: Sequence[MessageLog], config: DistillConfig
+    tasks: Sequence[Task],
+    logs: Sequence[MessageLog],
+    config: DistillConfig,
+    count_tokens: Callable[[str], int] | None = None,
+    on_example: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
     """Converts and filters finished runs; a pure function of them.
+
+    Args:
+        tasks: the tasks.
+        logs: their runs.
+        config: the filters.
+        count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
+        on_example: called with a few runs that each filter dropped (see `examples_of`).
 
     Returns:
         The kept records in the order of ``tasks``, and what the filters dropped.
     """
-    filters = config.filters()
+    filters, together = config.filters(count_tokens), config.set_filters()
     runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
-    failures = [first_failure(run, filters) for run in runs]
+    failures = failures_of(runs, filters, together)
+    if on_example is not None:
+        for example in examples_of(runs, failures):
+            on_example(example)
     kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
     records = [record for run in kept for record in copies(run, config.corrected_copies)]
-    return records, report_of(failures, filters)
+    return records, report_of(failures, (*filters, *together))
 
 
 async def distill_tasks_async(
@@ -166,7 +195,8 @@ async def distill_tasks_async(
         tasks: the tasks.
         tools: tools by name.
         config: how.
-        on_record: called with each kept record as soon as its run has finished.
+        on_record: called with each record that passes the filters of single runs, as soon as its
+            run has finished.
         minds: a mind per agent; the scripted ones by default.
 
     Returns:

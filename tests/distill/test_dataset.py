@@ -32,7 +32,7 @@ def test_the_file_holds_the_records(whole):
 def test_a_second_start_makes_nothing_again(whole, tools, factbook_tasks):
     workdir, split = whole
     files = {path: path.read_bytes() for path in workdir.rglob("*.jsonl")}
-    assert len(files) == 2
+    assert len(files) == 3  # journal, kept, examples of dropped
     again = distill_split("train", factbook_tasks[:40], tools, CONFIG, workdir)
     assert (again.resumed, again.records) == (40, split.records)
     assert all(path.read_bytes() == data for path, data in files.items())

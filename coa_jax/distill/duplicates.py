@@ -1,0 +1,55 @@
+"""Runs that say nearly what another run of the set says (MinHash with an exact second look)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coa_jax.distill.contamination import ngrams
+from coa_jax.distill.filters import Run
+from coa_jax.errors import UserError
+
+_SHINGLE = 3
+_PERMUTATIONS = 128
+
+
+def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
+    """Jaccard similarity of two sets; 1 for two empty ones."""
+    return len(a & b) / len(a | b) if a or b else 1.0
+
+
+def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
+    """What a run is compared by: runs of three words of its question and of the policy's text."""
+    said = " ".join(text for author, text in run.record.parts if author == "policy")
+    return ngrams(f"{run.task.question} {said}", _SHINGLE)
+
+
+def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bool]:
+    """For each run whether an earlier one that is kept is as similar as `threshold` or more.
+
+    Candidates come from MinHash with locality-sensitive hashing (Broder 1997), so a pair right at
+    the threshold may be missed; each is compared exactly, so no unlike pair is taken for one.
+
+    Raises:
+        UserError: datasketch is not installed.
+    """
+    try:
+        import datasketch
+    except ImportError:
+        raise UserError(
+            "near_duplicate needs datasketch; run: pip install 'coa_jax[distill]'"
+        ) from None
+    # Half the threshold for the hash: a miss costs a duplicate, a false alarm a comparison.
+    index = datasketch.MinHashLSH(threshold=threshold / 2, num_perm=_PERMUTATIONS)
+    kept: dict[int, frozenset[tuple[str, ...]]] = {}
+    repeated = []
+    for number, run in enumerate(runs):
+        shingles = policy_shingles(run)
+        sketch = datasketch.MinHash(num_perm=_PERMUTATIONS, seed=seed + 1)
+        sketch.update_batch([" ".join(shingle).encode() for shingle in sorted(shingles)])
+        near = any(similarity(shingles, kept[k]) >= threshold for k in index.query(sketch))
+        repeated.append(near)
+        if not near:
+            kept[number] = shingles
+            index.insert(number, sketch)
+    return repeated

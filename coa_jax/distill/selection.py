@@ -1,0 +1,132 @@
+"""Which filters a data set has beyond those of every set, and with which thresholds.
+
+All are off by default: the questions of the built-in tasks are made from patterns, so their runs
+resemble each other by design.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked, words
+from coa_jax.distill.duplicates import repeats_another, similarity
+from coa_jax.distill.filters import Filter, Run, SetFilter
+from coa_jax.errors import UserError
+from coa_jax.tasks import load_tasks
+
+_EVASIVE = re.compile(
+    r"\s*(?:unknown|n/?a|none|not (?:known|found|available|sure)|i (?:do not|don't) know|"
+    r"(?:it )?(?:cannot|can't|could not) be (?:determined|found|answered)|unable to .*)\W*",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionConfig:
+    """Thresholds of the further filters; 0 or an empty tuple turns one off.
+
+    Attributes:
+        near_query: two calls of one tool whose words are as similar as this (Jaccard) repeat each
+            other.
+        max_tokens: longest trajectory in tokens, environment's text included.
+        max_answer_words: an answer of more words, or one that evades, breaks the instruction to
+            answer in short and definite words.
+        min_tool_calls: least number of tool calls.
+        evaluation: sources of tasks (as for ``load_tasks``) that must not be shown; each is taken
+            in its split ``test``.
+        evaluation_size: tasks of each of them.
+        ngram, ngram_share, entity_share: see `coa_jax.distill.contamination`.
+        blocked: beginnings of addresses that no call may open; ``("mirrors",)`` stands for the
+            known mirrors of benchmarks.
+        near_duplicate: two runs as similar as this (Jaccard of runs of three words) are one; the
+            first is kept.
+    """
+
+    near_query: float = 0.0
+    max_tokens: int = 0
+    max_answer_words: int = 0
+    min_tool_calls: int = 0
+    evaluation: tuple[str, ...] = ()
+    evaluation_size: int = 1000
+    ngram: int = 8
+    ngram_share: float = 0.5
+    entity_share: float = 0.8
+    blocked: tuple[str, ...] = ()
+    near_duplicate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("near_query", "ngram_share", "entity_share", "near_duplicate"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise UserError(f"selection.{name} is {value}; give a value from 0 to 1")
+        if self.ngram < 1:
+            raise UserError(f"selection.ngram is {self.ngram}; give at least 1")
+
+
+def further_filters(
+    config: SelectionConfig, count_tokens: Callable[[str], int] | None = None
+) -> tuple[Filter, ...]:
+    """The filters of single runs that a configuration turns on, in their order.
+
+    Args:
+        config: which, with which thresholds.
+        count_tokens: length of a text in tokens; needed for ``max_tokens``.
+
+    Raises:
+        UserError: ``max_tokens`` without a tokenizer, or an unknown evaluation set.
+    """
+    filters: list[Filter] = []
+    if config.near_query:
+        limit = config.near_query
+        filters.append(Filter("near_repeated_call", lambda run: not _near_repeat(run, limit)))
+    if config.max_answer_words:
+        longest = config.max_answer_words
+        filters.append(Filter("instruction", lambda run: _is_definite(run, longest)))
+    if config.min_tool_calls:
+        least = config.min_tool_calls
+        filters.append(Filter("few_calls", lambda run: len(run.log.calls) >= least))
+    if config.max_tokens:
+        if count_tokens is None:
+            raise UserError("selection.max_tokens needs a tokenizer; give config.tokenizer")
+        most, count = config.max_tokens, count_tokens
+        filters.append(Filter("too_many_tokens", lambda run: count(run.record.text) <= most))
+    if config.blocked:
+        blocked = MIRRORS if config.blocked == ("mirrors",) else config.blocked
+        filters.append(Filter("blocked_page", lambda run: not opens_blocked(run, blocked)))
+    if config.evaluation:
+        held_out = [
+            task
+            for source in config.evaluation
+            for task in load_tasks(source, "test", config.evaluation_size)
+        ]
+        shows = contamination(held_out, config.ngram, config.ngram_share, config.entity_share)
+        filters.append(Filter("contaminated", lambda run: not shows(run)))
+    return tuple(filters)
+
+
+def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
+    """The filters that compare runs with each other."""
+    if not config.near_duplicate:
+        return ()
+    threshold = config.near_duplicate
+
+    def drops(runs: Sequence[Run]) -> list[bool]:
+        return repeats_another(runs, threshold, seed)
+
+    return (SetFilter("near_duplicate", drops),)
+
+
+def _near_repeat(run: Run, threshold: float) -> bool:
+    calls = [(tool, frozenset(words(arguments))) for tool, arguments in run.log.calls]
+    return any(
+        tool == other and similarity(asked, before) >= threshold
+        for number, (tool, asked) in enumerate(calls)
+        for other, before in calls[:number]
+    )
+
+
+def _is_definite(run: Run, longest: int) -> bool:
+    answer = run.record.answer
+    return len(answer.split()) <= longest and not _EVASIVE.fullmatch(answer)
