@@ -3,8 +3,9 @@
     python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
 
 Writes ``train.jsonl`` and ``validation.jsonl`` (read by ``python -m coa_jax.sft``), the teacher's
-message logs under ``journal/``, ``config.json`` and ``summary.json``.  A killed run continues when
-started again.
+message logs under ``journal/``, a few dropped runs of each filter under ``dropped/``,
+``config.json`` and ``summary.json``.  A killed run continues when started again.  With
+configs/distill/endpoint.py the minds are a language model, and ``calls/`` holds every exchange.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from absl import flags
 
 from coa_jax.cli import config_flag, run_main
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
@@ -42,6 +45,13 @@ def _describe(name: str, split: Split, seconds: float) -> str:
     )
 
 
+def _endpoint(config: ml_collections.ConfigDict, record: Path) -> Endpoint | None:
+    """The model that the minds are made of, or None for the scripted minds."""
+    if "endpoint" not in config:
+        return None
+    return Endpoint(build(EndpointConfig, config.endpoint, "config.endpoint"), record)
+
+
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs the whole command; returns what it writes to ``summary.json``."""
     teacher = build(DistillConfig, config.teacher, "config.teacher")
@@ -53,9 +63,14 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         for name in ("train", "validation"):
             tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
             start = time.monotonic()
+            endpoint = _endpoint(config, workdir / "calls" / f"{name}.jsonl")
+            minds = None if endpoint is None else language_minds(endpoint)
+            model = "" if endpoint is None else endpoint.config.model
             with progress(f"distil {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
-                split = distill_split(name, tasks, tools, teacher, workdir, settings, shown)
+                split = distill_split(
+                    name, tasks, tools, teacher, workdir, settings, shown, minds, teacher=model
+                )
             seconds = time.monotonic() - start
             print(_describe(name, split, seconds), file=sys.stderr)
             summary["timings_s"][name] = seconds
@@ -63,6 +78,8 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                 **statistics_of(split.records),
                 "filters": split.report.to_json(),
             }
+            if endpoint is not None:
+                summary["data"][name]["spent"] = endpoint.spent.to_json()
             if name == "validation":
                 summary["teacher"] = teacher_block(tasks, split.logs)
         run.summary(summary)

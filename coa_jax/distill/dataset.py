@@ -54,6 +54,7 @@ def distill_split(
     on_log: Callable[[int], None] | None = None,
     minds: Minds | None = None,
     count_tokens: Callable[[str], int] | None = None,
+    teacher: str = "",
 ) -> Split:
     """Solves, filters and writes one split; continues where an earlier process stopped.
 
@@ -68,6 +69,7 @@ def distill_split(
         on_log: called after each run with the number of runs that are done.
         minds: a mind per agent; the scripted ones by default.
         count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
+        teacher: what distinguishes ``minds`` from others, e.g. the name of their model.
 
     Raises:
         UserError: the journal belongs to another configuration or is malformed.
@@ -76,6 +78,7 @@ def distill_split(
         **{key: getattr(config, key) for key in ("mistake_rate", "unrecovered_rate", "seed")},
         "max_messages": config.max_messages,
         "tools": dict(tool_settings or {}),
+        **({"teacher": teacher} if teacher else {}),
     }
     journal = open_journal(workdir / "journal" / f"{name}.jsonl", fingerprint)
     asked = {task.id: (task.question, task.protocol) for task in tasks}

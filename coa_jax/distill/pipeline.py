@@ -98,6 +98,14 @@ class DistillConfig:
         return set_filters(self.selection, self.seed)
 
 
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
 async def run_teacher(
     tasks: Sequence[Task],
     tools: Mapping[str, Tool],
@@ -118,6 +126,10 @@ async def run_teacher(
 
     Returns:
         The runs in the order of ``tasks``.
+
+    Raises:
+        UserError: tasks or minds are not as they must be, or a mind cannot go on (its budget is
+            spent); finished runs have been given to ``on_log``.
     """
     minds = config.minds() if minds is None else minds
     missing = [name for name in AGENTS if name not in minds]
@@ -138,9 +150,16 @@ async def run_teacher(
             if on_log is not None:
                 on_log(task, log)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(config.concurrency, len(tasks))):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(config.concurrency, len(tasks))):
+                group.create_task(work())
+    except BaseExceptionGroup as stopped:
+        # Several workers at once say the same, e.g. that the budget is spent; one line is enough.
+        told = next((e for e in _leaves(stopped) if isinstance(e, UserError)), None)
+        if told is None:
+            raise
+        raise told from None
     return [logs[task.id] for task in tasks]
 
 

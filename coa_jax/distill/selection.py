@@ -25,7 +25,7 @@ _EVASIVE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig:
-    """Thresholds of the further filters; 0 or an empty tuple turns one off.
+    """Thresholds of the further filters; 0 or a tuple of blank names turns one off.
 
     Attributes:
         near_query: two calls of one tool whose words are as similar as this (Jaccard) repeat each
@@ -38,8 +38,8 @@ class SelectionConfig:
             in its split ``test``.
         evaluation_size: tasks of each of them.
         ngram, ngram_share, entity_share: see `coa_jax.distill.contamination`.
-        blocked: beginnings of addresses that no call may open; ``("mirrors",)`` stands for the
-            known mirrors of benchmarks.
+        blocked: beginnings of addresses that no call may open; ``mirrors`` stands for the known
+            mirrors of benchmarks.
         near_duplicate: two runs as similar as this (Jaccard of runs of three words) are one; the
             first is kept.
     """
@@ -48,12 +48,12 @@ class SelectionConfig:
     max_tokens: int = 0
     max_answer_words: int = 0
     min_tool_calls: int = 0
-    evaluation: tuple[str, ...] = ()
+    evaluation: tuple[str, ...] = ("",)
     evaluation_size: int = 1000
     ngram: int = 8
     ngram_share: float = 0.5
     entity_share: float = 0.8
-    blocked: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ("",)
     near_duplicate: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,13 +92,15 @@ def further_filters(
             raise UserError("selection.max_tokens needs a tokenizer; give config.tokenizer")
         most, count = config.max_tokens, count_tokens
         filters.append(Filter("too_many_tokens", lambda run: count(run.record.text) <= most))
-    if config.blocked:
-        blocked = MIRRORS if config.blocked == ("mirrors",) else config.blocked
+    named = [name for name in config.blocked if name]
+    blocked = [page for name in named for page in (MIRRORS if name == "mirrors" else (name,))]
+    if blocked:
         filters.append(Filter("blocked_page", lambda run: not opens_blocked(run, blocked)))
-    if config.evaluation:
+    sources = [source for source in config.evaluation if source]
+    if sources:
         held_out = [
             task
-            for source in config.evaluation
+            for source in sources
             for task in load_tasks(source, "test", config.evaluation_size)
         ]
         shows = contamination(held_out, config.ngram, config.ngram_share, config.entity_share)

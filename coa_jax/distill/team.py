@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
 from coa_jax.distill.minds import MOVES, Action, AgentView, Minds
+from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call
 
 TOOL_HOLDERS: Mapping[str, str] = {"code": "code"}
@@ -46,6 +47,9 @@ async def solve(
 
     Returns:
         The log.  A mind that raises or breaks the rules ends its run, not the program.
+
+    Raises:
+        UserError: from a mind; the run is not finished then.
     """
     messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
 
@@ -58,6 +62,8 @@ async def solve(
         view = AgentView(role, question, protocol, episode, tuple(messages), held)
         try:
             action = await minds[role].act(view)
+        except UserError:  # a spent budget is no fault of the run: it is not over
+            raise
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
         if not _is_legal(role, action, held):

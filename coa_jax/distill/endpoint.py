@@ -1,0 +1,254 @@
+"""A language model behind an OpenAI-compatible endpoint, with a budget, and paid for once.
+
+Every exchange is appended to a file before its reply is used.  A killed run that is started again
+finds the replies there, so nothing is asked for twice, not even inside an unfinished task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.errors import UserError
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages ``{"role", "content"}``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EndpointConfig:
+    """Where the model is, how it is asked, and what may be spent.
+
+    Attributes:
+        base_url: e.g. ``http://localhost:8000/v1``.
+        model: name of the model there.
+        key_variable: environment variable with the key; a local server needs none.
+        temperature: of sampling.
+        max_tokens: longest reply.
+        json_mode: ask the server for replies that are JSON objects; not all servers can.
+        timeout_s: seconds for one attempt.
+        retries: further attempts after a failure that may pass (no connection, 429, 5xx).
+        backoff_s: longest wait before the first of them; doubles with each, up to a minute.
+        prices: (model, money per million prompt tokens, per million completion tokens).
+        max_calls, max_total_tokens, max_money: the run stops before a call once so much has been
+            spent, also by earlier processes; 0 for no limit.
+    """
+
+    base_url: str = ""
+    model: str = ""
+    key_variable: str = "OPENAI_API_KEY"
+    temperature: float = 0.7
+    max_tokens: int = 1024
+    json_mode: bool = False
+    timeout_s: float = 120.0
+    retries: int = 6
+    backoff_s: float = 0.5
+    prices: tuple[tuple[str, float, float], ...] = ()
+    max_calls: int = 0
+    max_total_tokens: int = 0
+    max_money: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_money and self.price is None:
+            raise UserError(
+                f"endpoint.max_money needs the price of {self.model!r}; add it to endpoint.prices "
+                "as (model, per million prompt tokens, per million completion tokens)"
+            )
+
+    @property
+    def price(self) -> tuple[float, float] | None:
+        """Money per million tokens of prompts and of completions, if it is known."""
+        return next(((p, c) for name, p, c in self.prices if name == self.model), None)
+
+
+@dataclasses.dataclass
+class Spent:
+    """What the calls so far have cost; ``unmetered`` of them came back without token counts."""
+
+    calls: int = 0
+    prompt: int = 0
+    completion: int = 0
+    money: float = 0.0
+    unmetered: int = 0
+    by_episode: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The totals as JSON values."""
+        total = dataclasses.asdict(self)
+        del total["by_episode"]
+        return total
+
+
+def _exchange(row: Any) -> dict[str, Any]:
+    names = ("key", "episode", "reply", "prompt", "completion")
+    return {name: row[name] for name in names}
+
+
+class Endpoint:
+    """A client of one model; `spent` says what it has cost, earlier processes included."""
+
+    def __init__(self, config: EndpointConfig, record: Path) -> None:
+        """Opens the record of exchanges and the connection.
+
+        Raises:
+            UserError: openai is not installed, an address is missing, or the record is malformed.
+        """
+        try:
+            import openai
+        except ImportError:
+            raise UserError(
+                "a teacher behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
+            ) from None
+        if not config.base_url or not config.model:
+            raise UserError("give endpoint.base_url and endpoint.model")
+        self.config, self.record, self.spent = config, record, Spent()
+        self._openai = openai
+        self._client = openai.AsyncOpenAI(
+            base_url=config.base_url,
+            api_key=os.environ.get(config.key_variable) or "none",
+            max_retries=0,
+            timeout=config.timeout_s,
+        )
+        jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
+        self._inside, self._stopping = 0, False
+        self._replies: dict[str, str] = {}
+        for row in jsonl.read_lines(record, _exchange):
+            self._account(row)
+
+    async def complete(self, chat: Chat, episode: str, turn: str) -> str:
+        """The reply to a chat.
+
+        Args:
+            chat: the messages.
+            episode: the run that asks; with `turn` it tells equal chats apart.
+            turn: which call of the run this is.
+
+        Raises:
+            UserError: the budget is spent, the endpoint refuses or cannot be reached.
+        """
+        key = self._key(chat, episode, turn)
+        if key in self._replies:
+            return self._replies[key]
+        self.check_budget()
+        self._inside += 1
+        call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The run stops, but this reply will be paid for: wait for it, and ask for no other.
+            self._stopping = True
+            await asyncio.wait([call])
+            raise
+        finally:
+            self._inside -= 1
+
+    async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
+        """Asks, and records the exchange."""
+        began = time.monotonic()
+        reply, prompt, completion = await self._ask(chat)
+        row = {
+            "key": key,
+            "episode": episode,
+            "turn": turn,
+            "model": self.config.model,
+            "chat": [dict(message) for message in chat],
+            "reply": reply,
+            "prompt": prompt,
+            "completion": completion,
+            "seconds": round(time.monotonic() - began, 3),
+        }
+        jsonl.append_lines(self.record, [row])
+        self._account(row)
+        return reply
+
+    def check_budget(self) -> None:
+        """Raises UserError if a limit has been reached."""
+        spent, limits = self.spent, self.config
+        for name, value, limit in (
+            ("max_calls", spent.calls + self._inside, limits.max_calls),
+            ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
+            ("max_money", spent.money, limits.max_money),
+        ):
+            if limit and value >= limit:
+                raise UserError(
+                    f"the teacher's budget endpoint.{name}={limit:g} is spent ({value:g}); what is "
+                    "finished is kept: raise it and run the same command again to continue"
+                )
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._client.close()
+
+    def _key(self, chat: Chat, episode: str, turn: str) -> str:
+        asked = [self.config.model, self.config.temperature, self.config.max_tokens, episode, turn]
+        text = jsonl.dumps([*asked, [dict(message) for message in chat]])
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+    def _account(self, row: Mapping[str, Any]) -> None:
+        if row["key"] in self._replies:
+            return
+        self._replies[row["key"]] = row["reply"]
+        prompt, completion = row["prompt"], row["completion"]
+        price = self.config.price or (0.0, 0.0)
+        spent = self.spent
+        spent.calls += 1
+        spent.unmetered += prompt is None
+        spent.prompt += prompt or 0
+        spent.completion += completion or 0
+        spent.money += ((prompt or 0) * price[0] + (completion or 0) * price[1]) / 1e6
+        tokens = (prompt or 0) + (completion or 0)
+        spent.by_episode[row["episode"]] = spent.by_episode.get(row["episode"], 0) + tokens
+
+    async def _ask(self, chat: Chat) -> tuple[str, int | None, int | None]:
+        openai, problem = self._openai, ""
+        for attempt in range(self.config.retries + 1):
+            wait = min(60.0, self.config.backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
+            try:
+                return await self._once(chat)
+            except openai.APIStatusError as error:
+                problem = f"{error.status_code}: {error.message}"
+                if error.status_code not in (408, 409, 425, 429) and error.status_code < 500:
+                    raise UserError(
+                        f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}"
+                    ) from error
+                asked = error.response.headers.get("retry-after", "")
+                wait = max(wait, min(60.0, float(asked)) if asked.isdigit() else 0.0)
+            except (openai.APIConnectionError, openai.APIResponseValidationError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except (ValueError, TypeError, AttributeError, IndexError) as error:
+                problem = f"a response without a reply ({error})"
+            if self._stopping:
+                break
+            if attempt < self.config.retries:
+                await asyncio.sleep(wait)
+        raise UserError(
+            f"{self.config.base_url} gave no reply in {attempt + 1} attempts "
+            f"({problem}); what is finished is kept: run the same command again to continue"
+        )
+
+    async def _once(self, chat: Chat) -> tuple[str, int | None, int | None]:
+        options: dict[str, Any] = {}
+        if self.config.json_mode:
+            options["response_format"] = {"type": "json_object"}
+        response = await self._client.chat.completions.create(
+            model=self.config.model,
+            messages=[dict(message) for message in chat],  # type: ignore[misc]
+            temperature=self.config.temperature,
+            max_tokens=self.config.max_tokens,
+            **options,
+        )
+        reply = response.choices[0].message.content
+        if not isinstance(reply, str):
+            raise ValueError("its content is empty")
+        usage = response.usage
+        if usage is None:
+            return reply, None, None
+        return reply, usage.prompt_tokens, usage.completion_tokens

@@ -1,0 +1,135 @@
+"""Minds made of a language model behind an endpoint.
+
+A reply is a JSON object and is checked before it counts: its form, that the agent may make the
+move, and that grades and scores can be read.  What is wrong is told to the model, which then has
+another try; a mind that stays unreadable ends its own run and no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from coa_jax.distill.endpoint import Endpoint
+from coa_jax.distill.messages import AGENTS, Kind
+from coa_jax.distill.minds import DUTIES, MOVES, Action, AgentView, Minds
+from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_reflection
+
+_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+_FORMS = {
+    Kind.REFLECTION: "information_conflict: Good|Fair|Poor\\ntool_effectiveness: Good|Fair|Poor\\n"
+    "trajectory_monitoring: Good|Fair|Poor",
+    Kind.VERDICT: "The score of the suggested answer is N.  (N from 1 to 4)",
+    Kind.ANSWER: "the answer alone, in as few words as possible",
+}
+
+
+def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
+    """(recipient, kind) of every message that the agent may send now."""
+    return [
+        (to, kind)
+        for name, kind in MOVES[view.role]
+        for to in (view.tools if name == "tool" else (name,))
+    ]
+
+
+def chat_of(view: AgentView) -> list[dict[str, str]]:
+    """What the model is shown: its duty, the form of a reply, the messages so far."""
+    moves = moves_of(view)
+    forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
+    if any(to == "code" and kind is Kind.CALL for to, kind in moves):
+        forms.append("content of a call of code: the Python program, which prints its result")
+    said = "\n".join(
+        f"[{m.index}] {m.sender} -> {m.recipient} ({m.kind}): {m.content}" for m in view.messages
+    )
+    system = "\n".join(
+        [
+            f"You are the {view.role} agent of a team. {DUTIES[view.role]}",
+            "Reply with one JSON object and nothing else:",
+            '{"thought": "one or two sentences", "to": "...", "kind": "...", "content": "..."}',
+            "Allowed (to, kind): " + "; ".join(f"({to}, {kind})" for to, kind in moves),
+            *forms,
+        ]
+    )
+    asked = f"Question: {view.question}\n\nMessages so far:\n{said}"
+    return [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+
+
+def read_action(reply: str, view: AgentView) -> Action:
+    """The move that a reply makes.
+
+    Raises:
+        ValueError: it is no JSON object of the form, or no move that the agent may make; the
+            message is for the model.
+    """
+    found = _OBJECT.search(reply)
+    if found is None:
+        raise ValueError("the reply holds no JSON object")
+    try:
+        value: Any = json.loads(found[0], strict=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the reply is not valid JSON ({error})") from None
+    for name in ("to", "kind", "content"):
+        if not isinstance(value.get(name), str):
+            raise ValueError(f"{name!r} is missing or not text")
+    thought = value.get("thought") or ""
+    if not isinstance(thought, str):
+        raise ValueError("'thought' is not text")
+    allowed = moves_of(view)
+    move = next(((t, k) for t, k in allowed if (t, str(k)) == (value["to"], value["kind"])), None)
+    if move is None:
+        named = "; ".join(f"({to}, {kind})" for to, kind in allowed)
+        raise ValueError(f"({value['to']}, {value['kind']}) is not allowed; allowed are {named}")
+    content = value["content"].strip()
+    if not content and move[1] is not Kind.REQUEST:
+        raise ValueError("'content' is empty")
+    if move[1] is Kind.REFLECTION and parse_reflection(content) is None:
+        raise ValueError("'content' does not give the three grades")
+    if move[1] is Kind.VERDICT and parse_double_check(content) is None:
+        raise ValueError("'content' gives no score from 1 to 4")
+    if move == ("code", Kind.CALL) and parse_code(content) is None:
+        content = format_code(content.removeprefix("```python").removeprefix("```").strip("`\n"))
+    return Action(*move, content, thought.strip())
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageMind:
+    """A mind that asks a model, and asks again with what was wrong.
+
+    Attributes:
+        endpoint: the model.
+        attempts: replies that are asked for before the run is given up.
+    """
+
+    endpoint: Endpoint
+    attempts: int = 3
+
+    async def act(self, view: AgentView) -> Action:
+        """The next message of ``view.role``.
+
+        Raises:
+            ValueError: no attempt gave a move.
+            UserError: the budget is spent, or the endpoint does not answer.
+        """
+        chat, problem = chat_of(view), ""
+        for attempt in range(self.attempts):
+            turn = f"{len(view.messages)}/{view.role}/{attempt}"
+            reply = await self.endpoint.complete(chat, view.episode, turn)
+            try:
+                return read_action(reply, view)
+            except ValueError as error:
+                problem = str(error)
+            again = f"That could not be used: {problem}. Reply with the JSON object alone."
+            chat = [
+                *chat,
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": again},
+            ]
+        raise ValueError(f"no usable reply in {self.attempts} attempts: {problem}")
+
+
+def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
+    """One model as every agent of the team."""
+    return dict.fromkeys(AGENTS, LanguageMind(endpoint, attempts))

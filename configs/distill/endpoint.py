@@ -1,0 +1,40 @@
+r"""Distil Factbook questions from a language model behind an OpenAI-compatible endpoint.
+
+    python -m coa_jax.distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
+
+Needs: ``pip install 'coa_jax[distill]'`` and an endpoint: vLLM, a cloud, anything that speaks
+``/v1/chat/completions``.  ``--config.endpoint.base_url=... --config.endpoint.model=...`` name it;
+the key is read from the environment variable ``endpoint.key_variable``.
+Takes: as long as the endpoint takes for ten to thirty calls a task; ``teacher.concurrency`` tasks
+are in flight at once.
+Gives: the files of configs/distill/factbook.py and ``calls/SPLIT.jsonl`` with every prompt and
+reply.  The run stops before a call that a limit forbids (``endpoint.max_calls``,
+``max_total_tokens``, ``max_money`` by ``endpoint.prices``; the price below is an example: put in
+that of your provider) and goes on when started again; no reply is paid for twice.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.distill.endpoint import EndpointConfig
+from coa_jax.settings import complete
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    config = load_config("configs/distill/factbook.py")
+    with config.unlocked():
+        config.tasks.train, config.tasks.validation = 200, 50
+        config.teacher.concurrency = 16
+        config.endpoint = complete(
+            EndpointConfig,
+            {
+                "base_url": "http://localhost:8000/v1",
+                "model": "Qwen/Qwen2.5-72B-Instruct",
+                "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
+                "max_calls": 20_000,
+            },
+        )
+    return config

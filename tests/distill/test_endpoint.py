@@ -1,0 +1,213 @@
+import asyncio
+import collections
+import dataclasses
+import json
+import re
+import time
+
+import pytest
+
+from coa_jax.distill import DistillConfig
+from coa_jax.distill.dataset import distill_split
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.llm import chat_of, language_minds, read_action
+from coa_jax.distill.messages import Kind, Message
+from coa_jax.distill.minds import AgentView
+from coa_jax.distill.pipeline import run_teacher
+from coa_jax.errors import UserError
+from tests.distill.chat_server import serving
+
+CHAT = [{"role": "user", "content": "one two three"}]
+
+
+def config_of(server, **changes):
+    values = {"base_url": server.url, "model": "m", "backoff_s": 0.001, **changes}
+    return EndpointConfig(**values)
+
+
+def ask(endpoint, *turns):
+    async def all_of_them():
+        try:
+            return [await endpoint.complete(CHAT, "e", turn) for turn in turns]
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(all_of_them())
+
+
+# --- the client ----------------------------------------------------------------------------
+
+
+def test_what_is_spent_is_counted_and_priced(tmp_path):
+    with serving(lambda chat: "four five") as server:
+        config = config_of(server, prices=(("other", 9.0, 9.0), ("m", 2.0, 10.0)))
+        endpoint = Endpoint(config, tmp_path / "calls.jsonl")
+        assert ask(endpoint, "a", "b") == ["four five"] * 2
+    assert endpoint.spent.to_json() == {
+        "calls": 2,
+        "prompt": 6,
+        "completion": 4,
+        "money": pytest.approx((6 * 2.0 + 4 * 10.0) / 1e6),
+        "unmetered": 0,
+    }
+    rows = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [(row["chat"], row["reply"], row["turn"]) for row in rows] == [
+        (CHAT, "four five", "a"),
+        (CHAT, "four five", "b"),
+    ]
+
+
+def test_no_reply_is_paid_for_twice_also_not_after_a_kill(tmp_path):
+    record = tmp_path / "calls.jsonl"
+    with serving(lambda chat: "x") as server:
+        ask(Endpoint(config_of(server), record), "a", "b")
+        with record.open("a") as file:
+            file.write('{"key": "torn')
+        endpoint = Endpoint(config_of(server), record)
+        assert ask(endpoint, "a", "b", "c") == ["x"] * 3
+        assert len(server.seen) == 3
+    assert endpoint.spent.calls == 3
+
+
+@pytest.mark.parametrize("failure", [429, 500, 503, None])
+def test_failures_that_may_pass_are_tried_again(tmp_path, failure):
+    replies = iter([failure, failure, "at last"])
+    with serving(lambda chat: next(replies)) as server:
+        endpoint = Endpoint(config_of(server), tmp_path / "calls.jsonl")
+        assert ask(endpoint, "a") == ["at last"]
+        assert len(server.seen) == 3
+    assert endpoint.spent.calls == 1
+
+
+def test_an_endpoint_that_stays_down_or_refuses_is_explained(tmp_path):
+    with serving(lambda chat: 503) as server:
+        endpoint = Endpoint(config_of(server, retries=2), tmp_path / "a.jsonl")
+        with pytest.raises(UserError, match=r"no reply in 3 attempts \(503: .*run the same"):
+            ask(endpoint, "a")
+        assert len(server.seen) == 3
+    gone = Endpoint(config_of(server, retries=0), tmp_path / "b.jsonl")
+    with pytest.raises(UserError, match="APIConnectionError"):
+        ask(gone, "a")
+    with serving(lambda chat: 401) as server:
+        endpoint = Endpoint(config_of(server), tmp_path / "c.jsonl")
+        with pytest.raises(UserError, match="refuses the model 'm': 401"):
+            ask(endpoint, "a")
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "calls"),
+    [({"max_calls": 3}, 3), ({"max_total_tokens": 10}, 3), ({"max_money": 7.5e-6}, 2)],
+)
+def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
+    # A call takes 3 tokens of prompt and 1 of completion, 1e-6 each.
+    with serving(lambda chat: "x") as server:
+        config = config_of(server, prices=(("m", 1.0, 1.0),), **limit)
+        ask(Endpoint(config, tmp_path / "calls.jsonl"), "a")
+        with pytest.raises(UserError, match=f"{next(iter(limit))}=.* is spent"):
+            ask(Endpoint(config, tmp_path / "calls.jsonl"), *"abcdef")
+        assert len(server.seen) == calls
+    with pytest.raises(UserError, match="needs the price of 'm'"):
+        config_of(server, max_money=1.0)
+
+
+# --- minds ---------------------------------------------------------------------------------
+
+
+def view_of(role, tools=()):
+    question = Message(0, "user", "manager", Kind.QUESTION, "Capital of Peru?")
+    return AgentView(role, "Capital of Peru?", "generalist", "e", (question,), tools)
+
+
+@pytest.mark.parametrize(
+    ("role", "reply", "why"),
+    [
+        ("manager", "Sure!", "no JSON object"),
+        ("manager", "{'to': 'user'}", "not valid JSON"),
+        ("manager", '{"to": "user", "kind": 3, "content": "x"}', "'kind' is missing or not text"),
+        ("manager", '{"to": "user", "kind": "plan", "content": "x"}', "is not allowed"),
+        ("manager", '{"to": "user", "kind": "answer", "content": " "}', "'content' is empty"),
+        ("verification", '{"to": "manager", "kind": "verdict", "content": "7"}', "no score"),
+        ("reflection", '{"to": "manager", "kind": "reflection", "content": "ok"}', "three grades"),
+        ("search", '{"to": "code", "kind": "call", "content": "x"}', "is not allowed"),
+    ],
+)
+def test_nonsense_is_told_apart_from_a_move(role, reply, why):
+    with pytest.raises(ValueError, match=why):
+        read_action(reply, view_of(role, ("wiki_search",)))
+
+
+def test_a_move_is_read_out_of_the_words_around_it():
+    reply = 'Here:\n```json\n{"to": "code", "kind": "call", "content": "print(6 * 7)"}\n```'
+    action = read_action(reply, view_of("code", ("code",)))
+    assert (action.recipient, action.content) == ("code", "```py\nprint(6 * 7)\n```")
+    assert "Allowed (to, kind): (code, call); (manager, report)" in str(
+        chat_of(view_of("code", ("code",)))[0]
+    )
+
+
+# --- a whole run ---------------------------------------------------------------------------
+
+
+class Scripted:
+    """A model that answers as the scripted minds would, and now and then nonsense.
+
+    It is handed what they decide and sees nothing but chats: (question, number of messages) tells
+    what comes next.
+    """
+
+    def __init__(self, tasks, tools, slow=0.0):
+        logs = asyncio.run(run_teacher(tasks, tools, DistillConfig(mistake_rate=0.0)))
+        self.logs = {log.question: log for log in logs}
+        self.slow, self.answered = slow, collections.Counter()
+
+    def __call__(self, chat):
+        time.sleep(self.slow)
+        question = re.search(r"Question: (.*?)\n\nMessages", chat[1]["content"], re.DOTALL)[1]
+        number = max(map(int, re.findall(r"^\[(\d+)\]", chat[1]["content"], re.MULTILINE))) + 1
+        self.answered[question, number] += 1
+        if number % 4 == 3 and len(chat) == 2:
+            return "As a model I would rather talk about something else."
+        said = self.logs[question].messages[number]
+        fields = {"to": said.recipient, "kind": said.kind, "content": said.content}
+        return json.dumps({"thought": said.thought, **fields})
+
+
+@pytest.fixture(scope="module")
+def model(tools, factbook_tasks):
+    return Scripted(factbook_tasks[:12], tools, slow=0.01)
+
+
+def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
+    tmp_path, tools, factbook_tasks, model
+):
+    tasks, config = factbook_tasks[:12], DistillConfig(concurrency=6)
+
+    def run(limit):
+        endpoint = Endpoint(
+            dataclasses.replace(config_of(server), max_calls=limit), tmp_path / "calls.jsonl"
+        )
+        minds = language_minds(endpoint)
+        split = distill_split(
+            "train", tasks, tools, config, tmp_path, minds=minds, teacher=endpoint.config.model
+        )
+        return split, endpoint.spent
+
+    model.answered.clear()
+    with serving(model) as server:
+        with pytest.raises(UserError, match="max_calls=100 is spent"):
+            run(100)
+        assert len(server.seen) == 100
+        split, spent = run(0)
+        assert server.most_inside > 2
+        assert spent.calls == len(server.seen)
+    assert 0 < split.resumed < 12
+    assert [log.answer for log in split.logs] == [model.logs[t.question].answer for t in tasks]
+    assert split.report.kept == 12
+    # Every question was put once, and once more where the reply was nonsense.
+    assert {n: set(c for (_, m), c in model.answered.items() if m % 4 == n) for n in range(4)} == {
+        0: {1},
+        1: {1},
+        2: {1},
+        3: {2},
+    }
