@@ -1,0 +1,151 @@
+"""A teacher made with smolagents, driven in this process, as the paper's teacher is built.
+
+A manager (CodeAgent) writes programs and asks a managed ``search_agent`` (ToolCallingAgent), which
+holds our tools.  What comes out is the agents' own memory, in the form that
+`coa_jax.distill.readers.smolagents` reads.  The manager's programs run in the interpreter of
+smolagents, not in our sandbox: give the ``code`` tool to have programs run there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.distill.readers.calls import body_of
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import Task
+from coa_jax.tools.base import Tool, ToolContext, call
+
+AGENT = "search_agent"
+
+_INPUTS: Mapping[str, tuple[str, str]] = {
+    "wiki_search": ("query", "What to look for in the encyclopaedia."),
+    "web_search": ("query", "What to look for on the web."),
+    "crawl_page": ("url", "Addresses of pages, joined by ' | '."),
+    "code": ("code", "A Python program that prints its result."),
+}
+
+
+def _smolagents() -> Any:
+    try:
+        import smolagents
+    except ImportError:
+        raise UserError(
+            "this teacher needs smolagents; run: pip install 'coa_jax[distill]'"
+        ) from None
+    return smolagents
+
+
+def as_smolagents_tool(tool: Tool, episode: str) -> Any:
+    """One of our tools as one of theirs: same name, one argument, what it returns unchanged.
+
+    Args:
+        tool: ours.
+        episode: identity of the run, for the tool's context.
+
+    Raises:
+        UserError: smolagents is not installed, or the tool has no description here.
+    """
+    if tool.name not in _INPUTS:
+        raise UserError(
+            f"smolagents: {tool.name} has no description; known are {', '.join(_INPUTS)}"
+        )
+    argument, about = _INPUTS[tool.name]
+    history: list[tuple[str, str]] = []
+
+    def forward(self: Any, **arguments: str) -> str:
+        body = body_of(tool.name, arguments)
+        context = ToolContext(episode, len(history), None, tuple(history))
+        history.append((tool.name, body))
+        return asyncio.run(call(tool, body, context)).text
+
+    attributes = {
+        "name": tool.name,
+        "description": about,
+        "inputs": {argument: {"type": "string", "description": about}},
+        "output_type": "string",
+        "skip_forward_signature_validation": True,
+        "forward": forward,
+    }
+    return type("OurTool", (_smolagents().Tool,), attributes)()
+
+
+def solve_with_smolagents(
+    task: Task,
+    tools: Mapping[str, Tool],
+    manager_model: Any,
+    search_model: Any,
+    max_steps: int = 12,
+    planning_interval: int | None = None,
+) -> dict[str, Any]:
+    """Runs the two agents on one task.
+
+    Args:
+        task: the task; its gold answer is stored beside the run and shown to nobody.
+        tools: our tools by name; the search agent holds them.
+        manager_model, search_model: model objects of smolagents (``smolagents.OpenAIModel(...)``
+            for an endpoint).
+        max_steps: steps of each agent.
+        planning_interval: the manager plans every so many steps; None for no plans.
+
+    Returns:
+        The run as JSON values: task, answer, steps of the manager, and the runs of the search agent
+        with the number of the manager's step that asked.
+
+    Raises:
+        UserError: smolagents is not installed.
+    """
+    smolagents = _smolagents()
+    runs: list[dict[str, Any]] = []
+
+    class SearchAgent(smolagents.ToolCallingAgent):  # type: ignore[name-defined]
+        """Keeps its memory of every run; the next one would overwrite it."""
+
+        def __call__(self, task: str, **settings: Any) -> Any:
+            try:
+                return super().__call__(task, **settings)
+            finally:
+                steps = _plain(self.memory.get_succinct_steps())
+                answer = next((s["action_output"] for s in steps if s.get("is_final_answer")), None)
+                runs.append(
+                    {
+                        "agent": AGENT,
+                        "task": task,
+                        "caller_step": manager.step_number,
+                        "steps": steps,
+                        "answer": answer,
+                    }
+                )
+
+    quiet: dict[str, Any] = {"max_steps": max_steps, "verbosity_level": smolagents.LogLevel.OFF}
+    searcher = SearchAgent(
+        tools=[as_smolagents_tool(tool, task.id) for tool in tools.values()],
+        model=search_model,
+        name=AGENT,
+        description="Looks things up and computes; give it one question in plain words.",
+        **quiet,
+    )
+    manager = smolagents.CodeAgent(
+        tools=[],
+        model=manager_model,
+        managed_agents=[searcher],
+        planning_interval=planning_interval,
+        **quiet,
+    )
+    result = manager.run(task.question, return_full_result=True)
+    return {
+        "task_id": task.id,
+        "question": task.question,
+        "gold": list(task.gold),
+        "answer": None if result.output is None else str(result.output),
+        "state": result.state,
+        "steps": _plain(manager.memory.get_succinct_steps()),
+        "managed_runs": runs,
+    }
+
+
+def _plain(steps: Any) -> Any:
+    """Steps as JSON values and nothing else: responses of clients become text."""
+    return json.loads(json.dumps(steps, default=str))

@@ -1,0 +1,132 @@
+import asyncio
+import json
+
+import pytest
+import smolagents
+
+from coa_jax.distill import DistillConfig
+from coa_jax.distill.arrange import trajectory_of
+from coa_jax.distill.pipeline import as_run, run_teacher
+from coa_jax.distill.readers import read_traces
+from coa_jax.distill.smol import solve_with_smolagents
+from coa_jax.protocol import parse_code
+from coa_jax.trajectory import part_violations
+
+
+class Recorded:
+    """A tool that keeps what it returned."""
+
+    def __init__(self, tool):
+        self.tool, self.name, self.deadline = tool, tool.name, tool.deadline
+        self.calls = []
+
+    async def __call__(self, arguments, context):
+        observation = await self.tool(arguments, context)
+        self.calls.append((self.name, arguments, observation.text))
+        return observation
+
+
+class Manager(smolagents.Model):
+    """Asks for one step after the other, then answers; plans first."""
+
+    def __init__(self, log):
+        super().__init__(model_id="scripted")
+        self.log, self.step = log, 0
+
+    def generate(self, messages, stop_sequences=None, **options):
+        usage = smolagents.monitoring.TokenUsage(input_tokens=100, output_tokens=10)
+        if "<end_plan>" in stop_sequences:
+            text = "## 1. Facts survey\nNothing yet.\n## 2. Plan\n1. Ask.\n2. Answer."
+        elif self.step < len(self.log.calls):
+            text = (
+                f"Thought: Step {self.step} is next.\n<code>\n"
+                f'found = search_agent(task="Step {self.step} of the question")\nprint(found)\n'
+            )
+            self.step += 1
+        else:
+            text = f"Thought: All is known.\n<code>\nfinal_answer({self.log.answer!r})\n"
+        return smolagents.ChatMessage(role="assistant", content=text, token_usage=usage)
+
+
+class Searcher(smolagents.Model):
+    """Makes the next call of a log and reports."""
+
+    def __init__(self, log):
+        super().__init__(model_id="scripted")
+        self.log, self.step, self.asked = log, 0, False
+
+    def generate(self, messages, stop_sequences=None, tools_to_call_from=None, **options):
+        self.asked = not self.asked
+        if self.asked:
+            name, body = self.log.calls[self.step]
+            self.step += 1
+            arguments = {"code": parse_code(body)[0]} if name == "code" else {"query": body}
+            thought = f"I use {name}."
+        else:
+            name, arguments, thought = "final_answer", {"answer": "It is found."}, "Done."
+        call = {
+            "id": f"call{self.step}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        usage = smolagents.monitoring.TokenUsage(input_tokens=50, output_tokens=5)
+        return smolagents.ChatMessage(
+            role="assistant", content=thought, tool_calls=[call], token_usage=usage
+        )
+
+
+@pytest.fixture(scope="module")
+def dumps(tools, factbook_tasks):
+    """(task, log that the models follow, dump, what the tools returned), with and without code."""
+    tasks = factbook_tasks[:60]
+    logs = asyncio.run(run_teacher(tasks, tools, DistillConfig(mistake_rate=0.0)))
+    computed = [pair for pair in zip(tasks, logs, strict=True) if "code" in dict(pair[1].calls)]
+    looked_up = [pair for pair in zip(tasks, logs, strict=True) if pair not in computed]
+    made = []
+    for task, log in (*looked_up[:4], *computed[:2]):
+        recorded = {name: Recorded(tool) for name, tool in tools.items()}
+        calls = recorded["code"].calls = recorded["wiki_search"].calls
+        models = Manager(log), Searcher(log)
+        dump = solve_with_smolagents(task, recorded, *models, planning_interval=10)
+        made.append((task, log, dump, calls))
+    return made
+
+
+def test_the_memory_of_smolagents_becomes_trajectories_with_the_tools_own_words(tmp_path, dumps):
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(dump) + "\n" for _, _, dump, _ in dumps))
+    traces, report = read_traces(path, "smolagents")
+    assert report.problems == ()
+    assert len(traces) == len(dumps) == 6
+    for trace, (task, log, _, calls) in zip(traces, dumps, strict=True):
+        assert [(name, body) for name, body, _ in calls] == list(log.calls)
+        arranged, record = trajectory_of(trace, "generalist")
+        assert part_violations("generalist", record.parts) == []
+        returned = [text for author, text in record.parts if author == "environment"]
+        assert returned == [
+            "\n<observation>\n" + text + "\n</observation>\n\n" for _, _, text in calls
+        ]
+        assert list(arranged.calls) == list(log.calls)
+        run = as_run(task, arranged)
+        assert (run.reward.parts["exact_match"], run.reward.parts["format"]) == (1.0, 1.0)
+        assert "<plan>1. Ask.\n2. Answer.</plan>" in record.text
+        assert "<think>Step 0 is next. Step 0 of the question I use wiki_search." in record.text
+
+
+def test_tokens_of_both_agents_are_counted(tmp_path, dumps):
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(dump) + "\n" for _, _, dump, _ in dumps))
+    for trace, (_, log, _, _) in zip(read_traces(path, "smolagents")[0], dumps, strict=True):
+        asked = len(log.calls)
+        # A plan, a step for each call and the answer; two steps of the search agent for each.
+        assert trace.usage == {
+            "prompt": 100 * (asked + 2) + 50 * 2 * asked,
+            "completion": 10 * (asked + 2) + 5 * 2 * asked,
+        }
+
+
+def test_searches_of_a_run_that_was_cut_short_are_kept(factbook_tasks, tools, dumps):
+    task, log, _, _ = dumps[0]
+    dump = solve_with_smolagents(task, tools, Manager(log), Searcher(log), max_steps=1)
+    assert dump["state"] == "max_steps_error"
+    assert [run["caller_step"] for run in dump["managed_runs"]] == [1]
