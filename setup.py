@@ -46,6 +46,8 @@ EXTRAS = {
     "tfds": ["tensorflow-datasets>=4.9"],
     # An OpenAI-compatible server (python -m coa_jax.serve).
     "serve": ["fastapi>=0.165", "uvicorn>=0.54", "prometheus-client>=0.26"],
+    # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.
+    "tfds": ["tensorflow-datasets>=4.9", "importlib-resources>=6.0"],
     # Accelerators: jax alone brings the CPU backend.
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.

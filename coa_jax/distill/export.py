@@ -1,0 +1,237 @@
+r"""Writes distilled records in the forms that other trainers read.
+
+    python -m coa_jax.distill.export --data=runs/distill/train.jsonl --out=runs/distill/export
+
+========== ============================================= ======================================
+form       files                                         read by
+========== ============================================= ======================================
+alpaca     ``NAME_alpaca.json``, ``dataset_info.json``   LLaMA-Factory, and the paper's fork
+sharegpt   ``NAME_sharegpt.json``, ``dataset_info.json`` LLaMA-Factory
+messages   ``NAME_messages.jsonl``                       TRL, ``datasets``
+tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
+========== ============================================= ======================================
+
+The observations keep the markers by which the paper's fork masks them (``<observation`` up to
+``observation>`` and an empty line).  That rule learns the one line end before each observation,
+which the environment wrote; ``parts`` in the forms ``messages`` and ``tfds`` say exactly who wrote
+what.  Prompts are those of our own SFT with the same ``--prompt_style``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from coa_jax import files, jsonl
+from coa_jax.cli import run_main
+from coa_jax.distill.card import card
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.trajectory import DistilledRecord, read_records
+
+FORMS = ("alpaca", "sharegpt", "messages", "tfds")
+VERSION = "1.0.0"
+
+
+def prompt_of(record: DistilledRecord, style: str) -> str:
+    """The user's message."""
+    return render_prompt(get_protocol(record.protocol), record.question, style=style)
+
+
+def alpaca(record: DistilledRecord, style: str = "full") -> dict[str, str]:
+    """The record as a line of LLaMA-Factory's alpaca form."""
+    return {"instruction": prompt_of(record, style), "input": "", "output": record.text}
+
+
+def sharegpt(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
+    """The record as a line of LLaMA-Factory's sharegpt form."""
+    turns = (("human", prompt_of(record, style)), ("gpt", record.text))
+    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+def messages(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
+    """The record as a conversation, with who wrote which part of the assistant's turn."""
+    turns = (("user", prompt_of(record, style)), ("assistant", record.text))
+    return {
+        "id": record.id,
+        "messages": [{"role": role, "content": text} for role, text in turns],
+        "parts": [{"author": author, "text": text} for author, text in record.parts],
+    }
+
+
+def _dataset_info(name: str) -> dict[str, Any]:
+    """How LLaMA-Factory finds the files."""
+    columns = {"prompt": "instruction", "query": "input", "response": "output"}
+    return {
+        f"{name}_alpaca": {"file_name": f"{name}_alpaca.json", "columns": columns},
+        f"{name}_sharegpt": {
+            "file_name": f"{name}_sharegpt.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations"},
+        },
+    }
+
+
+def export(
+    records: Sequence[DistilledRecord],
+    out: Path,
+    name: str,
+    forms: Iterable[str] = FORMS,
+    style: str = "full",
+) -> None:
+    """Writes records in other forms, and a card that describes them.
+
+    Args:
+        records: in their order.
+        out: folder; what stands there under the same names is replaced.
+        name: of the set, part of the file names and the split's name in TFDS.
+        forms: of `FORMS`.
+        style: prompt style, see `protocol.render_prompt`.
+
+    Raises:
+        UserError: an unknown form, or a package that a form needs is missing.
+    """
+    forms = tuple(forms)
+    unknown = sorted(set(forms) - set(FORMS))
+    if unknown:
+        raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    for form, make in (("alpaca", alpaca), ("sharegpt", sharegpt)):
+        if form in forms:
+            _write(out / f"{name}_{form}.json", [make(record, style) for record in records])
+    if "alpaca" in forms or "sharegpt" in forms:
+        info = {k: v for k, v in _dataset_info(name).items() if k.rpartition("_")[2] in forms}
+        _write(out / "dataset_info.json", info)
+    if "messages" in forms:
+        rows = (messages(record, style) for record in records)
+        jsonl.write_lines(out / f"{name}_messages.jsonl", rows)
+    if "tfds" in forms:
+        write_tfds(records, out / "tfds", name)
+    files.replace(out / "README.md", card(name, records).encode())
+
+
+def _write(path: Path, value: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False, indent=1)
+    files.replace(path, text.encode("utf-8", "backslashreplace"))
+
+
+# --- TFDS ----------------------------------------------------------------------------------
+
+
+def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> Path:
+    """Builds a TFDS data set of ArrayRecord files; TensorFlow is not needed.
+
+    Args:
+        records: in the order in which they are stored.
+        folder: TFDS data directory.
+        split: name of the only split.
+
+    Returns:
+        The folder of the data set, for ``tfds.builder_from_directory``.
+
+    Raises:
+        UserError: tensorflow-datasets is not installed.
+    """
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise UserError(
+            "the form tfds needs tensorflow-datasets; run: pip install 'coa_jax[tfds]'"
+        ) from None
+    text = tfds.features.Text
+    features = {
+        **{name: text() for name in ("id", "question", "protocol", "answer", "metadata")},
+        **{name: tfds.features.Sequence(text()) for name in ("gold", "authors", "texts")},
+    }
+
+    class Coa(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+        """Distilled records."""
+
+        name = "coa"
+        VERSION = tfds.core.Version(VERSION)
+
+        def _info(self) -> Any:
+            return tfds.core.DatasetInfo(
+                builder=self,
+                description="Chain-of-agents trajectories.",
+                features=tfds.features.FeaturesDict(features),
+                disable_shuffling=True,
+            )
+
+        def _split_generators(self, _manager: Any) -> dict[str, Any]:
+            return {split: self._generate_examples()}
+
+        def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+            yield from enumerate(map(_example, records))
+
+    _clear(folder / "coa" / VERSION)
+    builder = Coa(data_dir=str(folder), file_format="array_record")
+    builder.download_and_prepare()
+    return Path(builder.data_path)
+
+
+def _clear(folder: Path) -> None:
+    """Removes an earlier build, which TFDS would keep instead of the new one."""
+    if (folder / "dataset_info.json").is_file():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def _example(record: DistilledRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "question": record.question,
+        "protocol": record.protocol,
+        "answer": record.answer,
+        "metadata": jsonl.dumps(record.metadata),
+        "gold": list(record.gold),
+        "authors": [author for author, _ in record.parts],
+        "texts": [text for _, text in record.parts],
+    }
+
+
+def from_tfds(example: dict[str, Any]) -> DistilledRecord:
+    """The record that an element of the data source holds."""
+
+    def text(value: Any) -> str:
+        return value.decode() if isinstance(value, bytes) else str(value)
+
+    authors, texts = map(text, example["authors"]), map(text, example["texts"])
+    return DistilledRecord(
+        id=text(example["id"]),
+        question=text(example["question"]),
+        protocol=text(example["protocol"]),
+        gold=tuple(map(text, example["gold"])),
+        parts=tuple(zip(authors, texts, strict=True)),
+        answer=text(example["answer"]),
+        metadata=jsonl.loads(text(example["metadata"])),
+    )
+
+
+# --- command -------------------------------------------------------------------------------
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_string("data", None, "file of distilled records", required=True)
+    flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
+    flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
+    flags.DEFINE_string("prompt_style", "full", "full or brief")
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    data = Path(values.data)
+    records = read_records(data)
+    export(records, Path(values.out), data.stem, values.forms, values.prompt_style)
+    print(f"{len(records)} records -> {values.out}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)
