@@ -16,6 +16,7 @@ import pytest
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.endpoint import EndpointConfig
+from coa_jax.distill.traces import TracesConfig
 from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig
@@ -69,7 +70,10 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
     elif stage == "distill":
         build(DistillConfig, values.pop("teacher"))
         build(EndpointConfig, values.pop("endpoint", {}))
-        assert set(values.pop("tasks")) == {"source", "train", "validation", "seed"}
+        if "traces" in values:
+            build(TracesConfig, values.pop("traces"))
+        else:
+            assert set(values.pop("tasks")) == {"source", "train", "validation", "seed"}
         assert not values
     else:
         assert stage == "quickstart", f"say here how configs/{stage} are built"

@@ -5,7 +5,8 @@
 Writes ``train.jsonl`` and ``validation.jsonl`` (read by ``python -m coa_jax.sft``), the teacher's
 message logs under ``journal/``, a few dropped runs of each filter under ``dropped/``,
 ``config.json`` and ``summary.json``.  A killed run continues when started again.  With
-configs/distill/endpoint.py the minds are a language model, and ``calls/`` holds every exchange.
+configs/distill/endpoint.py the minds are a language model, and ``calls/`` holds every exchange;
+with configs/distill/traces.py logs of other systems are read instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
+from coa_jax.distill.traces import TracesConfig, distill_traces
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -52,8 +54,26 @@ def _endpoint(config: ml_collections.ConfigDict, record: Path) -> Endpoint | Non
     return Endpoint(build(EndpointConfig, config.endpoint, "config.endpoint"), record)
 
 
+def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Makes a data set of traces; returns what it writes to ``summary.json``."""
+    traces = build(TracesConfig, config.traces, "config.traces")
+    filters = build(DistillConfig, config.teacher, "config.teacher")
+    with RunDir(workdir) as run:
+        run.write_config(config)
+        records, told = distill_traces(traces, filters, workdir)
+        data = {"train": {**statistics_of(records), **told}}
+        run.summary({"data": data})
+    for file in told["reading"]:
+        print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
+    for reason, count in told["refused"].items():
+        print(f"no trajectory for {count}: {reason}")
+    dropped = {why: count for why, count in told["filters"]["dropped"].items() if count}
+    print(f"dropped by filters: {dropped or 'nothing'}")
+    return {"data": data}
+
+
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the whole command; returns what it writes to ``summary.json``."""
+    """Runs the teacher; returns what it writes to ``summary.json``."""
     teacher = build(DistillConfig, config.teacher, "config.teacher")
     settings = config.tools.to_dict()
     tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
@@ -94,10 +114,13 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    summary = distill(flags.FLAGS.config, Path(flags.FLAGS.workdir))
-    block = summary["teacher"]
-    low, high = block["ci95"]
-    print(f"teacher pass@1 {block['pass_at_1']:.3f} (95 % {low:.3f}-{high:.3f}, n {block['n']})")
+    config, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
+    summary = read(config, workdir) if "traces" in config else distill(config, workdir)
+    if "teacher" in summary:
+        block = summary["teacher"]
+        low, high = block["ci95"]
+        share = "unknown" if block["pass_at_1"] is None else f"{block['pass_at_1']:.3f}"
+        print(f"teacher pass@1 {share} (95 % {low:.3f}-{high:.3f}, n {block['n']})")
     for name, data in summary["data"].items():
         print(f"{name}: {data['records']} records -> {flags.FLAGS.workdir}/{name}.jsonl")
 

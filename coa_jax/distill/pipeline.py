@@ -163,9 +163,13 @@ async def run_teacher(
     return [logs[task.id] for task in tasks]
 
 
+_KEPT = ("hops", "kind", "trace")
+"""What a record keeps of its task's metadata; ``trace`` is what a log of others said besides."""
+
+
 def as_run(task: Task, log: MessageLog) -> Run:
     """Converts a teacher run under the protocol of its task and grades it."""
-    metadata = {key: value for key, value in task.metadata.items() if key in ("hops", "kind")}
+    metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
     metadata["source"] = task.source
     record = convert(log, task.protocol, task.gold, metadata)
     return Run(task, log, record, grade(task, as_trajectory(record, log)))

@@ -1,0 +1,131 @@
+"""A data set from the traces of another system: read, convert, filter, write."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
+from coa_jax.distill.messages import MessageLog
+from coa_jax.distill.pipeline import DistillConfig, select
+from coa_jax.distill.readers import read_traces
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tasks.base import Task
+from coa_jax.trajectory import DistilledRecord, write_records
+
+
+@dataclasses.dataclass(frozen=True)
+class TracesConfig:
+    """Which files, and what is made of them.
+
+    Attributes:
+        files: paths.
+        format: of the files, see `coa_jax.distill.readers.READERS`.
+        protocol: of the trajectories.
+        completion: what may be written out that a run did without words.
+    """
+
+    files: tuple[str, ...]
+    format: str
+    protocol: str
+    completion: Completion = dataclasses.field(default_factory=Completion)
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """The traces of some files under one protocol.
+
+    Attributes:
+        tasks, logs: a task and the arranged messages of each trace that has a trajectory.
+        usage: id of a task -> tokens that its run cost, where the file says so.
+        reading: for each file what became of its records.
+        refused: reason -> traces that have no trajectory for it.
+    """
+
+    tasks: list[Task]
+    logs: list[MessageLog]
+    usage: dict[str, int]
+    reading: list[dict[str, Any]]
+    refused: dict[str, int]
+
+
+def convert_files(
+    config: TracesConfig, on_refusal: Callable[[dict[str, Any]], None] | None = None
+) -> Converted:
+    """Reads and converts every trace of the files.
+
+    Args:
+        config: which files, and how.
+        on_refusal: called with ``{path, line, reason}`` of every record that could not be read or
+            converted.
+
+    Raises:
+        UserError: a file cannot be read, or format or protocol are unknown.
+    """
+    get_protocol(config.protocol)
+    if not any(config.files):
+        raise UserError("give the files to read in config.traces.files")
+    tell = on_refusal or (lambda refusal: None)
+    refused: collections.Counter[str] = collections.Counter()
+    made = Converted([], [], {}, [], {})
+    names: set[str] = set()
+    for path in filter(None, config.files):
+        traces, report = read_traces(path, config.format)
+        counts = {k: getattr(report, k) for k in ("path", "records", "used", "ignored", "traces")}
+        made.reading.append({**counts, "problems": len(report.problems)})
+        for problem in report.problems:
+            tell(dataclasses.asdict(problem))
+        for trace in traces:
+            name = trace.log.episode
+            if name in names:  # another file has a run of the same task
+                name = f"{Path(path).name}:{trace.line}:{name}"
+            names.add(name)
+            try:
+                log, _ = trajectory_of(trace, config.protocol, config.completion)
+            except Unconvertible as why:
+                refused[_reason(str(why))] += 1
+                tell({"path": path, "line": trace.line, "reason": str(why)})
+                continue
+            log = dataclasses.replace(log, episode=name)
+            about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
+            task = Task(name, log.question, config.protocol, trace.gold, config.format)
+            made.tasks.append(dataclasses.replace(task, metadata=about))
+            made.logs.append(log)
+            if trace.usage:
+                made.usage[name] = sum(trace.usage.values())
+    return dataclasses.replace(made, refused=dict(refused.most_common()))
+
+
+def _reason(text: str) -> str:
+    """A reason without what is special about one run."""
+    return re.sub(r"'[^']*'|\d+", "*", text.partition("; ")[0])[:100]
+
+
+def distill_traces(
+    config: TracesConfig, filters: DistillConfig, workdir: Path
+) -> tuple[list[DistilledRecord], dict[str, Any]]:
+    """Writes ``train.jsonl``, ``dropped/train.jsonl`` and ``refused.jsonl``.
+
+    Args:
+        config: which files, and how they are converted.
+        filters: thresholds; what is said there about scripted minds is not used.
+        workdir: where the files are written.
+
+    Returns:
+        The records, and what happened to all others.
+    """
+    refusals: list[dict[str, Any]] = []
+    made = convert_files(config, refusals.append)
+    examples: list[dict[str, Any]] = []
+    records, report = select(made.tasks, made.logs, filters, None, examples.append)
+    write_records(workdir / "train.jsonl", records)
+    jsonl.write_lines(workdir / "dropped" / "train.jsonl", examples)
+    jsonl.write_lines(workdir / "refused.jsonl", refusals)
+    summary = {"reading": made.reading, "refused": made.refused, "filters": report.to_json()}
+    return records, {**summary, "teacher_tokens": sum(made.usage.values()) or None}

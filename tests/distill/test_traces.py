@@ -1,0 +1,73 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.distill.selection import SelectionConfig
+from coa_jax.distill.traces import TracesConfig, convert_files, distill_traces
+from coa_jax.errors import UserError
+from coa_jax.trajectory import part_violations, read_records
+from tests.distill.readers.samples import file_of, product, tower
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """Two files: a good run, one for another protocol, two broken lines, a wrong answer, a copy."""
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_bytes(file_of(tower(), product()) + b'{"question": 3}\n\xff\n')
+    wrong = tower(task_id="w", true_answer="Somebody else")
+    copied = tower(task_id="c")
+    second.write_bytes(file_of(wrong, copied, tower()))
+    return str(first), str(second)
+
+
+def test_every_record_of_every_file_is_used_or_explained(logs, tmp_path):
+    selection = SelectionConfig(near_duplicate=0.9)
+    config = DistillConfig(selection=selection)
+    records, told = distill_traces(TracesConfig(logs, "oagents", "web"), config, tmp_path / "out")
+    assert [record.id for record in records] == ["one"]
+    assert read_records(tmp_path / "out" / "train.jsonl") == records
+    assert part_violations("web", records[0].parts) == []
+    told_of_it = records[0].metadata["trace"]
+    assert (told_of_it["agent_name"], told_of_it["file"], told_of_it["line"]) == (
+        "gpt-4.1",
+        "a.jsonl",
+        1,
+    )
+    assert records[0].metadata["source"] == "oagents"
+    counted = [(r["records"], r["traces"], r["problems"]) for r in told["reading"]]
+    assert counted == [(4, 2, 2), (3, 3, 0)]
+    assert told["refused"] == {"calls code, for which the protocol web has no tag": 1}
+    dropped = {k: v for k, v in told["filters"]["dropped"].items() if v}
+    assert dropped == {"wrong_answer": 1, "near_duplicate": 2}
+    rows = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").open()]
+    assert sorted((row["path"], row["line"]) for row in rows) == [(logs[0], n) for n in (2, 3, 4)]
+    assert told["filters"]["total"] + len(rows) == sum(r["records"] for r in told["reading"])
+
+
+def test_runs_of_one_task_in_two_files_keep_names_of_their_own(logs):
+    made = convert_files(TracesConfig(logs, "oagents", "web"))
+    assert [task.id for task in made.tasks] == ["one", "w", "c", "b.jsonl:3:one"]
+
+
+def test_mistakes_of_the_user_are_explained(logs):
+    with pytest.raises(UserError, match=r"config\.traces\.files"):
+        convert_files(TracesConfig(("",), "oagents", "web"))
+    with pytest.raises(UserError, match="esperanto"):
+        convert_files(TracesConfig(logs, "oagents", "esperanto"))
+
+
+def test_the_command_reads_logs(logs, tmp_path):
+    command = [
+        *(sys.executable, "-m", "coa_jax.distill", "--config=configs/distill/traces.py"),
+        *(f"--workdir={tmp_path}/run", f"--config.traces.files={logs!r}"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{logs[0]}: 4 records, 2 malformed" in done.stdout
+    assert "no trajectory for 1: calls code" in done.stdout
+    assert f"train: 1 records -> {tmp_path}/run/train.jsonl" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["data"]["train"]["filters"]["kept"] == 1
