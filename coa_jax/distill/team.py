@@ -7,7 +7,7 @@ reply is a move its role may make, and runs tool calls for real.  Paper §2 eq. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
 from coa_jax.distill.minds import MOVES, Action, AgentView, Minds
@@ -18,7 +18,8 @@ TOOL_HOLDERS: Mapping[str, str] = {"code": "code"}
 """Which agent holds which tool; every tool that is not named belongs to the search agent."""
 
 
-def _tools_of(role: str, tools: Mapping[str, Tool]) -> tuple[str, ...]:
+def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
+    """Names of the tools that an agent holds, of those that the team has."""
     return tuple(name for name in tools if TOOL_HOLDERS.get(name, "search") == role)
 
 
@@ -58,7 +59,7 @@ async def solve(
 
     while len(messages) < max_messages:
         role = messages[-1].recipient
-        held = _tools_of(role, tools)
+        held = tools_of(role, tools)
         view = AgentView(role, question, protocol, episode, tuple(messages), held)
         try:
             action = await minds[role].act(view)
