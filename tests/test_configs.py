@@ -70,6 +70,7 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
     elif stage == "distill":
         build(DistillConfig, values.pop("teacher"))
         build(EndpointConfig, values.pop("endpoint", {}))
+        assert values.pop("tokenizer") == ""
         if "traces" in values:
             build(TracesConfig, values.pop("traces"))
         else:

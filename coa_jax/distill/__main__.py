@@ -22,10 +22,14 @@ from absl import flags
 
 from coa_jax.cli import config_flag, run_main
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
+from coa_jax.distill.economy import CountTokens, economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.export import prompt_of
+from coa_jax.distill.filters import Run
 from coa_jax.distill.llm import language_minds
-from coa_jax.distill.pipeline import DistillConfig, teacher_block
+from coa_jax.distill.pipeline import DistillConfig, as_run, teacher_block
 from coa_jax.distill.traces import TracesConfig, distill_traces
+from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -35,6 +39,10 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 
 def _show(bar: Bar, done: int) -> None:
     bar.update(done - bar.done)
+
+
+def _prompt(run: Run) -> str:
+    return prompt_of(run.record, "full")
 
 
 def _describe(name: str, split: Split, seconds: float) -> str:
@@ -54,13 +62,21 @@ def _endpoint(config: ml_collections.ConfigDict, record: Path) -> Endpoint | Non
     return Endpoint(build(EndpointConfig, config.endpoint, "config.endpoint"), record)
 
 
+def _counter(config: ml_collections.ConfigDict) -> CountTokens | None:
+    """Length of a text in tokens, if the configuration names a tokenizer."""
+    if not config.tokenizer:
+        return None
+    tokenizer = load_tokenizer(config.tokenizer)
+    return lambda text: len(encode_plain(tokenizer, text))
+
+
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Makes a data set of traces; returns what it writes to ``summary.json``."""
     traces = build(TracesConfig, config.traces, "config.traces")
     filters = build(DistillConfig, config.teacher, "config.teacher")
     with RunDir(workdir) as run:
         run.write_config(config)
-        records, told = distill_traces(traces, filters, workdir)
+        records, told = distill_traces(traces, filters, workdir, _counter(config))
         data = {"train": {**statistics_of(records), **told}}
         run.summary({"data": data})
     for file in told["reading"]:
@@ -77,6 +93,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     teacher = build(DistillConfig, config.teacher, "config.teacher")
     settings = config.tools.to_dict()
     tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
+    count = _counter(config)
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
@@ -89,7 +106,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             with progress(f"distil {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
                 split = distill_split(
-                    name, tasks, tools, teacher, workdir, settings, shown, minds, teacher=model
+                    name, tasks, tools, teacher, workdir, settings, shown, minds, count, model
                 )
             seconds = time.monotonic() - start
             print(_describe(name, split, seconds), file=sys.stderr)
@@ -101,7 +118,10 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             if endpoint is not None:
                 summary["data"][name]["spent"] = endpoint.spent.to_json()
             if name == "validation":
-                summary["teacher"] = teacher_block(tasks, split.logs)
+                summary["teacher"] = teacher_block(tasks, split.logs, count)
+                if count is not None:
+                    runs = [as_run(t, log) for t, log in zip(tasks, split.logs, strict=True)]
+                    summary["economy"] = economy(runs, list(tools), count, _prompt)
         run.summary(summary)
     return summary
 

@@ -108,7 +108,10 @@ def _reason(text: str) -> str:
 
 
 def distill_traces(
-    config: TracesConfig, filters: DistillConfig, workdir: Path
+    config: TracesConfig,
+    filters: DistillConfig,
+    workdir: Path,
+    count_tokens: Callable[[str], int] | None = None,
 ) -> tuple[list[DistilledRecord], dict[str, Any]]:
     """Writes ``train.jsonl``, ``dropped/train.jsonl`` and ``refused.jsonl``.
 
@@ -116,6 +119,7 @@ def distill_traces(
         config: which files, and how they are converted.
         filters: thresholds; what is said there about scripted minds is not used.
         workdir: where the files are written.
+        count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
 
     Returns:
         The records, and what happened to all others.
@@ -123,7 +127,7 @@ def distill_traces(
     refusals: list[dict[str, Any]] = []
     made = convert_files(config, refusals.append)
     examples: list[dict[str, Any]] = []
-    records, report = select(made.tasks, made.logs, filters, None, examples.append)
+    records, report = select(made.tasks, made.logs, filters, count_tokens, examples.append)
     write_records(workdir / "train.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / "train.jsonl", examples)
     jsonl.write_lines(workdir / "refused.jsonl", refusals)

@@ -35,4 +35,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.tasks.seed = quickstart.distill.seed
     config.teacher = complete(DistillConfig, quickstart.teacher)
     config.tools = complete(ToolsConfig, quickstart.tools)
+    config.tokenizer = ""  # a folder with a tokenizer, to count tokens
     return config

@@ -39,4 +39,5 @@ def get_config() -> ml_collections.ConfigDict:
             },
         },
     )
+    config.tokenizer = ""  # a folder with a tokenizer, to count tokens
     return config
