@@ -16,6 +16,7 @@ import pytest
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.endpoint import EndpointConfig
+from coa_jax.distill.smol_runs import SmolConfig
 from coa_jax.distill.traces import TracesConfig
 from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.learn.rl_config import RLConfig
@@ -71,9 +72,10 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
         build(DistillConfig, values.pop("teacher"))
         build(EndpointConfig, values.pop("endpoint", {}))
         assert values.pop("tokenizer") == ""
+        build(SmolConfig, values.pop("smolagents", {}))
         if "traces" in values:
             build(TracesConfig, values.pop("traces"))
-        else:
+        if "tasks" in values:
             assert set(values.pop("tasks")) == {"source", "train", "validation", "seed"}
         assert not values
     else:

@@ -6,11 +6,13 @@ Writes ``train.jsonl`` and ``validation.jsonl`` (read by ``python -m coa_jax.sft
 message logs under ``journal/``, a few dropped runs of each filter under ``dropped/``,
 ``config.json`` and ``summary.json``.  A killed run continues when started again.  With
 configs/distill/endpoint.py the minds are a language model, and ``calls/`` holds every exchange;
-with configs/distill/traces.py logs of other systems are read instead.
+with configs/distill/smolagents.py smolagents is the teacher; with configs/distill/traces.py logs of
+other systems are read instead.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -28,6 +30,7 @@ from coa_jax.distill.export import prompt_of
 from coa_jax.distill.filters import Run
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, as_run, teacher_block
+from coa_jax.distill.smol_runs import SmolConfig, endpoint_model, run_smolagents
 from coa_jax.distill.traces import TracesConfig, distill_traces
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
@@ -73,18 +76,47 @@ def _counter(config: ml_collections.ConfigDict) -> CountTokens | None:
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Makes a data set of traces; returns what it writes to ``summary.json``."""
     traces = build(TracesConfig, config.traces, "config.traces")
-    filters = build(DistillConfig, config.teacher, "config.teacher")
     with RunDir(workdir) as run:
         run.write_config(config)
-        records, told = distill_traces(traces, filters, workdir, _counter(config))
-        data = {"train": {**statistics_of(records), **told}}
+        data = {"train": _converted(config, traces, workdir, "train")}
         run.summary({"data": data})
+    return {"data": data}
+
+
+def _converted(
+    config: ml_collections.ConfigDict, traces: TracesConfig, workdir: Path, name: str
+) -> dict[str, Any]:
+    """Writes one set of traces, says what became of them, and returns it in figures."""
+    filters = build(DistillConfig, config.teacher, "config.teacher")
+    records, told = distill_traces(traces, filters, workdir, _counter(config), name)
     for file in told["reading"]:
         print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
     for reason, count in told["refused"].items():
         print(f"no trajectory for {count}: {reason}")
     dropped = {why: count for why, count in told["filters"]["dropped"].items() if count}
     print(f"dropped by filters: {dropped or 'nothing'}")
+    return {**statistics_of(records), **told}
+
+
+def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs smolagents and makes a data set of its memory; returns ``summary.json``."""
+    how = build(SmolConfig, config.smolagents, "config.smolagents")
+    limits = build(EndpointConfig, config.endpoint, "config.endpoint")
+    traces = build(TracesConfig, config.traces, "config.traces")
+    tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, config.tools.to_dict()))}
+    model, data = endpoint_model(limits), {}
+    with RunDir(workdir) as run:
+        run.write_config(config)
+        for name in ("train", "validation"):
+            tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
+            file = workdir / "smolagents" / f"{name}.jsonl"
+            with progress(f"run {name}", total=len(tasks)) as bar:
+                shown = functools.partial(_show, bar)
+                spent = run_smolagents(tasks, tools, lambda *_: model, file, how, limits, shown)
+            traces = dataclasses.replace(traces, files=(str(file),))
+            data[name] = _converted(config, traces, workdir, name)
+            data[name]["spent"] = spent.to_json()
+        run.summary({"data": data})
     return {"data": data}
 
 
@@ -135,7 +167,8 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     config, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
-    summary = read(config, workdir) if "traces" in config else distill(config, workdir)
+    kinds = (("smolagents", run_and_read), ("traces", read))
+    summary = next((f for key, f in kinds if key in config), distill)(config, workdir)
     if "teacher" in summary:
         block = summary["teacher"]
         low, high = block["ci95"]

@@ -87,6 +87,20 @@ class Spent:
         return total
 
 
+def check_budget(limits: EndpointConfig, spent: Spent, inside: int = 0) -> None:
+    """Raises UserError if a limit has been reached; `inside` calls are under way."""
+    for name, value, limit in (
+        ("max_calls", spent.calls + inside, limits.max_calls),
+        ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
+        ("max_money", spent.money, limits.max_money),
+    ):
+        if limit and value >= limit:
+            raise UserError(
+                f"the teacher's budget endpoint.{name}={limit:g} is spent ({value:g}); what is "
+                "finished is kept: raise it and run the same command again to continue"
+            )
+
+
 def _exchange(row: Any) -> dict[str, Any]:
     names = ("key", "episode", "reply", "prompt", "completion")
     return {name: row[name] for name in names}
@@ -137,7 +151,7 @@ class Endpoint:
         key = self._key(chat, episode, turn)
         if key in self._replies:
             return self._replies[key]
-        self.check_budget()
+        check_budget(self.config, self.spent, self._inside)
         self._inside += 1
         call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
         try:
@@ -168,20 +182,6 @@ class Endpoint:
         jsonl.append_lines(self.record, [row])
         self._account(row)
         return reply
-
-    def check_budget(self) -> None:
-        """Raises UserError if a limit has been reached."""
-        spent, limits = self.spent, self.config
-        for name, value, limit in (
-            ("max_calls", spent.calls + self._inside, limits.max_calls),
-            ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
-            ("max_money", spent.money, limits.max_money),
-        ):
-            if limit and value >= limit:
-                raise UserError(
-                    f"the teacher's budget endpoint.{name}={limit:g} is spent ({value:g}); what is "
-                    "finished is kept: raise it and run the same command again to continue"
-                )
 
     async def close(self) -> None:
         """Closes the connection."""

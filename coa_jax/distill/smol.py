@@ -28,7 +28,12 @@ _INPUTS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _smolagents() -> Any:
+def smolagents_package() -> Any:
+    """The package.
+
+    Raises:
+        UserError: it is not installed.
+    """
     try:
         import smolagents
     except ImportError:
@@ -69,7 +74,7 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
         "skip_forward_signature_validation": True,
         "forward": forward,
     }
-    return type("OurTool", (_smolagents().Tool,), attributes)()
+    return type("OurTool", (smolagents_package().Tool,), attributes)()
 
 
 def solve_with_smolagents(
@@ -97,7 +102,7 @@ def solve_with_smolagents(
     Raises:
         UserError: smolagents is not installed.
     """
-    smolagents = _smolagents()
+    smolagents = smolagents_package()
     runs: list[dict[str, Any]] = []
 
     class SearchAgent(smolagents.ToolCallingAgent):  # type: ignore[name-defined]

@@ -112,14 +112,16 @@ def distill_traces(
     filters: DistillConfig,
     workdir: Path,
     count_tokens: Callable[[str], int] | None = None,
+    name: str = "train",
 ) -> tuple[list[DistilledRecord], dict[str, Any]]:
-    """Writes ``train.jsonl``, ``dropped/train.jsonl`` and ``refused.jsonl``.
+    """Writes ``NAME.jsonl``, ``dropped/NAME.jsonl`` and ``refused/NAME.jsonl``.
 
     Args:
         config: which files, and how they are converted.
         filters: thresholds; what is said there about scripted minds is not used.
         workdir: where the files are written.
         count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
+        name: of the set, and of its files.
 
     Returns:
         The records, and what happened to all others.
@@ -128,8 +130,8 @@ def distill_traces(
     made = convert_files(config, refusals.append)
     examples: list[dict[str, Any]] = []
     records, report = select(made.tasks, made.logs, filters, count_tokens, examples.append)
-    write_records(workdir / "train.jsonl", records)
-    jsonl.write_lines(workdir / "dropped" / "train.jsonl", examples)
-    jsonl.write_lines(workdir / "refused.jsonl", refusals)
+    write_records(workdir / f"{name}.jsonl", records)
+    jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
+    jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", refusals)
     summary = {"reading": made.reading, "refused": made.refused, "filters": report.to_json()}
     return records, {**summary, "teacher_tokens": sum(made.usage.values()) or None}

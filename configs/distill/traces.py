@@ -7,7 +7,7 @@ Needs: the logs, named by ``--config.traces.files='("results.jsonl",)'``, their
 the ``--config.traces.protocol`` of the trajectories; docs/distillation.md says what each format
 can tell.  ``pip install 'coa_jax[distill]'`` for the search for near-duplicates.
 Takes: seconds for thousands of runs.
-Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused.jsonl``
+Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line and the reason.
 
 The filters are those of the paper (§3.2.1).  A run whose log gives no gold answer cannot be graded

@@ -6,9 +6,12 @@ import smolagents
 
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.arrange import trajectory_of
+from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.pipeline import as_run, run_teacher
 from coa_jax.distill.readers import read_traces
 from coa_jax.distill.smol import solve_with_smolagents
+from coa_jax.distill.smol_runs import SmolConfig, run_smolagents
+from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.trajectory import part_violations
 
@@ -130,3 +133,32 @@ def test_searches_of_a_run_that_was_cut_short_are_kept(factbook_tasks, tools, du
     dump = solve_with_smolagents(task, tools, Manager(log), Searcher(log), max_steps=1)
     assert dump["state"] == "max_steps_error"
     assert [run["caller_step"] for run in dump["managed_runs"]] == [1]
+
+
+def test_many_runs_stop_at_the_budget_and_go_on_without_doing_one_twice(tmp_path, tools, dumps):
+    tasks = [task for task, _, _, _ in dumps]
+    logs = {task.id: log for task, log, _, _ in dumps}
+    begun = []
+
+    def model_of(task, role):
+        begun.append((task.id, role))
+        return {"manager": Manager, "search": Searcher}[role](logs[task.id])
+
+    path, config = tmp_path / "runs.jsonl", SmolConfig(planning_interval=10, concurrency=2)
+    prices = (("scripted", 1.0, 0.0),)
+    limits = EndpointConfig(model="scripted", prices=prices, max_total_tokens=1500)
+    with pytest.raises(UserError, match="max_total_tokens=1500 is spent"):
+        run_smolagents(tasks, tools, model_of, path, config, limits)
+    first = len(path.read_text().splitlines())
+    assert 0 < first < len(tasks)
+    with path.open("a") as file:
+        file.write('{"task_id": "torn')
+    limits = EndpointConfig(model="scripted", prices=prices)
+    spent = run_smolagents(tasks, tools, model_of, path, config, limits)
+    assert len(begun) == len(set(begun)) == 2 * len(tasks)
+    traces, report = read_traces(path, "smolagents")
+    assert (len(traces), report.problems) == (len(tasks), ())
+    assert spent.prompt == sum(trace.usage["prompt"] for trace in traces)
+    assert spent.money == pytest.approx(spent.prompt / 1e6)
+    asked = sum(len(log.calls) for log in logs.values())
+    assert spent.calls == 2 * len(tasks) + 3 * asked

@@ -42,7 +42,7 @@ def test_every_record_of_every_file_is_used_or_explained(logs, tmp_path):
     assert told["refused"] == {"calls code, for which the protocol web has no tag": 1}
     dropped = {k: v for k, v in told["filters"]["dropped"].items() if v}
     assert dropped == {"wrong_answer": 1, "near_duplicate": 2}
-    rows = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "refused" / "train.jsonl").open()]
     assert sorted((row["path"], row["line"]) for row in rows) == [(logs[0], n) for n in (2, 3, 4)]
     assert told["filters"]["total"] + len(rows) == sum(r["records"] for r in told["reading"])
 

@@ -1,0 +1,140 @@
+"""Many tasks through the smolagents teacher: in threads, resumable, within a budget."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.distill.endpoint import EndpointConfig, Spent, check_budget
+from coa_jax.distill.readers.base import total_usage
+from coa_jax.distill.smol import smolagents_package, solve_with_smolagents
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import Task
+from coa_jax.tools.base import Tool
+
+
+@dataclasses.dataclass(frozen=True)
+class SmolConfig:
+    """How the two agents work.
+
+    Attributes:
+        max_steps: steps of each agent.
+        planning_interval: the manager plans every so many steps; 0 for no plans.
+        concurrency: tasks in flight at once.
+    """
+
+    max_steps: int = 12
+    planning_interval: int = 6
+    concurrency: int = 8
+
+
+def endpoint_model(config: EndpointConfig) -> Any:
+    """A model object of smolagents for an endpoint.
+
+    Raises:
+        UserError: smolagents is not installed, or no address is given.
+    """
+    if not config.base_url or not config.model:
+        raise UserError("give endpoint.base_url and endpoint.model")
+    return smolagents_package().OpenAIModel(
+        model_id=config.model,
+        api_base=config.base_url,
+        api_key=os.environ.get(config.key_variable) or "none",
+        client_kwargs={"timeout": config.timeout_s, "max_retries": config.retries},
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+    )
+
+
+def run_smolagents(
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    model_of: Callable[[Task, str], Any],
+    path: Path,
+    config: SmolConfig,
+    limits: EndpointConfig,
+    on_done: Callable[[int], None] | None = None,
+) -> Spent:
+    """Solves the tasks that the file does not hold yet; appends each run when it is finished.
+
+    Args:
+        tasks: the tasks.
+        tools: our tools by name.
+        model_of: (task, ``"manager"`` or ``"search"``) -> a model object of smolagents.
+        path: file of runs, one a line, for the reader ``smolagents``.
+        config: how the agents work.
+        limits: its budget is looked at before each task, so tasks in flight can pass it.
+        on_done: called with the number of finished tasks.
+
+    Returns:
+        What all runs of the file have cost, by their own counts; a call is a step of an agent.
+
+    Raises:
+        UserError: the budget is spent, or the endpoint cannot be used; finished runs are kept.
+    """
+    jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
+    spent, lock = Spent(), threading.Lock()
+    done: set[str] = set()
+
+    def account(dump: dict[str, Any]) -> None:
+        steps = [*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])]
+        counts = (step.get("token_usage") for step in steps)
+        usage = total_usage(counts, "input_tokens", "output_tokens")
+        price = limits.price or (0.0, 0.0)
+        spent.calls += sum("model_output_message" in step for step in steps)
+        spent.unmetered += not usage
+        spent.prompt += usage.get("prompt", 0)
+        spent.completion += usage.get("completion", 0)
+        spent.money += usage.get("prompt", 0) * price[0] / 1e6
+        spent.money += usage.get("completion", 0) * price[1] / 1e6
+        done.add(dump["task_id"])
+
+    for row in jsonl.read_lines(path, _dump):
+        account(row)
+    waiting = iter([task for task in tasks if task.id not in done])
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                task = next(waiting, None)
+            if task is None:
+                return
+            try:
+                check_budget(limits, spent)
+                models = model_of(task, "manager"), model_of(task, "search")
+                interval = config.planning_interval or None
+                dump = solve_with_smolagents(task, tools, *models, config.max_steps, interval)
+            except smolagents_package().AgentGenerationError as error:
+                stop.set()
+                raise UserError(
+                    f"{task.id}: the model gave no reply ({error}); what is finished is kept: run "
+                    "the same command again to continue"
+                ) from error
+            except BaseException:
+                stop.set()
+                raise
+            with lock:
+                jsonl.append_lines(path, [dump])
+                account(dump)
+                if on_done is not None:
+                    on_done(len(done))
+
+    with concurrent.futures.ThreadPoolExecutor(config.concurrency) as pool:
+        workers = [pool.submit(work) for _ in range(config.concurrency)]
+        try:
+            for worker in concurrent.futures.as_completed(workers):
+                worker.result()
+        finally:
+            stop.set()  # Ctrl-C: tasks in flight are finished, no other is begun
+    return spent
+
+
+def _dump(row: Any) -> dict[str, Any]:
+    return {name: row[name] for name in ("task_id", "steps", "managed_runs", "question")}
