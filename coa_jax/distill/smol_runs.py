@@ -97,6 +97,7 @@ def run_smolagents(
 
     for row in jsonl.read_lines(path, _dump):
         account(row)
+    lost = _connection_errors()
     waiting = iter([task for task in tasks if task.id not in done])
     stop = threading.Event()
 
@@ -111,7 +112,7 @@ def run_smolagents(
                 models = model_of(task, "manager"), model_of(task, "search")
                 interval = config.planning_interval or None
                 dump = solve_with_smolagents(task, tools, *models, config.max_steps, interval)
-            except smolagents_package().AgentGenerationError as error:
+            except lost as error:
                 stop.set()
                 raise UserError(
                     f"{task.id}: the model gave no reply ({error}); what is finished is kept: run "
@@ -134,6 +135,13 @@ def run_smolagents(
         finally:
             stop.set()  # Ctrl-C: tasks in flight are finished, no other is begun
     return spent
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What a model object raises when its endpoint gave no reply, in a step and in a plan."""
+    import openai
+
+    return smolagents_package().AgentGenerationError, openai.OpenAIError
 
 
 def _dump(row: Any) -> dict[str, Any]:

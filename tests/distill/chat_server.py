@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         if reply is None:
             return self.send(200, {"id": "x", "object": "chat.completion", "choices": []})
         message = {"role": "assistant", "content": reply}
-        words = sum(len(m["content"].split()) for m in request["messages"])
+        words = sum(len(str(m["content"]).split()) for m in request["messages"])
         usage = {"prompt_tokens": words, "completion_tokens": len(reply.split())}
         usage["total_tokens"] = sum(usage.values())
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
