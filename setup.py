@@ -42,8 +42,6 @@ EXTRAS = {
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
     # Teachers behind an endpoint or in process, and near-duplicates in what they leave.
     "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
-    # Export of distilled data as a TFDS data set.
-    "tfds": ["tensorflow-datasets>=4.9"],
     # An OpenAI-compatible server (python -m coa_jax.serve).
     "serve": ["fastapi>=0.165", "uvicorn>=0.54", "prometheus-client>=0.26"],
     # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.
@@ -65,7 +63,6 @@ TEST = [
     *EXTRAS["mcp"],
     *EXTRAS["notebook"],
     *EXTRAS["serve"],
-    "openai>=3.54",
     "schemathesis>=4.32",
     *EXTRAS["distill"],
     *EXTRAS["tfds"],

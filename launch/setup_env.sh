@@ -1,6 +1,7 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
-#   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve notebook test dev cuda tpu
+#   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
+#                                               distill tfds notebook test dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
@@ -107,10 +108,10 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 # coa_install EXTRA...: installs the package with these extras and those installed before.
 coa_install() {
   local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
-  local extras hash implied="" what="coa_jax"
+  local extras hash implied="distill gguf maths mcp notebook serve tasks test tfds web" what="coa_jax"
   hash="$(coa_hash)" || return 1
   # What setup.py includes in these two, so that a later request for a part installs nothing.
-  case " $* " in *" test "* | *" dev "*) implied="gguf maths mcp notebook serve tasks test web" ;; esac
+  case " $* " in *" test "* | *" dev "*) implied="distill gguf maths mcp notebook serve tasks test tfds web" ;; esac
   extras="$(printf '%s\n' "$@" $implied $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
     sort -u | grep . | paste -sd ' ' -)"
   rm -f "$COA_VENV/.coa_jax"
