@@ -13,6 +13,7 @@ from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import Params
+from coa_jax.parallel.mesh import constrain
 
 
 def token_logps(
@@ -49,21 +50,26 @@ def token_logps(
         attention=attention,
     )
     rows, length = batch.tokens.shape
-    flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    targets = jnp.asarray(batch.tokens[:, 1:].reshape(-1))
-    padding = -flat.shape[0] % min(vocab_chunk, flat.shape[0])
-    chunk = min(vocab_chunk, flat.shape[0])
-    flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
-    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
-    rules = None
-    if batch.rule is not None:
-        rules = jnp.pad(batch.rule[:, 1:].reshape(-1), (0, padding), constant_values=FREE)
-        rules = rules.reshape(-1, chunk)
+    # Token t predicts token t + 1.  A chunk is a piece of every row: rows stay where they are.
+    mesh = attention.mesh
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    width = min(max(vocab_chunk * shards // rows, 1), length - 1)
+    padding = -(length - 1) % width
+
+    def chunks(x: jax.Array, fill: int = 0) -> jax.Array:
+        widths = ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)
+        x = jnp.pad(x, widths, constant_values=fill).reshape(rows, -1, width, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
+
+    hidden = constrain(hidden, mesh, "batch", None, None)
+    flat, targets = chunks(hidden[:, :-1]), chunks(jnp.asarray(batch.tokens)[:, 1:])
+    rules = None if batch.rule is None else chunks(jnp.asarray(batch.rule)[:, 1:], FREE)
 
     @jax.checkpoint
     def score(item: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         h, target, rule = item
         logits = unembed(params, config, h, dtype) / temperature
+        logits = constrain(logits, mesh, "batch", None, "vocab")
         if allowed is None or rule is None:
             logps = jax.nn.log_softmax(logits, axis=-1)
             entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
@@ -71,10 +77,11 @@ def token_logps(
             may = allowed_tokens(allowed, rule, logits.shape[-1])
             logps = jax.nn.log_softmax(logits, axis=-1, where=may)
             entropy = -jnp.sum(jnp.exp(logps) * jnp.where(may, logps, 0.0), axis=-1)
-        return jnp.take_along_axis(logps, target[:, None], axis=-1)[:, 0], entropy
+        return jnp.take_along_axis(logps, target[..., None], axis=-1)[..., 0], entropy
 
     def shaped(x: jax.Array) -> jax.Array:
-        return jnp.pad(x.reshape(-1)[: rows * (length - 1)].reshape(rows, -1), ((0, 0), (1, 0)))
+        x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1]
+        return jnp.pad(x, ((0, 0), (1, 0)))
 
     logps, entropies = jax.lax.map(score, (flat, targets, rules))
     return shaped(logps), shaped(entropies)

@@ -20,6 +20,11 @@ from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project, row_sum
 from coa_jax.model.weights import Params
+from coa_jax.parallel.mesh import constrain
+
+STREAM = ("batch", "length", None)
+"""Logical axes of the residual stream.  Without them the compiler would split it as the weights
+are, along D, and add up partial logits of all devices."""
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -63,10 +68,14 @@ def _layer(
 ) -> tuple[jax.Array, Layer | None]:
     """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache."""
     c = config
+    mesh = attention.mesh if cache is None else None
     with jax.named_scope("norm"):
-        h = rms_norm(x, layer["attn_norm"], c.rms_eps)
+        # Rounded before it is sent to the devices that share the row's products.
+        h = rms_norm(x, layer["attn_norm"], c.rms_eps).astype(dtype)
+        h = constrain(h, mesh, "batch", None, None)
     with jax.named_scope("qkv"):
         qkv = project("btd,dnhk->btnhk", h, layer["qkv"], dtype)
+        qkv = constrain(qkv, mesh, "batch", None, "kv_heads", None, None)
     if c.qkv_bias:
         qkv = qkv + layer["qkv_bias"]
     q, k, v = jnp.split(qkv, (c.num_groups, c.num_groups + 1), axis=3)
@@ -85,14 +94,20 @@ def _layer(
             cache = write(cache, table, k, v, positions, attention)
         with jax.named_scope("attend"):
             attended = attend(q, cache, table, positions, dtype, attention)
+    # Where an operand lies also says where its gradient does.
+    attended = constrain(attended.astype(dtype), mesh, "batch", None, "kv_heads", None, None)
     with jax.named_scope("out"):
-        x = x + project("btngk,ngkd->btd", attended, layer["out"], dtype)
+        x = x + constrain(project("btngk,ngkd->btd", attended, layer["out"], dtype), mesh, *STREAM)
     with jax.named_scope("norm"):
-        h = rms_norm(x, layer["mlp_norm"], c.rms_eps)
+        h = rms_norm(x, layer["mlp_norm"], c.rms_eps).astype(dtype)
+        h = constrain(h, mesh, "batch", None, None)
     with jax.named_scope("mlp"):
         gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
-        h = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return x + project("btf,fd->btd", h, layer["down"], dtype), cache
+        gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
+        h = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(dtype)
+        h = constrain(h, mesh, "batch", None, "mlp")
+        x = x + constrain(project("btf,fd->btd", h, layer["down"], dtype), mesh, *STREAM)
+        return x, cache
 
 
 def forward(
@@ -131,6 +146,7 @@ def forward(
     if cache is None:
         attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype)
     x = params["embed"][tokens].astype(jnp.float32)
+    x = constrain(x, attention.mesh if cache is None else None, *STREAM)
     step = functools.partial(_layer, config, dtype, attention)
     if isinstance(params["layers"], tuple):
         old = cache.layers if cache is not None else (None,) * len(params["layers"])

@@ -20,12 +20,14 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 RULES: Rules = (
     ("batch", ("data", "fsdp")),
+    ("length", ("tensor",)),
     ("vocab", ("tensor",)),
     ("embed", ("fsdp",)),
     ("kv_heads", ("tensor",)),
     ("mlp", ("tensor",)),
 )
 """Training: parameters, gradients and optimiser state are split over ``fsdp`` and ``tensor``.
+Between two products the tokens of a row (``length``) are split over ``tensor``, not kept by all.
 A logical axis that is not listed stays whole."""
 
 DECODE_RULES: Rules = (
@@ -38,19 +40,24 @@ DECODE_RULES: Rules = (
 each time would cost more than the products; they are split over ``tensor`` only."""
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A mesh of axes ``("data", "fsdp", "tensor")`` over the first devices.
 
     Args:
         data: replicas; -1 (allowed for one of the three) means whatever is left.
         fsdp: parts of the batch that also split the parameters.
         tensor: parts of each layer.
+        devices: to choose from; None for all of this run.
 
     Raises:
-        UserError: a size is not positive, more devices are asked for than there are, or a
-            process would be left without a device.
+        UserError: a size is not positive, more devices are asked for than there are, a process
+            would be left without a device, or the axes cannot be laid along those of a TPU slice.
     """
-    sizes, count = [data, fsdp, tensor], jax.device_count()
+    processes = jax.process_count() if devices is None else 1
+    devices = jax.devices() if devices is None else devices
+    sizes, count = [data, fsdp, tensor], len(devices)
     if sizes.count(-1) == 1:
         rest = -math.prod(sizes)
         if rest > 0 and count % rest == 0:
@@ -59,15 +66,21 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     if min(sizes) < 1:
         raise UserError(f"mesh {text} does not fit {count} devices: give positive divisors of it")
     need = math.prod(sizes)
-    if need > count or (jax.process_count() > 1 and need != count):
+    if need > count or (processes > 1 and need != count):
         raise UserError(
             f"mesh {text} needs {need} devices, there are {count}: change the sizes, or on CPU "
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
     # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
-    return jax.make_mesh(
-        tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:need]
-    )
+    try:
+        return jax.make_mesh(
+            tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need]
+        )
+    except NotImplementedError as error:
+        raise UserError(
+            f"mesh {text} cannot be laid along the axes of this TPU slice: let each size be a "
+            "product of some of the slice's own sizes"
+        ) from error
 
 
 def sharding_for(
@@ -100,3 +113,10 @@ def sharding_for(
         used.update(names)
         spec.append(tuple(names) if len(names) > 1 else names[0] if names else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+    """Tells the compiler how a value is split by the training rules; without a mesh the value."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding_for(mesh, axes, shape=x.shape))

@@ -39,7 +39,7 @@ def spec(axes, rules=RULES, shape=None):
 
 
 def test_rules_name_mesh_axes_only():
-    logical = {axis for s in weight_table(CONFIG) for axis in s.axes} | {"batch"}
+    logical = {axis for s in weight_table(CONFIG) for axis in s.axes} | {"batch", "length"}
     for rules in (RULES, DECODE_RULES):
         assert {axis for axis, _ in rules} <= logical
         assert {name for _, names in rules for name in names} <= set(AXES)
