@@ -11,42 +11,11 @@ from absl import flags
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.model.weights import Params, init_params
 
 # Flags defined by the helper below belong to the command that calls it (for --help).
 flags.disclaim_key_flags()
-
-_QWEN25 = ModelConfig(
-    "qwen2", 151936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True, max_position=32768
-)
-
-# As the config.json of each model on the Hugging Face hub says; `tiny` is for trying a command.
-ARCHITECTURES: dict[str, ModelConfig] = {
-    "tiny": ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16),
-    "smollm2-135m": ModelConfig(
-        "llama", 49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, rms_eps=1e-5, max_position=8192
-    ),
-    "qwen2.5-0.5b": _QWEN25,
-    "qwen2.5-1.5b": dataclasses.replace(
-        _QWEN25,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        head_dim=128,
-    ),
-    "qwen2.5-7b": dataclasses.replace(
-        _QWEN25,
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        tie_embeddings=False,
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.costs import train_flops
 from coa_jax.bench.measure import (
     compile_count,
     output_path,
@@ -34,6 +33,7 @@ from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.attention.causal import choose
+from coa_jax.model.costs import train_flops
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from coa_jax.bench.costs import decode_bytes, forward_flops, product_params, train_flops
-from coa_jax.bench.measure import best_seconds, compile_count, peak_flops, read_bandwidth, spread
-from coa_jax.bench.models import ARCHITECTURES
+from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.costs import decode_bytes, forward_flops, product_params, train_flops
+from coa_jax.model.shapes import ARCHITECTURES, architecture_of
 from coa_jax.model.weights import num_params
 
 # Numbers of parameters of the safetensors files on the Hugging Face hub.
@@ -17,7 +15,9 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
 }
 
 
@@ -44,34 +44,19 @@ def test_flops_and_bytes_equal_a_hand_count():
     assert decode_bytes(config, 5, 10, 2) == 2 * weights + 2 * (2 * 3 * 1 * 4 * 10 * 5)
 
 
-def test_ceilings_are_those_of_a_computer():
-    assert 1e8 < read_bandwidth(megabytes=16) < 1e14
-    assert 1e8 < peak_flops("float32", size=256) < 1e16
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/mnt/weights/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("weights/Qwen2.5-Coder-32B-Instruct", "qwen2.5-32b"),
+        ("runs/sft-qwen2.5-3b/model", "qwen2.5-3b"),
+        ("weights/SmolLM2-135M-Instruct", "smollm2-135m"),
+    ],
+)
+def test_a_model_that_is_not_here_is_known_by_its_name(path, name):
+    assert architecture_of(path) == (name, ARCHITECTURES[name])
 
 
-def test_the_fastest_call_counts_and_the_first_does_not():
-    calls = []
-
-    def call():
-        calls.append(None)
-        return jnp.zeros(())
-
-    assert 0 < best_seconds(call, seconds=0.0) < 10
-    assert len(calls) == 2
-
-
-def test_every_compilation_is_counted():
-    before = compile_count()
-    double = jax.jit(lambda x: 2 * x)
-    for size in (3, 3, 4):
-        double(jnp.zeros(size)).block_until_ready()
-    # One program for each size; making the zeros may be one more each.
-    assert 2 <= compile_count() - before <= 4
-    before = compile_count()
-    double(jnp.zeros(3)).block_until_ready()
-    assert compile_count() == before
-
-
-def test_a_spread_rounds_measurements_but_not_counts():
-    assert spread([0.1234567, 2.0, 1.0]) == {"median": 1.0, "min": 0.12346, "max": 2.0}
-    assert spread([1234567, 7, 8]) == {"median": 8, "min": 7, "max": 1234567}
+def test_a_model_without_a_known_name_is_refused():
+    with pytest.raises(UserError, match="names no architecture; known are tiny"):
+        architecture_of("runs/sft/model")

@@ -1,0 +1,77 @@
+"""Published architectures by name, so that a model can be reasoned about without its files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf_config import read_config
+
+_QWEN25 = ModelConfig(
+    "qwen2", 151936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True, max_position=32768
+)
+_QWEN25_LARGE = dataclasses.replace(_QWEN25, vocab_size=152064, head_dim=128, tie_embeddings=False)
+
+# As the config.json of each model on the Hugging Face hub says; `tiny` is for trying a command.
+ARCHITECTURES: dict[str, ModelConfig] = {
+    "tiny": ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16),
+    "smollm2-135m": ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, rms_eps=1e-5, max_position=8192
+    ),
+    "qwen2.5-0.5b": _QWEN25,
+    "qwen2.5-1.5b": dataclasses.replace(
+        _QWEN25,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        head_dim=128,
+    ),
+    "qwen2.5-3b": dataclasses.replace(
+        _QWEN25,
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_layers=36,
+        num_heads=16,
+        head_dim=128,
+    ),
+    "qwen2.5-7b": dataclasses.replace(
+        _QWEN25_LARGE,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+    ),
+    "qwen2.5-32b": dataclasses.replace(
+        _QWEN25_LARGE,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_layers=64,
+        num_heads=40,
+        num_kv_heads=8,
+    ),
+}
+
+
+def architecture_of(model: str) -> tuple[str, ModelConfig]:
+    """(Name, architecture) of a model's directory, of which only ``config.json`` is read.
+
+    A directory that is not here is known by a name of `ARCHITECTURES` in its path, such as
+    ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the shapes of the base.
+
+    Raises:
+        UserError: neither the directory nor such a name is there.
+    """
+    if (Path(model) / "config.json").is_file():
+        return model, read_config(model)
+    text = model.lower().replace("-coder", "")
+    named = [name for name in ARCHITECTURES if name in text]
+    if not named:
+        raise UserError(
+            f"model {model!r}: there is no such directory, and the path names no architecture; "
+            f"known are {', '.join(ARCHITECTURES)}"
+        )
+    return (name := max(named, key=len)), ARCHITECTURES[name]
