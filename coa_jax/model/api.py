@@ -53,7 +53,25 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(_DTYPES))
-    path = Path(path)
+    source, config, tokenizer = _open(Path(path))
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        params = load_params(source, config, jnp.dtype(dtype), lambda spec: device)
+    else:
+        params = load_params(
+            source, config, jnp.dtype(dtype), lambda s: sharding_for(mesh, s.axes, shape=s.shape)
+        )
+    return Model(config, params, tokenizer)
+
+
+def load_description(path: str | Path) -> tuple[ModelConfig, Any]:
+    """The architecture and the tokenizer of a model, as :func:`load_model`, without its weights."""
+    _, config, tokenizer = _open(Path(path))
+    return config, tokenizer
+
+
+def _open(path: Path) -> tuple[TensorSource, ModelConfig, Any]:
+    """Where the weights of a model are, its architecture and its tokenizer."""
     gguf = gguf_file(path)
     if gguf is None and not path.is_dir():
         raise UserError(f"{path} does not exist: give a model directory or a .gguf file")
@@ -70,14 +88,7 @@ def load_model(
             f"{path}: the tokenizer has ids up to {largest}, the model only {config.vocab_size} "
             "embeddings: use the tokenizer that belongs to the model"
         )
-    if mesh is None:
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        params = load_params(source, config, jnp.dtype(dtype), lambda spec: device)
-    else:
-        params = load_params(
-            source, config, jnp.dtype(dtype), lambda s: sharding_for(mesh, s.axes, shape=s.shape)
-        )
-    return Model(config, params, tokenizer)
+    return source, config, tokenizer
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))

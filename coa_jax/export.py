@@ -1,0 +1,128 @@
+"""Writes a checkpoint as a Hugging Face directory.
+
+    python -m coa_jax.export --workdir=runs/rl --output=exported
+    python -m coa_jax.export --workdir=runs/quickstart --phase=rl --step=16 --output=exported
+
+The run may still be going on.  Its config says which model it started from: architecture and
+tokenizer are taken from there.  ``--dtype=bfloat16`` halves the files; the default keeps the
+float32 of training.  transformers, vLLM and ``coa_jax`` read what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from coa_jax import files
+from coa_jax.cli import run_main
+from coa_jax.errors import UserError
+from coa_jax.learn.abstract import abstract_state
+from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import Model, load_description, save_model
+from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.settings import build
+
+PHASES = ("rl", "sft")
+
+
+def export(
+    workdir: Path, output: Path, phase: str = "", step: int | None = None, dtype: str | None = None
+) -> tuple[str, int]:
+    """Writes the parameters of a checkpoint to ``output``.
+
+    Args:
+        workdir: of a run of SFT or RL.
+        output: directory to make; it appears complete or not at all.
+        phase: ``sft`` or ``rl``; empty for the one that the run has.
+        step: of the checkpoint; None for the newest.
+        dtype: of the saved tensors; None for float32.
+
+    Returns:
+        Phase and step of the checkpoint.
+
+    Raises:
+        UserError: the run or the checkpoint is not there, the output is, or one of them cannot be
+            read or written.
+    """
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise UserError(f"--output={output} is there already: choose another directory")
+    phase = phase or _only_phase(workdir)
+    directory = workdir / "checkpoints" / phase
+    if not directory.is_dir():
+        raise UserError(f"{directory} does not exist: the run has no checkpoint of that phase yet")
+    config = _phase_config(files.read_json_object(workdir / "config.json"), phase, workdir)
+    model, tokenizer = load_description(config["model"])
+    mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
+    state = abstract_state(
+        model,
+        build(OptimizerConfig, config["optimizer"], "config.optimizer"),
+        # One host may export what many have trained.
+        training_mesh(mesh) if jax.device_count() > 1 else None,
+    )
+    checkpoints = Checkpoints(directory)
+    newest = checkpoints.latest()
+    if newest is None:
+        raise UserError(f"{directory} holds no checkpoint yet: wait for one, or train further")
+    step = newest if step is None else step
+    try:
+        restored, _ = checkpoints.restore(step, state)
+    except FileNotFoundError:
+        raise UserError(
+            f"{directory} holds no checkpoint {step}: the newest is {newest}, and older ones are "
+            "removed as a run goes on"
+        ) from None
+    finally:
+        checkpoints.close()
+    save_model(Model(model, restored.params, tokenizer), output, dtype=dtype)
+    return phase, step
+
+
+def _only_phase(workdir: Path) -> str:
+    if not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} does not exist: name the directory of a run")
+    found = [phase for phase in PHASES if (workdir / "checkpoints" / phase).is_dir()]
+    if not found:
+        raise UserError(f"{workdir} has no checkpoints: name the directory of an SFT or RL run")
+    if len(found) > 1:
+        raise UserError(f"{workdir} has checkpoints of {' and '.join(found)}: choose with --phase")
+    return found[0]
+
+
+def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mapping[str, Any]:
+    """The settings of the phase; those of a quickstart stand in a group of their own."""
+    if "optimizer" in config and "model" in config:
+        return config
+    if "optimizer" in config.get(phase, {}):
+        start = "base" if phase == "sft" else "sft"
+        return {**config[phase], "model": str(workdir / "models" / start)}
+    raise UserError(
+        f"{workdir / 'config.json'} names no model and optimizer: it is not of an SFT or RL run"
+    )
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_string("workdir", None, "directory of the run", required=True)
+    flags.DEFINE_string("output", None, "directory to write", required=True)
+    flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has both")
+    flags.DEFINE_integer("step", None, "of the checkpoint (default: the newest)")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of the tensors")
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    output = Path(values.output)
+    phase, step = export(
+        Path(values.workdir), output, values.phase or "", values.step, values.dtype
+    )
+    print(f"{phase} step {step} -> {output}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,44 @@
+"""The state of a training run as shapes and places, without a byte of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from coa_jax.learn.step import OptimizerConfig, TrainState, make_optimizer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import param_shardings
+from coa_jax.model.weights import Params, init_params
+
+
+def abstract_params(model: ModelConfig, mesh: Mesh | None) -> Params:
+    """Float32 training parameters; without a mesh on the first device."""
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda x: _placed(x, device), shapes)
+    return jax.tree.map(_placed, shapes, param_shardings(model, mesh))
+
+
+def abstract_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
+    """What `learn.step.init_state` returns, each array placed as it does."""
+    params = abstract_params(model, mesh)
+    transformation = make_optimizer(optimizer)
+    whole: Sharding = jax.tree.leaves(params)[0].sharding
+    whole = NamedSharding(mesh, PartitionSpec()) if mesh is not None else whole
+    shapes = jax.eval_shape(transformation.init, params)
+    places = optax.tree_map_params(
+        transformation,
+        lambda _, parameter: parameter.sharding,
+        shapes,
+        params,
+        transform_non_params=lambda _: whole,
+    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return TrainState(params, jax.tree.map(_placed, shapes, places), step)  # type: ignore[arg-type]
+
+
+def _placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -1,0 +1,110 @@
+"""Any checkpoint becomes a Hugging Face directory with the same logits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from coa_jax.errors import UserError
+from coa_jax.export import export
+from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.step import OptimizerConfig, init_state
+from coa_jax.model.api import Model, load_model, logits
+from coa_jax.settings import complete
+from tests.tiny_policy import write_untrained
+
+TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with two checkpoints of RL, and the parameters of the first."""
+    folder = tmp_path_factory.mktemp("run")
+    start = write_untrained(folder / "start")
+    model = load_model(start)
+    optimizer = OptimizerConfig(learning_rate=1e-3, total_steps=4)
+    state = init_state(model.params, optimizer)
+    # As if it had learnt something; the second checkpoint is another one again.
+    first = state._replace(params={**state.params, "embed": state.params["embed"] + 0.25})
+    checkpoints = Checkpoints(folder / "run" / "checkpoints" / "rl")
+    checkpoints.save(1, first, {"cursor": 0})
+    second = state._replace(params={**state.params, "embed": state.params["embed"] - 0.5})
+    checkpoints.save(2, second, {"cursor": 3})
+    checkpoints.close()
+    config = {"model": str(start), "optimizer": complete(OptimizerConfig, vars(optimizer))}
+    config["optimizer"] = config["optimizer"].to_dict()
+    (folder / "run" / "config.json").write_text(json.dumps(config))
+    return folder / "run", Model(model.config, first.params, model.tokenizer), model
+
+
+def torch_logits(path) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.numpy()
+
+
+def test_transformers_computes_our_logits_from_the_chosen_checkpoint(run, tmp_path):
+    workdir, first, start = run
+    assert export(workdir, tmp_path / "out", step=1) == ("rl", 1)
+    ours = np.asarray(logits(first, TOKENS))
+    theirs = torch_logits(tmp_path / "out")
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()
+    assert np.abs(ours - np.asarray(logits(start, TOKENS))).max() > 1e-3
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.get_vocab() == start.tokenizer.get_vocab()
+
+
+def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
+    workdir, _, _ = run
+    before = sorted(path for path in workdir.rglob("*"))
+    command = ["--workdir", str(workdir), "--output", str(tmp_path / "out"), "--dtype=bfloat16"]
+    done = subprocess.run(
+        [sys.executable, "-m", "coa_jax.export", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"rl step 2 -> {tmp_path / 'out'}\n"
+    exported = load_model(tmp_path / "out", dtype="bfloat16").params["embed"]
+    saved = np.asarray(load_model(json.loads((workdir / "config.json").read_text())["model"])
+                       .params["embed"])  # fmt: skip
+    assert np.allclose(np.asarray(exported, np.float32), saved - 0.5, atol=4e-3)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path for path in workdir.rglob("*")) == before
+    again = subprocess.run(
+        [sys.executable, "-m", "coa_jax.export", *command], capture_output=True, text=True
+    )
+    assert again.returncode == 2
+    assert "is there already: choose another directory" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(workdir="nowhere"), "does not exist: name the directory of a run"),
+        (dict(workdir="empty"), "has no checkpoints"),
+        (dict(phase="sft"), "has no checkpoint of that phase yet"),
+        (dict(step=7), "holds no checkpoint 7: the newest is 2"),
+        (dict(model="gone"), "does not exist: give a model directory"),
+        (dict(settings={"learning_rate": 1e-3}), "names no model and optimizer"),
+    ],
+)
+def test_what_is_missing_is_named(run, tmp_path, change, said):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (tmp_path / "empty").mkdir()
+    (workdir / "checkpoints").symlink_to(run[0] / "checkpoints")
+    config = json.loads((run[0] / "config.json").read_text())
+    config = change.get("settings") or {
+        **config,
+        **({"model": "gone"} if "model" in change else {}),
+    }
+    (workdir / "config.json").write_text(json.dumps(config))
+    where = tmp_path / change["workdir"] if "workdir" in change else workdir
+    with pytest.raises(UserError, match=said):
+        export(where, tmp_path / "out", change.get("phase", ""), change.get("step"))
+    assert not (tmp_path / "out").exists()
