@@ -161,12 +161,17 @@ def _join_processes() -> None:
     """Joins the processes of a pod if COA_JAX_DISTRIBUTED=1 (set by launch/tpu_pod.sh).
 
     This has to come before anything else uses JAX.  On TPU and SLURM JAX finds the other
-    processes by itself.
+    processes by itself; elsewhere JAX_COORDINATOR_ADDRESS, COA_JAX_PROCESSES (how many) and
+    COA_JAX_PROCESS (which one, from 0) say it.
     """
     if os.environ.get("COA_JAX_DISTRIBUTED") == "1":
         import jax
 
-        jax.distributed.initialize()
+        count, which = (os.environ.get(f"COA_JAX_{name}") for name in ("PROCESSES", "PROCESS"))
+        jax.distributed.initialize(
+            num_processes=None if count is None else int(count),
+            process_id=None if which is None else int(which),
+        )
 
 
 def _one_line(text: str) -> str:

@@ -20,8 +20,8 @@
 # continue after a preemption.  What is committed is what runs: uncommitted changes stay here.
 set -euo pipefail
 
-usage() { sed -n '2,23s/^# \{0,1\}//p' "$0"; }
-fail() { echo "error: $*" >&2; exit 2; }
+# shellcheck source=launch/remote.sh
+source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
 
 name="" zone="" project="" directory=coa_jax detach=no dry_run=no
 while [ $# -gt 0 ]; do
@@ -50,38 +50,23 @@ action="${1:-}"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
 [[ "$directory" =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--dir $directory: only letters, digits, . _ - /"
-[ "$dry_run" = yes ] || command -v gcloud >/dev/null || fail "gcloud is not installed"
+needs gcloud
 
 where=("$name" "--zone=$zone" --worker=all)
 [ -z "$project" ] || where+=("--project=$project")
 
-# Prints a command as it could be typed, and runs it unless --dry-run was given.
-do_it() {
-  if [ "$dry_run" = yes ]; then
-    printf '%q ' "$@"
-    echo
-  else
-    "$@"
-  fi
-}
 on_all() { do_it gcloud compute tpus tpu-vm ssh "${where[@]}" --command "$1"; }
 
 case "$action" in
   setup)
-    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$root" rev-parse --short HEAD).tar.gz"
-    do_it git -C "$root" archive --format=tar.gz -o "$archive" HEAD
+    archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$COA_ROOT" rev-parse --short HEAD).tar.gz"
+    do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
     on_all "mkdir -p $directory && tar -xzf coa_jax.tar.gz -C $directory && \
 bash $directory/launch/setup_env.sh tpu gguf"
     ;;
   run)
-    [ $# -gt 0 ] || fail "run what? e.g. run sft --config=configs/sft/factbook.py --workdir=DIR"
-    [[ "$1" =~ ^[a-z_]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
-    command=".venv/bin/python -u -m coa_jax.$1"
-    shift
-    [ $# -eq 0 ] || command+="$(printf ' %q' "$@")"
-    command="COA_JAX_DISTRIBUTED=1 $command"
+    command="$(coa_command "$@")"
     if [ "$detach" = yes ]; then
       on_all "cd $directory && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
     else

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Runs a command of coa_jax on any cloud with SkyPilot (pip install skypilot).
+#
+#   bash launch/sky.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/web.py:7b \
+#                                                        --workdir=/runs/a
+#
+# Flags:
+#   --name NAME        of the job (default coa-jax)
+#   --gpus KIND:N      of a node, e.g. H100:8 (default), or a TPU such as tpu-v5p-64
+#   --nodes N          default 1
+#   --bucket URL       s3://... or gs://..., mounted at /runs, where the work directory is (required)
+#   --spot             cheaper, may be taken away at any moment
+#   --dry-run          print the task and the commands, run nothing
+#
+# A managed job: SkyPilot finds new machines when they are taken away, and the run continues from its
+# work directory.  The code of this checkout is copied, uncommitted changes included.
+set -euo pipefail
+# shellcheck source=launch/remote.sh
+source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+
+name=coa-jax gpus=H100:8 nodes=1 bucket="" spot=no dry_run=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --spot) spot=yes ;;
+    --dry-run) dry_run=yes ;;
+    --name | --gpus | --nodes | --bucket)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      plain "$2" "$1"
+      printf -v "${1#--}" %s "$2"
+      shift
+      ;;
+    -*) fail "unknown flag $1; --help lists the flags" ;;
+    *) break ;;
+  esac
+  shift
+done
+action="${1:-}"
+[ $# -eq 0 ] || shift
+[ "$action" = run ] || fail "what to do? run COMMAND ARG... (--help explains)"
+[ -n "$bucket" ] || fail "--bucket is missing: where the work directory is kept, e.g. gs://mine"
+[[ "$nodes" =~ ^[1-9][0-9]*$ ]] || fail "--nodes is a whole number from 1"
+needs sky
+
+extra=cuda
+[[ "$gpus" != tpu* ]] || extra=tpu
+command="$(coa_command "$@")"
+# On GPU machines nothing tells JAX about the others; SkyPilot knows them.
+if [ "$extra" = cuda ]; then
+  others="JAX_COORDINATOR_ADDRESS=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"
+  command="$others COA_JAX_PROCESSES=\$SKYPILOT_NUM_NODES COA_JAX_PROCESS=\$SKYPILOT_NODE_RANK $command"
+fi
+task="$(
+  cat <<TASK
+name: $name
+num_nodes: $nodes
+workdir: $COA_ROOT
+resources:
+  accelerators: $gpus
+  use_spot: $([ "$spot" = yes ] && echo true || echo false)
+file_mounts:
+  /runs:
+    source: $bucket
+    mode: MOUNT
+setup: |
+  bash launch/setup_env.sh $extra gguf
+run: |
+  exec env $command
+TASK
+)"
+if [ "$dry_run" = yes ]; then
+  printf '%s\n' "$task"
+  do_it sky jobs launch --yes "--name=$name" task.yaml
+else
+  file="$(mktemp --suffix=.yaml)"
+  trap 'rm -f "$file"' EXIT
+  printf '%s\n' "$task" >"$file"
+  do_it sky jobs launch --yes "--name=$name" "$file"
+fi

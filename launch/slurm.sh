@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Runs a command of coa_jax on GPU nodes of a SLURM cluster, from a checkout that all nodes see.
+#
+#   bash launch/slurm.sh [FLAGS] run COMMAND ARG...   e.g. run rl --config=configs/rl/web.py:7b \
+#                                                          --workdir=/shared/runs/a
+#   bash launch/slurm.sh [FLAGS] setup                makes .venv for GPUs (once)
+#
+# Flags:
+#   --nodes N          default 1
+#   --gpus N           GPUs of a node (default 8)
+#   --cpus N           cores of a node for the process and its tools (default 64)
+#   --time TIME        limit of the job (default 24:00:00)
+#   --name NAME        of the job (default coa_jax)
+#   --partition NAME   default: the cluster's
+#   --account NAME     default: yours
+#   --dry-run          print the job and the commands, run nothing
+#
+# A node has one process for all of its GPUs.  A job that a node failure or a preemption ends is
+# queued again and continues; two minutes before its limit it is told to save (SIGTERM).
+set -euo pipefail
+# shellcheck source=launch/remote.sh
+source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+
+nodes=1 gpus=8 cpus=64 time=24:00:00 name=coa_jax partition="" account="" dry_run=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --dry-run) dry_run=yes ;;
+    --nodes | --gpus | --cpus | --time | --name | --partition | --account)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      plain "$2" "$1"
+      printf -v "${1#--}" %s "$2"
+      shift
+      ;;
+    -*) fail "unknown flag $1; --help lists the flags" ;;
+    *) break ;;
+  esac
+  shift
+done
+action="${1:-}"
+[ $# -eq 0 ] || shift
+[ -n "$action" ] || fail "what to do? setup or run (--help explains)"
+for number in "$nodes" "$gpus" "$cpus"; do
+  [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--nodes, --gpus and --cpus are whole numbers from 1"
+done
+
+case "$action" in
+  setup) do_it bash "$COA_ROOT/launch/setup_env.sh" cuda gguf ;;
+  run)
+    needs sbatch
+    command="$(coa_command "$@")"
+    local_devices="$(seq -s, 0 $((gpus - 1)))"
+    submit=(sbatch "--job-name=$name" "--nodes=$nodes" --ntasks-per-node=1
+      "--gpus-per-node=$gpus" "--cpus-per-task=$cpus" "--time=$time" --requeue --open-mode=append
+      --signal=TERM@120 "--chdir=$COA_ROOT" "--output=$name-%j.log")
+    [ -z "$partition" ] || submit+=("--partition=$partition")
+    [ -z "$account" ] || submit+=("--account=$account")
+    # JAX finds the other processes by SLURM's variables, but would give each task one GPU.
+    job="$(
+      cat <<JOB
+#!/usr/bin/env bash
+set -euo pipefail
+export JAX_LOCAL_DEVICE_IDS=$local_devices
+srun --kill-on-bad-exit=1 env $command
+JOB
+    )"
+    [ "$dry_run" = no ] || printf '%s\n' "$job"
+    do_it "${submit[@]}" <<<"$job"
+    ;;
+  *) fail "unknown action $action; setup or run" ;;
+esac

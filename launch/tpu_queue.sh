@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Runs a command of coa_jax on a TPU pod slice that Cloud TPU grants when it has one, and again on
+# a new one when the slice is taken away.
+#
+#   bash launch/tpu_queue.sh [FLAGS] run COMMAND ARG...  e.g. run rl --config=configs/rl/web.py:7b \
+#                                                             --workdir=/mnt/runs/a
+#   bash launch/tpu_queue.sh [FLAGS] delete              gives the slice back
+#
+# Flags:
+#   --name NAME        of the request and of the slice (required)
+#   --zone ZONE        (required)
+#   --type TYPE        e.g. v5p-128, which is 64 chips, a v5p:4x4x4 (required)
+#   --version VERSION  software of the hosts (default v2-alpha-tpuv5, for v5p)
+#   --project PROJECT  default: the one gcloud is configured for
+#   --spot             cheaper, may be taken away at any moment
+#   --retries N        slices after the first (default 20)
+#   --poll SECONDS     between two looks at the request (default 60)
+#   --dry-run          print the commands, run nothing
+#
+# The work directory must outlive the slice and be one that all hosts share (a mounted file share or
+# bucket).  A command that fails while its slice is there is not repeated: its exit code is returned.
+set -euo pipefail
+# shellcheck source=launch/remote.sh
+source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+
+name="" zone="" type="" project="" version=v2-alpha-tpuv5 spot=no retries=20 poll=60 dry_run=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --spot) spot=yes ;;
+    --dry-run) dry_run=yes ;;
+    --name | --zone | --type | --version | --project | --retries | --poll)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      plain "$2" "$1"
+      printf -v "${1#--}" %s "$2"
+      shift
+      ;;
+    -*) fail "unknown flag $1; --help lists the flags" ;;
+    *) break ;;
+  esac
+  shift
+done
+action="${1:-}"
+[ $# -eq 0 ] || shift
+[ -n "$action" ] || fail "what to do? run or delete (--help explains)"
+[ -n "$name" ] || fail "--name is missing: the name of the request"
+[ -n "$zone" ] || fail "--zone is missing: the zone of the slice"
+[[ "$retries$poll" =~ ^[0-9]+$ ]] || fail "--retries and --poll are whole numbers"
+needs gcloud
+
+where=("--zone=$zone")
+[ -z "$project" ] || where+=("--project=$project")
+pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
+[ -z "$project" ] || pod+=(--project "$project")
+
+ask() {
+  local request=(gcloud compute tpus queued-resources create "$name" "--node-id=$name"
+    "${where[@]}" "--accelerator-type=$type" "--runtime-version=$version")
+  [ "$spot" = no ] || request+=(--spot)
+  do_it "${request[@]}"
+}
+state() {
+  gcloud compute tpus queued-resources describe "$name" "${where[@]}" '--format=value(state.state)' \
+    2>/dev/null || echo NONE
+}
+give_back() {
+  do_it gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
+}
+
+# Waits for the slice; fails if the request will never be granted.
+wait_for_slice() {
+  if [ "$dry_run" = yes ]; then
+    do_it gcloud compute tpus queued-resources describe "$name" "${where[@]}" \
+      '--format=value(state.state)'
+    return
+  fi
+  local now
+  while :; do
+    now="$(state)"
+    case "$now" in
+      ACTIVE) return 0 ;;
+      FAILED | SUSPENDED | SUSPENDING | NONE) return 1 ;;
+    esac
+    echo "waiting for $name: $now" >&2
+    sleep "$poll"
+  done
+}
+
+case "$action" in
+  run)
+    [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
+    coa_command "$@" >/dev/null
+    for ((attempt = 0; attempt <= retries; attempt++)); do
+      # A slice of an interrupted launch is taken over.
+      [ "$dry_run" = no ] && [ "$(state)" = ACTIVE ] || ask
+      status=75
+      if wait_for_slice; then
+        status=0
+        { do_it "${pod[@]}" setup && do_it "${pod[@]}" run "$@"; } || status=$?
+        [ "$status" -ne 0 ] || exit 0
+        [ "$(state)" != ACTIVE ] || exit "$status"
+      fi
+      echo "$name is gone; slice $((attempt + 1)) of $((retries + 1))" >&2
+      give_back || true
+    done
+    fail "$name was taken away $((retries + 1)) times; give the same command again to go on"
+    ;;
+  delete) give_back ;;
+  *) fail "unknown action $action; run or delete" ;;
+esac

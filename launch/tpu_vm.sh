@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Runs a command of coa_jax on one Cloud TPU VM: makes the VM, copies the code, runs, cleans up.
+#
+#   bash launch/tpu_vm.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/smollm2.py \
+#                                                           --workdir=/home/me/runs/a
+#   bash launch/tpu_vm.sh [FLAGS] logs                 the end of the log
+#   bash launch/tpu_vm.sh [FLAGS] delete               deletes the VM and all on its disk
+#
+# Flags:
+#   --name NAME        the TPU VM (required); one that is there is used
+#   --zone ZONE        its zone (required)
+#   --type TYPE        default v5litepod-8
+#   --version VERSION  software of the VM (default v2-alpha-tpuv5-lite; v5p: v2-alpha-tpuv5)
+#   --project PROJECT  default: the one gcloud is configured for
+#   --spot             cheaper, may be taken away at any moment
+#   --dry-run          print the commands, run nothing
+#
+# Give the same `run` again to continue.  What is committed is what runs.
+set -euo pipefail
+# shellcheck source=launch/remote.sh
+source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+
+name="" zone="" project="" type=v5litepod-8 version=v2-alpha-tpuv5-lite spot=no dry_run=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --spot) spot=yes ;;
+    --dry-run) dry_run=yes ;;
+    --name | --zone | --project | --type | --version)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      plain "$2" "$1"
+      printf -v "${1#--}" %s "$2"
+      shift
+      ;;
+    -*) fail "unknown flag $1; --help lists the flags" ;;
+    *) break ;;
+  esac
+  shift
+done
+action="${1:-}"
+[ $# -eq 0 ] || shift
+[ -n "$action" ] || fail "what to do? run, logs or delete (--help explains)"
+[ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
+[ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
+needs gcloud
+
+where=("--zone=$zone")
+[ -z "$project" ] || where+=("--project=$project")
+pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
+[ -z "$project" ] || pod+=(--project "$project")
+
+case "$action" in
+  run)
+    coa_command "$@" >/dev/null
+    if [ "$dry_run" = yes ] ||
+      ! gcloud compute tpus tpu-vm describe "$name" "${where[@]}" >/dev/null 2>&1; then
+      create=(gcloud compute tpus tpu-vm create "$name" "${where[@]}"
+        "--accelerator-type=$type" "--version=$version")
+      [ "$spot" = no ] || create+=(--spot)
+      do_it "${create[@]}"
+    fi
+    do_it "${pod[@]}" setup
+    do_it "${pod[@]}" run "$@"
+    ;;
+  logs) do_it "${pod[@]}" logs ;;
+  delete) do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet ;;
+  *) fail "unknown action $action; run, logs or delete" ;;
+esac

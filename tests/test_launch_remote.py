@@ -1,0 +1,174 @@
+"""The scripts that start runs on other machines: what they would run, and how they go on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.test_launch import program, run
+
+LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+RUN = ("run", "rl", "--config=configs/rl/web.py:7b", "--config.note=it's a b")
+COMMAND = (
+    "COA_JAX_DISTRIBUTED=1 .venv/bin/python -u -m coa_jax.rl --config=configs/rl/web.py:7b "
+    "--config.note=it\\'s\\ a\\ b"
+)
+FLAGS = {
+    "tpu_vm.sh": ("--name", "vm", "--zone", "z", "--project", "p"),
+    "tpu_queue.sh": ("--name", "q", "--zone", "z", "--type", "v5p-128"),
+    "xpk.sh": ("--cluster", "c", "--zone", "z", "--name", "w", "--type", "v5p-128"),
+    "slurm.sh": ("--nodes", "4"),
+    "sky.sh": ("--bucket", "gs://mine"),
+}
+
+
+def launch(script, *arguments, path=""):
+    """Runs a script; only what is in `path` and plain tools can be found by it."""
+    env = {"PATH": f"{path}:/usr/bin:/bin", "HOME": "/nonexistent", "TMPDIR": "/tmp"}
+    return run("bash", str(LAUNCH / script), *arguments, env=env)
+
+
+def dry(script, *arguments):
+    """The commands that a script would run, split as a shell would."""
+    done = launch(script, *FLAGS[script], "--dry-run", *arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout, [shlex.split(line) for line in done.stdout.splitlines() if "$(" not in line]
+
+
+def test_a_tpu_vm_is_made_set_up_and_used():
+    _, (create, setup, start) = dry("tpu_vm.sh", *RUN)
+    assert create == [
+        *("gcloud", "compute", "tpus", "tpu-vm", "create", "vm", "--zone=z", "--project=p"),
+        *("--accelerator-type=v5litepod-8", "--version=v2-alpha-tpuv5-lite"),
+    ]
+    pod = ["bash", str(LAUNCH / "tpu_pod.sh"), "--name", "vm", "--zone", "z", "--project", "p"]
+    assert setup == [*pod, "setup"]
+    assert start == [*pod, *RUN]
+
+
+def test_a_slice_is_asked_for_waited_for_and_used():
+    _, (ask, wait, setup, start) = dry("tpu_queue.sh", "--spot", *RUN)
+    assert ask == [
+        *("gcloud", "compute", "tpus", "queued-resources", "create", "q", "--node-id=q"),
+        *("--zone=z", "--accelerator-type=v5p-128", "--runtime-version=v2-alpha-tpuv5", "--spot"),
+    ]
+    assert wait[:6] == ["gcloud", "compute", "tpus", "queued-resources", "describe", "q"]
+    pod = ["bash", str(LAUNCH / "tpu_pod.sh"), "--name", "q", "--zone", "z"]
+    assert (setup, start) == ([*pod, "setup"], [*pod, *RUN])
+
+
+def test_a_workload_of_a_cluster_sets_itself_up():
+    _, (create,) = dry("xpk.sh", *RUN)
+    assert create[:3] == ["xpk", "workload", "create"]
+    assert {"--cluster=c", "--workload=w", "--tpu-type=v5p-128", "--zone=z"} <= set(create)
+    setup = "bash launch/setup_env.sh tpu gguf && exec env "
+    assert create[-1] == f"--command={setup}{COMMAND}"
+
+
+def test_a_slurm_job_has_one_process_for_all_gpus_of_a_node():
+    text, lines = dry("slurm.sh", "--gpus", "4", *RUN)
+    assert f"srun --kill-on-bad-exit=1 env {COMMAND}\n" in text
+    assert ["export", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"] in lines
+    submit = lines[-1]
+    assert submit[0] == "sbatch"
+    assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=4", "--requeue"} <= set(submit)
+
+
+def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_path):
+    tools = tmp_path / "tools"
+    program(tools, "sbatch", f"cat >{tmp_path}/job; printf '%s\\n' \"$@\" >{tmp_path}/flags")
+    program(tools, "srun", 'shift; exec "$@"')
+    program(tmp_path / ".venv" / "bin", "python", 'printf "[%s]" "$@" "$COA_JAX_DISTRIBUTED"')
+    done = launch("slurm.sh", *RUN, path=tools)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--gpus-per-node=8" in (tmp_path / "flags").read_text().split()
+    job = run("bash", str(tmp_path / "job"), cwd=tmp_path, env={"PATH": f"{tools}:/usr/bin:/bin"})
+    assert job.stdout == "[-u][-m][coa_jax.rl][--config=configs/rl/web.py:7b]" \
+        "[--config.note=it's a b][1]"  # fmt: skip
+
+
+def test_a_sky_task_mounts_the_bucket_and_names_the_other_machines():
+    text, lines = dry("sky.sh", "--nodes", "2", *RUN)
+    assert ["accelerators:", "H100:8"] in lines
+    assert ["source:", "gs://mine"] in lines
+    assert ["use_spot:", "false"] in lines
+    assert "COA_JAX_PROCESS=$SKYPILOT_NODE_RANK " + COMMAND in text
+    assert lines[-1] == ["sky", "jobs", "launch", "--yes", "--name=coa-jax", "task.yaml"]
+    text, _ = dry("sky.sh", "--gpus", "tpu-v5p-64", *RUN)
+    assert f"  exec env {COMMAND}\n" in text
+    assert "setup_env.sh tpu gguf" in text
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    """A gcloud whose slices are taken away: `losses` of them, each while the command runs."""
+    tools = tmp_path / "tools"
+    program(
+        tools,
+        "gcloud",
+        f"""cd {tmp_path}; printf '%s ' "$@" >>log; echo >>log
+case "$*" in
+  *" create "*) echo ACTIVE >state ;;
+  *" describe "*) cat state 2>/dev/null || exit 1 ;;
+  *" delete "*) rm -f state ;;
+  *" ssh "*coa_jax.rl*)
+    left=$(cat losses); [ "$left" -eq 0 ] && exit "$(cat code)"
+    echo $((left - 1)) >losses; echo SUSPENDED >state; exit 255 ;;
+esac""",
+    )
+
+    def start(losses: int, code: int, *flags: str):
+        (tmp_path / "losses").write_text(str(losses))
+        (tmp_path / "code").write_text(str(code))
+        arguments = (*FLAGS["tpu_queue.sh"], "--poll", "0", *flags, *RUN)
+        done = launch("tpu_queue.sh", *arguments, path=tools)
+        return done, (tmp_path / "log").read_text()
+
+    return start
+
+
+def test_a_slice_that_was_taken_away_is_replaced(cloud):
+    done, log = cloud(2, 0)
+    assert done.returncode == 0, done.stderr
+    assert log.count("queued-resources create") == 3
+    assert log.count("queued-resources delete") == 2
+    assert log.count("coa_jax.rl") == 3
+
+
+def test_a_command_that_fails_on_its_slice_is_not_repeated(cloud):
+    done, log = cloud(0, 2)
+    assert done.returncode == 2
+    assert log.count("coa_jax.rl") == 1
+    assert "queued-resources delete" not in log
+
+
+def test_retries_come_to_an_end(cloud):
+    done, log = cloud(9, 0, "--retries", "1")
+    assert done.returncode == 2
+    assert "q was taken away 2 times" in done.stderr
+    assert log.count("coa_jax.rl") == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("tpu_vm.sh", ["run", "rl"], "--name is missing"),
+        ("tpu_vm.sh", ["--name", "a b"], "--name a b: only letters"),
+        ("tpu_queue.sh", ["--name", "a", "--zone", "z", "--dry-run", "run", "rl"], "--type is"),
+        ("tpu_queue.sh", ["--name", "a", "--zone", "z", "--retries", "x", "run"], "whole numbers"),
+        ("xpk.sh", ["--cluster", "c", "--zone", "z", "run", "rl"], "--name is missing"),
+        ("slurm.sh", ["--nodes", "0", "run", "rl"], "whole numbers"),
+        ("slurm.sh", ["--dry-run", "run", "rl; ls"], "not a command"),
+        ("slurm.sh", ["run", "rl"], "sbatch is not installed"),
+        ("sky.sh", ["run", "rl"], "--bucket is missing"),
+        ("sky.sh", ["--bucket", "gs://a", "--dry-run", "run"], "run what?"),
+    ],
+)
+def test_a_wrong_command_is_one_line(script, arguments, said):
+    done = launch(script, *arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
