@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from coa_jax.distill import DistillConfig
 from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.smol_runs import SmolConfig
 from coa_jax.distill.traces import TracesConfig
+from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.model.shapes import architecture_of
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig
@@ -30,6 +33,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))
 STAGES = ("distill", "scratch", "sft", "rl", "evaluate")
 PIPELINE = [f"configs/{stage}/factbook.py" for stage in STAGES]
+AGENTS = [
+    f"configs/{stage}/{agent}.py" for stage in ("sft", "rl") for agent in ("web", "mhqa", "code")
+]
+SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl")]
+# Every file as it is by default, and the variants of those that have some.
+SPECS = [
+    *CONFIGS,
+    *(f"{path}:{size}" for path in AGENTS for size in ("3b", "32b")),
+    *(f"{path}:debug" for path in SMALL),
+]
 
 # Loads a config as a command does, with overrides, and prints it.
 PRINT = """
@@ -107,7 +120,7 @@ def test_the_docstring_gives_the_command(path):
     elif stage == "serve":
         assert f"    python -m coa_jax.serve --config={path}\n" in text
     else:
-        assert re.search(rf"^    python -m coa_jax\.{stage} --config={path} --workdir=\S+$",
+        assert re.search(rf"^    python -m coa_jax\.{stage} --config={path}(:\S+)? --workdir=\S+$",
                          text, re.MULTILINE)  # fmt: skip
     assert "Needs: " in text
     assert module.get_config.__doc__
@@ -115,16 +128,16 @@ def test_the_docstring_gives_the_command(path):
         assert (REPOSITORY / named).is_file(), named
 
 
-@pytest.mark.parametrize("path", CONFIGS)
-def test_values_can_be_overridden_by_type(path):
-    for key, value in leaves(load_config(path).to_dict()):
+@pytest.mark.parametrize("spec", SPECS)
+def test_values_can_be_overridden_by_type(spec):
+    for key, value in leaves(load_config(spec).to_dict()):
         assert isinstance(value, bool | int | float | str | tuple), f"{key} is {value!r}"
         assert not isinstance(value, tuple) or value, f"{key} is empty: its type is unknown"
 
 
-@pytest.mark.parametrize("path", CONFIGS)
-def test_the_code_takes_every_setting(path):
-    build_all(Path(path).parts[1], load_config(path).to_dict())
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_code_takes_every_setting(spec):
+    build_all(Path(spec).parts[1], load_config(spec).to_dict())
 
 
 def other(value: Any) -> Any:
@@ -140,7 +153,14 @@ def other(value: Any) -> Any:
     return (*value, value[-1])
 
 
-@pytest.mark.parametrize("path", CONFIGS)
+# One agent stands for the three by default: a process for each file takes its time.
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=pytest.mark.slow) if p in AGENTS and "web" not in p else p
+        for p in CONFIGS
+    ],
+)
 def test_every_setting_can_be_overridden(path):
     wanted = {key: other(value) for key, value in leaves(load_config(path).to_dict())}
     overrides = [f"--config.{key}={value}" for key, value in wanted.items()]
@@ -163,6 +183,99 @@ def test_the_stages_read_what_the_earlier_ones_write():
     small = {stage: load_config(f"configs/{stage}/smollm2.py") for stage in STAGES[2:]}
     assert small["rl"].model == "runs/smollm2-sft/model"
     assert small["evaluate"].model == "runs/smollm2-rl/model"
+
+
+@pytest.mark.parametrize("size", ["3b", "7b", "32b"])
+@pytest.mark.parametrize("agent", ["web", "mhqa", "code"])
+def test_the_agents_of_the_paper_go_on_from_sft_to_rl(agent, size):
+    sft = load_config(f"configs/sft/{agent}.py:{size}")
+    rl = load_config(f"configs/rl/{agent}.py:{size}")
+    workdir = f"/mnt/runs/sft-{agent}-qwen2.5-{size}"
+    assert rl.model == f"{workdir}/model"
+    assert architecture_of(sft.model) == architecture_of(rl.model)
+    assert architecture_of(sft.model)[0] == f"qwen2.5-{size}"
+    if size == "7b":
+        assert f"--workdir={workdir}\n" in (REPOSITORY / f"configs/sft/{agent}.py").read_text()
+        assert load_config(f"configs/sft/{agent}.py").to_dict() == sft.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("14b", "no variant '14b'; known are 7b, 3b, 32b, debug"), ("3b,7b", "no variant '3b,7b'")],
+)
+def test_an_unknown_variant_is_refused(argument, said):
+    with pytest.raises(UserError, match=said):
+        load_config(f"configs/sft/web.py:{argument}")
+
+
+def test_a_debug_form_differs_in_size_only():
+    large, small = (load_config(f"configs/rl/code.py{v}") for v in ("", ":debug"))
+    tiny = load_config("configs/rl/tiny.py")
+    assert small.loss == large.loss
+    assert small.format_reward and large.format_reward and not tiny.format_reward
+    assert (small.dtype, small.remat) == (large.dtype, large.remat) == ("bfloat16", True)
+    assert small.optimizer.learning_rate == large.optimizer.learning_rate
+    assert small.engine == tiny.engine
+    assert small.tools == large.tools
+    assert small.tasks == "runs/debug/questions.jsonl:protocol=code"
+
+
+def test_loading_a_config_computes_nothing():
+    """JAX can be told of other processes and devices only before it has computed something."""
+    code = (
+        "import jax\nfrom coa_jax.cli import load_config\n"
+        f"for path in {CONFIGS}: load_config(path)\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\nassert jax.device_count() == 3\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --- debug forms run -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def debug_files(tmp_path_factory):
+    """What the script makes for them, and a compile cache that they share."""
+    folder = tmp_path_factory.mktemp("debug")
+    done = subprocess.run(
+        ["bash", "launch/debug_files.sh", str(folder)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+DEFAULT = ("configs/rl/web.py",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p if p in DEFAULT else pytest.param(p, marks=pytest.mark.slow) for p in SMALL],
+)
+def test_a_debug_form_runs(path, debug_files, tmp_path):
+    stage = Path(path).parts[1]
+    config = load_config(f"{path}:debug")
+    made = {
+        key: str(value).replace("runs/debug", str(debug_files))
+        for key, value in leaves(config.to_dict())
+        if str(value).startswith("runs/debug/")
+    }
+    assert made
+    done = subprocess.run(
+        [sys.executable, "-m", f"coa_jax.{stage}", f"--config={path}:debug",
+         f"--workdir={tmp_path}", *(f"--config.{key}={value}" for key, value in made.items())],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(debug_files / "compiled")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def test_the_stages_are_those_of_the_quickstart():

@@ -83,7 +83,7 @@ def pip_calls(root: Path) -> list[str]:
 def test_scripts_are_well_formed_bash(script):
     result = run("bash", "-n", str(script))
     assert (result.returncode, result.stderr) == (0, "")
-    assert os.access(script, os.X_OK) or script.name == "setup_env.sh"
+    assert os.access(script, os.X_OK) or script.name in ("setup_env.sh", "remote.sh")
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -166,7 +166,7 @@ def test_torch_comes_first_for_the_tests(tree):
     assert tree("setup_env.sh", "test").returncode == 0
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
-    assert calls[1].endswith("[gguf,maths,mcp,notebook,tasks,test,web]")
+    assert calls[1].endswith("[distill,gguf,maths,mcp,notebook,serve,tasks,test,tfds,web]")
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0
     assert len(pip_calls(tree.root)) == 2
@@ -289,7 +289,12 @@ def test_a_file_that_is_no_model_is_replaced_or_refused(echoing, tmp_path):
     assert [p.name for p in weights.iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
 
 
-@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "fetch_smollm2.sh", "tpu_pod.sh"])
+REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.sh"]
+
+
+@pytest.mark.parametrize(
+    "script", ["quickstart.sh", "test.sh", "fetch_smollm2.sh", "debug_files.sh", *REMOTE]
+)
 def test_help_is_the_head_of_the_script(tree, script):
     result = tree(script, "--help")
     assert result.returncode == 0

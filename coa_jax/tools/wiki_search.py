@@ -20,15 +20,19 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import bm25s
 import numpy as np
 
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations
 from coa_jax.tools.base import Observation, ToolContext, is_repeat
 from coa_jax.tools.factbook_pages import Passage, clean
+
+if TYPE_CHECKING:
+    # Imported where it is used: it computes something with JAX at once, and the processes of a pod
+    # can only be joined before that.
+    import bm25s
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +89,8 @@ class WikiIndex:
         words = [tokenize(p.title) * TITLE_WEIGHT + tokenize(p.text) for p in passages]
         if not any(words):
             raise UserError("wiki_search has no text to index; give it passages with words")
+        import bm25s
+
         scorer = bm25s.BM25(k1=_K1, b=_B, backend="numpy")
         scorer.index(words, show_progress=False)
         return cls(tuple(passages), scorer)
@@ -122,6 +128,8 @@ class WikiIndex:
         for name, checksum in sums.items():
             if _checksum(folder / name) != checksum:
                 raise ValueError(f"{folder / name} is damaged")
+        import bm25s
+
         scorer = bm25s.BM25.load(str(folder), load_vocab=True, show_progress=False)
         lines = (folder / "passages.jsonl").read_text(encoding="utf-8").splitlines()
         rows = json.loads("[" + ",".join(lines) + "]")
@@ -141,6 +149,8 @@ def default_cache_dir() -> Path:
 
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
     """Names an index by all that shapes it: the text, the settings and the code."""
+    import bm25s
+
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
     if passages is None:
         parts += [factbook_pages.PACKAGE, factbook_pages.package_version(), passage_chars]

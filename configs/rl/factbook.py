@@ -16,13 +16,15 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.variants import in_small, parse_variant
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
     config.tools = complete(ToolsConfig, quickstart.tools)
-    return config
+    return in_small(config, "rl") if debug else config

@@ -17,15 +17,18 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import in_small, parse_variant
 from coa_jax.settings import complete
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     values = quickstart.sft.to_dict()
     values["model"] = "runs/scratch/model"
     values["data"] = "runs/distill/train.jsonl"
     values["validation"] = "runs/distill/validation.jsonl"
     values["prompt_style"] = quickstart.prompt_style
-    return complete(SFTConfig, values)
+    config = complete(SFTConfig, values)
+    return in_small(config, "sft") if debug else config

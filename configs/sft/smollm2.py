@@ -18,12 +18,14 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import in_small, parse_variant
 from coa_jax.settings import complete
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
-    return complete(
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    _, debug = parse_variant(arg)
+    config = complete(
         SFTConfig,
         {
             "model": "weights/SmolLM2-135M-Instruct",
@@ -48,3 +50,4 @@ def get_config() -> ml_collections.ConfigDict:
             },
         },
     )
+    return in_small(config, "sft") if debug else config

@@ -1,0 +1,84 @@
+r"""Reinforces the paper's code agent with the sandbox (DAPO).
+
+    python -m coa_jax.rl --config=configs/rl/code.py:7b --workdir=/mnt/runs/rl-code-qwen2.5-7b
+
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
+Needs: the policy of configs/sft/code.py and, in a directory that all hosts share (here /mnt),
+tasks of mathematics and programming.  7b is for the 64 chips of a v5p:4x4x4, 32b for the 128 of a
+v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will do,
+``launch/`` has what starts it there.
+Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+
+From the paper (§3.2, §4.2) and its scripts: 256 prompts of 8 samples at temperature 1, 8 updates of
+32 prompts a step, learning rate 1e-6 after 10 steps of warm-up, clip 0.2 and 0.28, dual clip 3, no
+KL term, at most 8 tool calls, and an answer counts only where the format was obeyed (eq 11).  The
+paper takes 150 steps with 7B, as here, and 120 with 32B; the scripts up to 2,000.  Its context is
+32,768 tokens, with 32B 16,384 until step 40; the scripts have 4,096 tokens of prompt and 16,384 of
+answer.  A weight decay is not stated for this agent: 0.01.  The release drops groups without a
+signal and samples further ones; here at most ``max_rounds`` times.  3B, which neither has, gets the
+values of 7B.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a size."""
+    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    config = complete(
+        RLConfig,
+        {
+            "model": f"/mnt/runs/sft-code-qwen2.5-{size}/model",
+            "tasks": "/mnt/data/code_rl.jsonl:protocol=code",
+            "num_tasks": 47_560,
+            "seed": 0,
+            "groups": 256,
+            "group_size": 8,
+            "max_rounds": 4,
+            "format_reward": True,
+            "updates": 8,
+            "temperature": 1.0,
+            "rows": 32 if size == "32b" else 64,
+            "row_length": 32_768,
+            "dtype": "bfloat16",
+            "remat": True,
+            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+            "optimizer": {
+                "learning_rate": 1e-6,
+                "total_steps": 8 * (120 if size == "32b" else 150),
+                "warmup_steps": 8 * 10,
+                "final_ratio": 1.0,
+                "b2": 0.999,
+                "weight_decay": 0.01,
+            },
+            "engine": {
+                "slots": 16,
+                "max_length": 32_768,
+                "chunk": 32,
+                "extend_buckets": (256, 1024, 4096),
+                "dtype": "bfloat16",
+            },
+            "rollout": {
+                "max_tokens": 32_768,
+                "max_tool_calls": 8,
+                "max_observation_tokens": 1024,
+                "max_seconds": 3600.0,
+                "prompt_style": "full",
+            },
+            "checkpoint_every": 5,
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+        },
+    )
+    config.tools = complete(ToolsConfig, {"names": ("code",)})
+    if debug:
+        config = in_small(config, "rl")
+        config.tasks += ":protocol=code"
+    return config

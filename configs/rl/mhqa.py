@@ -1,0 +1,82 @@
+r"""Reinforces the paper's agent for multi-hop questions (MHQA) with a search engine.
+
+    python -m coa_jax.rl --config=configs/rl/mhqa.py:7b --workdir=/mnt/runs/rl-mhqa-qwen2.5-7b
+
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
+Needs: the policy of configs/sft/mhqa.py and, in a directory that all hosts share (here /mnt),
+the training questions of NQ and HotpotQA.  7b is for the 64 chips of a v5p:4x4x4, 32b for the
+128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will do,
+``launch/`` has what starts it there.
+Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+
+From the paper (§3.2, §4.1) and its scripts: PPO with a value head, generalised advantages (gamma
+and lambda 1), 512 questions of one sample at temperature 1, 2 updates of 256 a step, 1,005 steps,
+learning rate 1e-6 (critic 1e-5) after a warm-up of 28.5 % of the steps, KL term of 0.001 (low
+variance), clip 0.2 on both sides (the script defines 0.28 and does not pass it on), dual clip 3,
+2,048 tokens of prompt and 8,192 of answer, at most 7 searches.  A weight decay is not stated for
+this agent: 0.01.  32B, which neither has, gets the same values.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a size."""
+    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    config = complete(
+        RLConfig,
+        {
+            "model": f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model",
+            "tasks": "/mnt/data/mhqa_rl.jsonl:protocol=mhqa",
+            "num_tasks": 169_615,
+            "seed": 0,
+            "groups": 512,
+            "group_size": 1,
+            "max_rounds": 1,
+            "format_reward": False,
+            "updates": 2,
+            "temperature": 1.0,
+            "rows": 32 if size == "32b" else 64,
+            "row_length": 10_240,
+            "dtype": "bfloat16",
+            "remat": True,
+            "loss": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+            "optimizer": {
+                "learning_rate": 1e-6,
+                "total_steps": 2 * 1005,
+                "warmup_steps": 2 * 286,
+                "final_ratio": 1.0,
+                "b2": 0.999,
+                "weight_decay": 0.01,
+            },
+            "engine": {
+                "slots": 64,
+                "max_length": 10_240,
+                "chunk": 32,
+                "extend_buckets": (256, 1024, 4096),
+                "dtype": "bfloat16",
+            },
+            "rollout": {
+                "max_tokens": 10_240,
+                "max_tool_calls": 7,
+                "max_observation_tokens": 1024,
+                "max_seconds": 3600.0,
+                "prompt_style": "full",
+            },
+            "checkpoint_every": 20,
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+        },
+    )
+    config.tools = complete(ToolsConfig, {"names": ("wiki_search",)})
+    if debug:
+        config = in_small(config, "rl")
+        config.tasks += ":protocol=mhqa"
+    return config

@@ -1,0 +1,55 @@
+r"""One step of RL with a policy of one layer: the smallest run there is.
+
+    python -m coa_jax.rl --config=configs/rl/tiny.py --workdir=runs/debug/rl
+
+Needs: ``bash launch/debug_files.sh``.
+Takes: less than a minute on a CPU core, most of it compilation.
+Gives: a run directory with everything a large run has, and no good model.  The debug forms of the
+other files here (``configs/rl/web.py:debug``) have these sizes and their own settings.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.variants import parse_variant
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; ``debug`` is the same."""
+    parse_variant(arg)
+    config = complete(
+        RLConfig,
+        {
+            "model": "runs/debug/scratch/model",
+            "tasks": "runs/debug/questions.jsonl",
+            "num_tasks": 4,
+            "seed": 0,
+            "groups": 2,
+            "group_size": 2,
+            "max_rounds": 1,
+            "format_reward": False,
+            "updates": 1,
+            "temperature": 1.0,
+            "rows": 1,
+            "row_length": 128,
+            "dtype": "float32",
+            "remat": False,
+            "loss": {},
+            "optimizer": {"learning_rate": 1e-4, "total_steps": 1},
+            "engine": {"slots": 4, "max_length": 128, "chunk": 8, "extend_buckets": (64,)},
+            "rollout": {
+                "max_tokens": 128,
+                "max_turn_tokens": 32,
+                "max_tool_calls": 2,
+                "max_observation_tokens": 32,
+                "prompt_style": "brief",
+            },
+            "checkpoint_every": 1,
+        },
+    )
+    config.tools = complete(ToolsConfig, {"top_k": 1})
+    return config

@@ -1,0 +1,83 @@
+r"""Reinforces the paper's web agent with live search (DAPO).
+
+    python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
+
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
+Needs: the policy of configs/sft/web.py and, in a directory that all hosts share (here /mnt),
+questions with answers; the keys of the search tools.  7b is for the 64 chips of a v5p:4x4x4, 32b
+for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will
+do, ``launch/`` has what starts it there.
+Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+
+From the paper (§3.2, §4.1) and its scripts: 64 prompts of 8 samples at temperature 1, one update a
+step, 60 steps, learning rate 1e-6 after 3 steps of warm-up, weight decay 0.1, clip 0.2 and 0.28,
+dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 24 tool calls, an
+hour a trajectory, and the answer alone decides the reward (eq 10).  The release samples until 64
+groups have a signal; here at most ``max_rounds`` times.  3B, which neither has, gets the same
+values.  The debug form has the protocol ``web_wiki``, whose search needs no network.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a size."""
+    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    config = complete(
+        RLConfig,
+        {
+            "model": f"/mnt/runs/sft-web-qwen2.5-{size}/model",
+            "tasks": "/mnt/data/web_rl.jsonl:protocol=web",
+            "num_tasks": 10_427,
+            "seed": 0,
+            "groups": 64,
+            "group_size": 8,
+            "max_rounds": 4,
+            "format_reward": False,
+            "updates": 1,
+            "temperature": 1.0,
+            "rows": 32 if size == "32b" else 64,
+            "row_length": 32_768,
+            "dtype": "bfloat16",
+            "remat": True,
+            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
+            "optimizer": {
+                "learning_rate": 1e-6,
+                "total_steps": 60,
+                "warmup_steps": 3,
+                "final_ratio": 1.0,
+                "b2": 0.999,
+                "weight_decay": 0.1,
+            },
+            "engine": {
+                "slots": 16,
+                "max_length": 32_768,
+                "chunk": 32,
+                "extend_buckets": (256, 1024, 4096),
+                "dtype": "bfloat16",
+            },
+            "rollout": {
+                "max_tokens": 32_768,
+                "max_tool_calls": 24,
+                "max_observation_tokens": 4096,
+                "max_seconds": 3600.0,
+                "prompt_style": "full",
+            },
+            "checkpoint_every": 5,
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+        },
+    )
+    config.tools = complete(ToolsConfig, {"names": ("web_search", "crawl_page")})
+    if debug:
+        config = in_small(config, "rl")
+        config.tasks += ":protocol=web_wiki"
+        config.tools.names = ("wiki_search",)
+    return config

@@ -1,0 +1,66 @@
+r"""Fine-tunes Qwen2.5-Coder-Instruct as the paper's code agent.
+
+    python -m coa_jax.sft --config=configs/sft/code.py:7b --workdir=/mnt/runs/sft-code-qwen2.5-7b
+
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-Coder-7B-Instruct (or 3B, 32B)
+in Hugging Face format and distilled data of the protocol ``code``.  7b is for the 64 chips of a
+v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
+another slice will do, ``launch/`` has what starts it there.
+Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Gives: the policy that configs/rl/code.py starts from.
+
+From the paper (§4.2.1): 2 epochs, learning rate 3e-5 and batch 32 (7B) or 1.4e-5 and 64 (32B), a
+tenth of the updates of linear warm-up and then cosine, context 32,768, all parameters.  2 epochs of
+its 59,929 trajectories (Table 9; its text says about 47,000) are 3,745 or 1,873 updates; set
+``optimizer.total_steps`` for your data.  The release's scripts have the same rates and batches but
+no warm-up and a linear decay.  Neither has a 3B code agent: it gets the values of 7B.
+
+Trajectories share rows of 32,768 tokens.  ``rows`` rows make a micro-batch: one for each group of
+``mesh.tensor`` chips.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.settings import complete
+
+_RATE = {"3b": 3e-5, "7b": 3e-5, "32b": 1.4e-5}
+_BATCH = {"3b": 32, "7b": 32, "32b": 64}
+_STEPS = {"3b": 3745, "7b": 3745, "32b": 1873}
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a size."""
+    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    config = complete(
+        SFTConfig,
+        {
+            "model": f"/mnt/weights/Qwen2.5-Coder-{size.upper()}-Instruct",
+            "data": "/mnt/data/code_sft/train.jsonl",
+            "validation": "/mnt/data/code_sft/validation.jsonl",
+            "prompt_style": "full",
+            "rename_share": 0.0,
+            "seed": 0,
+            "batch_size": _BATCH[size],
+            "rows": 32 if size == "32b" else 64,
+            "row_length": 32_768,
+            "dtype": "bfloat16",
+            "remat": True,
+            "validate_every": 200,
+            "checkpoint_every": 200,
+            "optimizer": {
+                "learning_rate": _RATE[size],
+                "total_steps": _STEPS[size],
+                "warmup_steps": _STEPS[size] // 10,
+                "final_ratio": 0.0,
+                "b2": 0.999,
+                "weight_decay": 0.0,
+            },
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+        },
+    )
+    return in_small(config, "sft") if debug else config

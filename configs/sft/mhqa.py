@@ -1,0 +1,63 @@
+r"""Fine-tunes Qwen2.5 as the paper's agent for multi-hop questions (MHQA).
+
+    python -m coa_jax.sft --config=configs/sft/mhqa.py:7b --workdir=/mnt/runs/sft-mhqa-qwen2.5-7b
+
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B (or 3B, 32B)
+in Hugging Face format and distilled data of the protocol ``mhqa``.  7b is for the 64 chips of a
+v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
+another slice will do, ``launch/`` has what starts it there.
+Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Gives: the policy that configs/rl/mhqa.py starts from.
+
+From the paper (§3.1, §4.1.1): batch 256, 2.5 epochs, learning rate 1.4e-5, AdamW, cosine, context
+32,768, all parameters.  2.5 epochs of its 8,826 trajectories are 86 updates; set
+``optimizer.total_steps`` for your data.  The release's scripts differ: 4 epochs of trajectories cut
+at 5,120 tokens, with 3B a learning rate of 1e-5 and batches of 128, with 7B 2e-5 and 32; their
+warm-up over 3 % of the updates, of which the paper says nothing, is taken here.  The paper has
+base and instruct models of 3B and 7B; 32B gets the same values.
+
+Trajectories share rows of 32,768 tokens.  ``rows`` rows make a micro-batch: one for each group of
+``mesh.tensor`` chips.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.settings import complete
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a size."""
+    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    config = complete(
+        SFTConfig,
+        {
+            "model": f"/mnt/weights/Qwen2.5-{size.upper()}",
+            "data": "/mnt/data/mhqa_sft/train.jsonl",
+            "validation": "/mnt/data/mhqa_sft/validation.jsonl",
+            "prompt_style": "full",
+            "rename_share": 0.0,
+            "seed": 0,
+            "batch_size": 256,
+            "rows": 32 if size == "32b" else 64,
+            "row_length": 32_768,
+            "dtype": "bfloat16",
+            "remat": True,
+            "validate_every": 10,
+            "checkpoint_every": 10,
+            "optimizer": {
+                "learning_rate": 1.4e-5,
+                "total_steps": 86,
+                "warmup_steps": 3,
+                "final_ratio": 0.0,
+                "b2": 0.999,
+                "weight_decay": 0.0,
+            },
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+        },
+    )
+    return in_small(config, "sft") if debug else config

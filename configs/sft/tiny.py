@@ -1,0 +1,41 @@
+r"""Fine-tunes a policy of one layer for two updates: the smallest run there is.
+
+    python -m coa_jax.sft --config=configs/sft/tiny.py --workdir=runs/debug/sft
+
+Needs: ``bash launch/debug_files.sh``.
+Takes: less than a minute on a CPU core, most of it compilation.
+Gives: a run directory with everything a large run has, and no good model.  The debug forms of the
+other files here (``configs/sft/web.py:debug``) have these sizes and their own settings.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import parse_variant
+from coa_jax.settings import complete
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; ``debug`` is the same."""
+    parse_variant(arg)
+    return complete(
+        SFTConfig,
+        {
+            "model": "runs/debug/scratch/model",
+            "data": "runs/debug/distill/train.jsonl",
+            "validation": "runs/debug/distill/validation.jsonl",
+            "prompt_style": "brief",
+            "rename_share": 0.0,
+            "seed": 0,
+            "rows": 1,
+            "batch_size": 2,
+            "row_length": 2048,
+            "dtype": "float32",
+            "remat": False,
+            "validate_every": 1,
+            "checkpoint_every": 1,
+            "optimizer": {"learning_rate": 1e-3, "total_steps": 2, "warmup_steps": 1},
+        },
+    )

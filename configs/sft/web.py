@@ -1,0 +1,62 @@
+r"""Fine-tunes Qwen2.5-Instruct as the paper's web agent.
+
+    python -m coa_jax.sft --config=configs/sft/web.py:7b --workdir=/mnt/runs/sft-web-qwen2.5-7b
+
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or 3B, 32B)
+in Hugging Face format and distilled data of the protocol ``web``.  7b is for the 64 chips of a
+v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
+another slice will do, ``launch/`` has what starts it there.
+Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Gives: the policy that configs/rl/web.py starts from.
+
+From the paper (§3.1, §4.1.1): batch 256, 2.5 epochs, learning rate 1.4e-5, AdamW, cosine, context
+32,768, all parameters.  2.5 epochs of its 16,433 web and MHQA trajectories are 160 updates; set
+``optimizer.total_steps`` for your data.  The release's scripts differ: 4 epochs, and a warm-up over
+a tenth of the updates, of which the paper says nothing; it is taken here.  Neither has a 3B web
+agent: it gets the same values.
+
+Trajectories share rows of 32,768 tokens.  ``rows`` rows make a micro-batch: one for each group of
+``mesh.tensor`` chips.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.settings import complete
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a size."""
+    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    config = complete(
+        SFTConfig,
+        {
+            "model": f"/mnt/weights/Qwen2.5-{size.upper()}-Instruct",
+            "data": "/mnt/data/web_sft/train.jsonl",
+            "validation": "/mnt/data/web_sft/validation.jsonl",
+            "prompt_style": "full",
+            "rename_share": 0.0,
+            "seed": 0,
+            "batch_size": 256,
+            "rows": 32 if size == "32b" else 64,
+            "row_length": 32_768,
+            "dtype": "bfloat16",
+            "remat": True,
+            "validate_every": 20,
+            "checkpoint_every": 20,
+            "optimizer": {
+                "learning_rate": 1.4e-5,
+                "total_steps": 160,
+                "warmup_steps": 16,
+                "final_ratio": 0.0,
+                "b2": 0.999,
+                "weight_decay": 0.0,
+            },
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+        },
+    )
+    return in_small(config, "sft") if debug else config
