@@ -61,25 +61,25 @@ def test_transformers_computes_our_logits_from_the_chosen_checkpoint(run, tmp_pa
 
 
 def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
-    workdir, _, _ = run
-    before = sorted(path for path in workdir.rglob("*"))
-    command = ["--workdir", str(workdir), "--output", str(tmp_path / "out"), "--dtype=bfloat16"]
-    done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.export", *command], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"rl step 2 -> {tmp_path / 'out'}\n"
+    workdir, _, start = run
+    before = sorted(workdir.rglob("*"))
+    assert export(workdir, tmp_path / "out", dtype="bfloat16") == ("rl", 2)
     exported = load_model(tmp_path / "out", dtype="bfloat16").params["embed"]
-    saved = np.asarray(load_model(json.loads((workdir / "config.json").read_text())["model"])
-                       .params["embed"])  # fmt: skip
-    assert np.allclose(np.asarray(exported, np.float32), saved - 0.5, atol=4e-3)
+    expected = np.asarray(start.params["embed"]) - 0.5
+    assert np.allclose(np.asarray(exported, np.float32), expected, atol=4e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert sorted(path for path in workdir.rglob("*")) == before
-    again = subprocess.run(
-        [sys.executable, "-m", "coa_jax.export", *command], capture_output=True, text=True
+    assert sorted(workdir.rglob("*")) == before
+    with pytest.raises(UserError, match="is there already: choose another directory"):
+        export(workdir, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_wrote(run, tmp_path):
+    flags = [f"--workdir={run[0]}", f"--output={tmp_path / 'out'}", "--step=1", "--phase=rl"]
+    done = subprocess.run(
+        [sys.executable, "-m", "coa_jax.export", *flags], capture_output=True, text=True
     )
-    assert again.returncode == 2
-    assert "is there already: choose another directory" in again.stderr
+    assert (done.returncode, done.stdout) == (0, f"rl step 1 -> {tmp_path / 'out'}\n"), done.stderr
 
 
 @pytest.mark.parametrize(
