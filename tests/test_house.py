@@ -33,7 +33,7 @@ ROOMS = (
     ("rollout",),
     ("distill",),
     ("learn",),
-    ("evaluate", "report", "serve", "bench"),
+    ("evaluate", "report", "serve", "bench", "aot"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 LINES = 450

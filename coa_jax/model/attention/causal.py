@@ -204,7 +204,24 @@ def _pallas_gpu(
     return out[:, :t].reshape(b, t, n, g, width)
 
 
+STAND_IN = "stand_in"
+"""Never chosen, because it is no attention: it reads and returns what a kernel does.  A program
+with it is compiled to see what the rest takes, where a kernel cannot be (`coa_jax.aot`)."""
+
+
+def _stand_in(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    return q * (k + v)[:, :, :, None]
+
+
 _KERNELS: dict[str, Callable[..., jax.Array]] = {
+    STAND_IN: _stand_in,
     "splash": _splash,
     "cudnn": _cudnn,
     "pallas_gpu": _pallas_gpu,

@@ -1,0 +1,63 @@
+"""Proves that a configuration compiles for machines that are not here, and fits them.
+
+    python -m coa_jax.aot --config=configs/rl/web.py:7b --topology=v5p:4x4x4
+    python -m coa_jax.aot --config=configs/sft/web.py:32b --topology=gpu:64xh100
+
+Compiles the training step of the configuration, and of an RL configuration its rollout and publish
+programs, with the compiler of real TPUs, which runs on any Linux machine (``bash
+launch/setup_env.sh tpu``).  No weights are needed: the architecture is read from ``config.json``,
+or known by the name in the model's path, or given with ``--model``.  Prints one JSON object; exit
+code 1 if the configuration does not fit, with the figure and the setting to change.  For GPUs,
+whose compiler needs a GPU, the compiler of CPUs stands in: the result is marked as an estimate.
+
+docs/scaling.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from absl import flags
+
+from coa_jax.aot.chips import devices_of, parse_slice
+from coa_jax.aot.estimate import analyse
+from coa_jax.aot.programs import set_up
+from coa_jax.cli import config_flag, run_main
+from coa_jax.errors import UserError
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.model.shapes import ARCHITECTURES, architecture_of
+from coa_jax.settings import build
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/rl/factbook.py")
+    flags.DEFINE_string("topology", None, "v5p:4x4x8, v5e:4x4, gpu:8xh100, ...", required=True)
+    flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, if the path has none")
+    flags.DEFINE_float("reserve", 0.1, "share of the memory that has to stay free", 0.0, 1.0)
+
+
+def main(_: list[str]) -> int:
+    """Entry point."""
+    values = flags.FLAGS
+    where = parse_slice(values.topology)
+    settings = values.config.to_dict()
+    settings.pop("tools", None)
+    kind: Any = RLConfig if "engine" in settings else SFTConfig
+    if "optimizer" not in settings or "rows" not in settings:
+        raise UserError("--config: only configs of SFT and RL have programs to compile")
+    config = build(kind, settings)
+    name, model = architecture_of(values.model or config.model)
+    devices = devices_of(where)
+    result = analyse(set_up(config, model, where, devices), values.reserve)
+    print(json.dumps({"model": name, **result}))
+    if not result["fits"]:
+        print(f"does not fit: {result['advice']}", file=sys.stderr)
+    return 0 if result["fits"] else 1
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

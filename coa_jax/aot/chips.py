@@ -1,0 +1,135 @@
+"""What the accelerators can do, and their names on a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import jax
+
+from coa_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of one chip, as its maker states them.
+
+    Attributes:
+        flops: products of bfloat16 a second, without sparsity.
+        hbm_bytes: memory.
+        hbm_bandwidth: bytes a second.
+        link_bandwidth: bytes a second that it can send to its neighbours over all links together.
+        group: chips that are linked so; all of a TPU slice (0), those of a host of GPUs.
+        network_bandwidth: bytes a second that it can send to chips beyond the group.
+        host: chips of a host.
+    """
+
+    flops: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    group: int = 0
+    network_bandwidth: float = 0.0
+    host: int = 4
+
+
+# TPUs: the system architecture pages of Cloud TPU (memory in GiB there; links in Gbit/s of a chip).
+# GPUs: NVIDIA's data sheets (SXM boards; NVLink is stated for both directions together, half of
+# that is sent) with a 400 Gbit/s (A100: 200) network adapter a GPU.
+CHIPS: dict[str, Chip] = {
+    "v4": Chip(275e12, 32 << 30, 1228e9, 300e9),
+    "v5e": Chip(197e12, 16 << 30, 819e9, 200e9),
+    "v5p": Chip(459e12, 95 << 30, 2765e9, 600e9),
+    "v6e": Chip(918e12, 32 << 30, 1640e9, 448e9),
+    "a100": Chip(312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9, 8),
+    "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9, 8),
+    "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9, 8),
+}
+TPUS = ("v4", "v5e", "v5p", "v6e")
+GPUS = tuple(name for name in CHIPS if name not in TPUS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Chips that run one program together.
+
+    Attributes:
+        name: as it was given.
+        kind: key of `CHIPS`.
+        shape: of a TPU slice's torus; of GPUs their number.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def chip(self) -> Chip:
+        """Peaks of a chip."""
+        return CHIPS[self.kind]
+
+    @property
+    def count(self) -> int:
+        """Chips."""
+        return math.prod(self.shape)
+
+    @property
+    def tpu(self) -> bool:
+        """Whether the real compiler is asked; else CPU devices stand for the chips."""
+        return self.kind in TPUS
+
+
+def parse_slice(name: str) -> Slice:
+    """Reads ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
+    if tpu and tpu[1] in TPUS:
+        shape = tuple(int(part) for part in tpu[2].split("x"))
+        dimensions = 3 if tpu[1] in ("v4", "v5p") else 2
+        if len(shape) == dimensions and min(shape) > 0:
+            return Slice(name, tpu[1], shape)
+        form = "x".join("ABC"[:dimensions])
+        raise UserError(f"--topology={name}: {tpu[1]} slices have the form {form}, all positive")
+    gpu = re.fullmatch(r"gpu:(\d+)x(\w+)", name)
+    if gpu and gpu[2] in GPUS and int(gpu[1]) > 0:
+        return Slice(name, gpu[2], (int(gpu[1]),))
+    raise UserError(
+        f"--topology={name}: give a TPU slice such as v5p:4x4x8 ({', '.join(TPUS)}) or a number of "
+        f"GPUs such as gpu:8xh100 ({', '.join(GPUS)})"
+    )
+
+
+def devices_of(where: Slice) -> list[Any]:
+    """The devices of a slice to compile for; nothing can run on those of a TPU slice.
+
+    Called before anything else uses JAX: the number of simulated devices is fixed then.
+
+    Raises:
+        UserError: the compiler of TPUs is not installed, or knows no such slice.
+    """
+    if not where.tpu:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", where.count)
+        return jax.devices()
+    # Else libtpu asks a cloud's metadata server which machine this is, and waits for an answer.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Else only one process of a machine may load it, as if it held the chips.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=where.name)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0][:200]
+        raise UserError(
+            f"--topology={where.name}: the TPU compiler does not take it ({first}); it comes with "
+            "`bash launch/setup_env.sh tpu`, and slices have the shapes that Cloud TPU offers"
+        ) from error
+    return list(found.devices)

@@ -1,0 +1,293 @@
+"""What one chip computes, reads and sends in a compiled program, loops counted turn by turn.
+
+XLA's own analysis (``Compiled.cost_analysis``) counts the body of a loop once, and a scan over the
+layers is a loop.  Here the text of the program is walked: every instruction counts as often as the
+loops around it turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from coa_jax.aot.hlo import Array, Computation, Instruction, Module, trip_count
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+# Nothing is computed or moved by these, or what they do is counted with who calls them.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "after-all", "partition-id", "replica-id", "iota", "opt-barrier",
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Costs:
+    """Sums over a program, of one chip.
+
+    Attributes:
+        flops: of products, kernels included; other arithmetic is left out.
+        hbm_bytes: that instructions read and write in the main memory.
+        sent: bytes that the chip sends, by (kind of collective, chips that take part).
+        unknown_loops: loops of which only an assumption says how often they run.
+    """
+
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    sent: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    unknown_loops: int = 0
+
+    def sent_by_kind(self) -> dict[str, float]:
+        """Bytes by kind of collective, all kinds named."""
+        totals = dict.fromkeys(COLLECTIVES, 0.0)
+        for (kind, _), count in self.sent.items():
+            totals[kind] += count
+        return totals
+
+
+def count(module: Module, chips: int, data_trips: Sequence[float] = ()) -> Costs:
+    """Walks a program.
+
+    Args:
+        module: see `hlo.parse`.
+        chips: that run it, for collectives that name no groups.
+        data_trips: how often loops run that end by data, by depth among such loops; 1 where the
+            sequence ends.
+    """
+    costs = Costs()
+    _walk(module, module.entry, 1.0, chips, tuple(data_trips), costs)
+    return costs
+
+
+def _walk(
+    module: Module, name: str, times: float, chips: int, trips: tuple[float, ...], costs: Costs
+) -> None:
+    computation = module.computations[name]
+    for line in computation.values():
+        kind = line.opcode.removesuffix("-start")
+        if line.opcode == "while":
+            turns: float | None = trip_count(module, computation, line)
+            inner = trips
+            if turns is None:
+                costs.unknown_loops += 1
+                turns, inner = (trips[0], trips[1:]) if trips else (1.0, ())
+            body = line.attribute("body").lstrip("%")
+            _walk(module, body, times * turns, chips, inner, costs)
+        elif line.opcode in ("call", "conditional", "async-start"):
+            for called in line.called:
+                _walk(module, called, times, chips, trips, costs)
+        elif kind in COLLECTIVES and not line.opcode.endswith("-done"):
+            size, sent = _sent(kind, line, computation, chips)
+            costs.sent[kind, size] = costs.sent.get((kind, size), 0.0) + times * sent
+            costs.hbm_bytes += times * _moved(module, computation, line)
+        elif not line.opcode.endswith("-done"):
+            costs.flops += times * _flops(module, computation, line)
+            costs.hbm_bytes += times * _moved(module, computation, line)
+
+
+# --- products ------------------------------------------------------------------------------
+
+
+def _flops(module: Module, computation: Computation, line: Instruction) -> float:
+    if line.opcode == "fusion":
+        inner = module.computations[line.called[0]]
+        return sum(_flops(module, inner, part) for part in inner.values())
+    if line.opcode == "dot":
+        left = computation[line.operands[0]].types[0].shape
+        contracted = re.findall(r"\d+", line.attribute("lhs_contracting_dims"))
+        return 2.0 * line.types[0].size * math.prod(left[int(i)] for i in contracted)
+    if line.opcode == "convolution":
+        return _convolution_flops(computation, line)
+    if line.opcode == "custom-call":
+        return _kernel_flops(computation, line)
+    return 0.0
+
+
+def _convolution_flops(computation: Computation, line: Instruction) -> float:
+    """On TPUs every product is a convolution, that of several axes one with a window.
+
+    Positions of the window beyond the input are not multiplied.
+    """
+    left, right = (computation[name].types[0].shape for name in line.operands[:2])
+    out = line.types[0].shape
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", line.attribute("dim_labels"))
+    if labels is None:
+        raise ValueError(f"convolution without labels: {line.name}")
+    window = line.attribute("window").strip("{}").split()
+    settings = dict(part.split("=") for part in window if "=" in part)
+    pairs = 1.0
+    for axis in range(len(out) - 2):
+        digit = str(axis)
+        n_in, n_out = left[labels[1].index(digit)], out[labels[3].index(digit)]
+        size = right[labels[2].index(digit)]
+
+        def setting(name: str, default: str, axis: int = axis) -> str:
+            return settings[name].split("x")[axis] if name in settings else default
+
+        low = int(setting("pad", "0_0").split("_")[0])
+        stride, spread = int(setting("stride", "1")), int(setting("rhs_dilate", "1"))
+        holes = int(setting("lhs_dilate", "1"))
+        last = (n_in - 1) * holes
+        pairs *= sum(
+            0 <= (at := o * stride - low + w * spread) <= last and at % holes == 0
+            for o, w in itertools.product(range(n_out), range(size))
+        )
+    batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
+    groups = int(line.attribute("batch_group_count") or 1)
+    return 2.0 * batch * features * right[labels[2].index("i")] * pairs / groups
+
+
+# Products of [T, T] by a head's width in the parts of splash attention, see Dao 2023 (arXiv
+# 2307.08691), section 3: scores and outputs; of the backward pass, which has the scores to compute
+# again, one kernel makes the gradients of keys and values and another that of queries.
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+
+
+def _kernel_flops(computation: Computation, line: Instruction) -> float:
+    """FLOPs of the kernels that this project calls."""
+    for prefix, products in _SPLASH.items():
+        if line.name.startswith(prefix):
+            *heads, length, width = _widest(computation, line).shape
+            return products * math.prod(heads) * float(length) ** 2 * width  # causal: half of 2
+    if line.name.startswith("ragged_paged"):
+        queries, context = _queries(computation, line), _context(computation, line)
+        return 4.0 * queries.size * context
+    return 0.0
+
+
+def _operands(computation: Computation, line: Instruction) -> list[Array]:
+    return [t for name in line.operands for t in computation[name].types]
+
+
+def _widest(computation: Computation, line: Instruction) -> Array:
+    """The queries: of the 16-bit operands one with the most heads."""
+    arrays = [a for a in _operands(computation, line) if a.dtype in ("bf16", "f16")]
+    return max(arrays, key=lambda a: a.size)
+
+
+def _queries(computation: Computation, line: Instruction) -> Array:
+    """The queries ``[tokens, heads, width]`` of a call of ragged paged attention."""
+    arrays = _operands(computation, line)
+    return next(a for a in arrays if a.dtype in ("bf16", "f16") and len(a.shape) == 3)
+
+
+def _context(computation: Computation, line: Instruction) -> int:
+    """Positions of the longest sequence: pages of the table times their size."""
+    arrays = _operands(computation, line)
+    pages = next(a for a in arrays if len(a.shape) == 4)
+    table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
+    return table.shape[1] * pages.shape[1]
+
+
+# --- memory --------------------------------------------------------------------------------
+
+
+def _moved(module: Module, computation: Computation, line: Instruction) -> float:
+    """Bytes of operands and results in the main memory; of a slice only the slice."""
+    if line.opcode in _FREE:
+        return 0.0
+    if line.opcode == "copy-start":
+        return sum(float(t.bytes) for t in line.types[:2] if t.hbm)
+    if line.opcode == "custom-call" and line.name.startswith("ragged_paged"):
+        arrays = _operands(computation, line)
+        pages = next(a for a in arrays if len(a.shape) == 4)
+        table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
+        queries = _queries(computation, line)
+        # Every page of the table is read once; the pool may have more.
+        return table.size * pages.bytes / pages.shape[0] + 2.0 * queries.bytes
+    if line.opcode == "custom-call" and "AllocateBuffer" in line.text:
+        return 0.0
+    if line.opcode == "fusion":
+        return _fusion_moved(module, computation, line)
+    results = sum(float(t.bytes) for t in line.types if t.hbm)
+    if line.opcode in ("dynamic-slice", "slice", "gather", "broadcast"):
+        return 2 * results if line.opcode != "broadcast" else results
+    if line.opcode in ("dynamic-update-slice", "scatter"):
+        update = computation[line.operands[1 if line.opcode[0] == "d" else -1]].types[0]
+        return 2.0 * update.bytes if line.types[0].hbm else 0.0
+    if line.opcode.removesuffix("-start") in COLLECTIVES and line.opcode.endswith("-start"):
+        return results  # the tuple holds the operands too
+    return results + sum(float(t.bytes) for t in _operands(computation, line) if t.hbm)
+
+
+def _fusion_moved(module: Module, computation: Computation, line: Instruction) -> float:
+    inner = module.computations[line.called[0]]
+    users: dict[str, list[Instruction]] = {}
+    for part in inner.values():
+        for name in part.operands:
+            users.setdefault(name, []).append(part)
+    total, updated = 0.0, set()
+    for part in inner.values():
+        if part.opcode == "dynamic-update-slice":
+            source = _source(inner, part.operands[0])
+            if inner[source].opcode == "parameter":
+                updated.add(int(inner[source].argument))
+                # Written in place: neither is the whole read nor the whole written.
+                update = inner[part.operands[1]].types[0]
+                total += float(update.bytes) - float(inner[source].types[0].bytes)
+    for part in inner.values():
+        if part.opcode != "parameter" or int(part.argument) in updated:
+            continue
+        outside = computation[line.operands[int(part.argument)]].types[0]
+        if not outside.hbm:
+            continue
+        seen = _readers(users, part.name)
+        if seen and all(user.opcode in ("dynamic-slice", "slice", "gather") for user in seen):
+            total += sum(float(user.types[0].bytes) for user in seen)
+        else:
+            total += float(outside.bytes)
+    return max(total + sum(float(t.bytes) for t in line.types if t.hbm), 0.0)
+
+
+def _source(inner: Computation, name: str) -> str:
+    while inner[name].opcode in ("bitcast", "copy", "convert"):
+        name = inner[name].operands[0]
+    return name
+
+
+def _readers(users: dict[str, list[Instruction]], name: str) -> list[Instruction]:
+    """Who reads a value, looked at through bitcasts."""
+    found = []
+    for user in users.get(name, ()):
+        if user.opcode == "bitcast":
+            found += _readers(users, user.name)
+        else:
+            found.append(user)
+    return found
+
+
+# --- collectives ---------------------------------------------------------------------------
+
+
+def _sent(kind: str, line: Instruction, computation: Computation, chips: int) -> tuple[int, float]:
+    """(Chips of a group, bytes that each sends) with a ring, which sends the least."""
+    inputs = sum(float(t.bytes) for t in _operands(computation, line))
+    if kind == "collective-permute":
+        return 2, inputs
+    size = group_size(line, chips)
+    share = (size - 1) / size
+    if kind == "all-gather":
+        return size, inputs * (size - 1)
+    if kind == "all-reduce":
+        return size, 2 * inputs * share
+    return size, inputs * share
+
+
+def group_size(line: Instruction, chips: int) -> int:
+    """Chips of a group of a collective, which XLA writes in one of three ways."""
+    start = re.search(r"replica_groups=", line.text)
+    text = line.text[start.end() :] if start else ""
+    mesh = re.match(r"@?mesh\[(.*?)\][^{]*?(?:device_ids=\([^{]*\) ?)?\{([^}]*)\}", text)
+    if mesh:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
+    iota = re.match(r"\[(\d+),(\d+)\]<=", text)
+    if iota:
+        return int(iota[2])
+    listed = re.match(r"\{\{([^}]*)\}", text)
+    if listed and listed[1].strip():
+        return len(listed[1].split(","))
+    return chips

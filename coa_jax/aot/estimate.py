@@ -1,0 +1,215 @@
+"""Compiles programs and says what a chip needs: memory, time at best, and whether it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from coa_jax.aot.chips import Chip
+from coa_jax.aot.costs import Costs, count
+from coa_jax.aot.hlo import parse
+from coa_jax.aot.programs import Program, Setup, all_programs, micro_batches
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.model.costs import train_flops
+from coa_jax.model.weights import num_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one chip while a program runs.
+
+    Attributes:
+        arguments, output, temporaries: of the program.
+        aliased: part of the output that takes the place of arguments.
+        code: the program itself.
+        lying: other arrays of the run.
+    """
+
+    arguments: int
+    output: int
+    temporaries: int
+    aliased: int
+    code: int
+    lying: int
+
+    @property
+    def total(self) -> int:
+        """Everything together."""
+        kept = self.arguments + self.output - self.aliased
+        return kept + self.temporaries + self.code + self.lying
+
+
+def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
+    """Compiles every program of a configuration.
+
+    Args:
+        setup: see `programs.set_up`.
+        reserve: share of a chip's memory that has to stay free.
+
+    Returns:
+        The result of the command; ``fits`` says whether all programs do.
+    """
+    chip, config = setup.where.chip, setup.config
+    rows, total = [], {"gradients": 0.0, "update": 0.0, "publish": 0.0}
+    for program in all_programs(setup):
+        row = _compiled(program, chip, reserve)
+        rows.append(row)
+        if program.runs and row["roofline"]:
+            total[program.name] = program.runs * row["roofline"]["step_s"]
+    fits = all(row["fits"] for row in rows)
+    result = {
+        "topology": setup.where.name,
+        "chips": setup.where.count,
+        "estimate": not setup.where.tpu,
+        "chip": dataclasses.asdict(chip),
+        "params": num_params(setup.model),
+        "mesh": dict(setup.mesh.shape),
+        "engine_chips": setup.engine_chips,
+        "programs": rows,
+        "step": _step(setup, rows, total),
+        "peak_bytes_per_chip": max(row["bytes_per_chip"]["total"] for row in rows),
+        "free_share": min(row["free_share"] for row in rows),
+        "compile_s": round(sum(row["compile_s"] for row in rows), 1),
+        "fits": fits,
+    }
+    if not fits:
+        result["advice"] = advice(config, rows, chip, reserve)
+    return result
+
+
+def _compiled(program: Program, chip: Chip, reserve: float) -> dict[str, Any]:
+    began = time.monotonic()
+    lowered = program.lower()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = exceeded(str(error))
+        if needed is None:
+            raise
+        memory = {"total": needed + program.lying, "lying": program.lying}
+        row: dict[str, Any] = {"bytes_per_chip": memory, "roofline": None, "refused": True}
+    else:
+        analysis, text = compiled.memory_analysis(), compiled.as_text()
+        assert analysis is not None
+        assert text is not None
+        used = Memory(
+            analysis.argument_size_in_bytes,
+            analysis.output_size_in_bytes,
+            analysis.temp_size_in_bytes,
+            analysis.alias_size_in_bytes,
+            analysis.generated_code_size_in_bytes,
+            program.lying,
+        )
+        costs = count(parse(text), program.chips, program.data_trips)
+        costs.flops += program.kernel_flops
+        row = {
+            "bytes_per_chip": {**dataclasses.asdict(used), "total": used.total},
+            "flops": costs.flops,
+            "hbm_bytes": costs.hbm_bytes,
+            "collective_bytes": costs.sent_by_kind(),
+            "loops_ended_by_data": costs.unknown_loops,
+            "roofline": roofline(costs, chip),
+        }
+    free = 1 - row["bytes_per_chip"]["total"] / chip.hbm_bytes
+    return {
+        "name": program.name,
+        "chips": program.chips,
+        "runs_per_step": program.runs,
+        **row,
+        "free_share": round(free, 4),
+        "fits": free >= reserve,
+        "compile_s": round(time.monotonic() - began, 1),
+    }
+
+
+def exceeded(message: str) -> int | None:
+    """Bytes that a program needs that the compiler refused for want of memory; None if not so."""
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
+
+
+def roofline(costs: Costs, chip: Chip) -> dict[str, float]:
+    """Seconds at the peaks of a chip.
+
+    ``step_s`` is the longest of the three, as if they overlapped perfectly; ``serial_s`` is their
+    sum, as if they did not at all.
+    """
+    compute, memory = costs.flops / chip.flops, costs.hbm_bytes / chip.hbm_bandwidth
+    links = 0.0
+    for (_, size), sent in costs.sent.items():
+        far = chip.group and size > chip.group
+        links += sent / (chip.network_bandwidth if far else chip.link_bandwidth)
+    return {
+        "compute_s": compute,
+        "hbm_s": memory,
+        "ici_s": links,
+        "step_s": max(compute, memory, links),
+        "serial_s": compute + memory + links,
+    }
+
+
+def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float]) -> dict[str, Any]:
+    """Time and model FLOPs utilisation of the training part of a step, and speed of decoding."""
+    config, chip = setup.config, setup.where.chip
+    tokens = micro_batches(config) * config.rows * config.row_length
+    useful = tokens * train_flops(setup.model, config.row_length)
+    seconds = total["gradients"] + total["update"]
+    serial = sum(
+        row["runs_per_step"] * row["roofline"]["serial_s"]
+        for row in rows
+        if row["roofline"] and row["name"] in ("gradients", "update")
+    )
+    peak = setup.where.count * chip.flops
+    known = all(r["roofline"] for r in rows if r["name"] in ("gradients", "update"))
+    step: dict[str, Any] = {
+        "assumes": "every row is full, one sequence a row; MFU counts 6 FLOPs a parameter and "
+        "token and causal attention, not what is computed again",
+        "micro_batches": micro_batches(config),
+        "tokens": tokens,
+        "model_flops": useful,
+        "train_s": seconds if known else None,
+        "mfu": round(useful / seconds / peak, 4) if known else None,
+        "mfu_serial": round(useful / serial / peak, 4) if known else None,
+    }
+    if isinstance(config, RLConfig):
+        step["publish_s"] = total["publish"]
+        decode = next(row for row in rows if row["name"] == "decode")
+        if decode["roofline"]:
+            seconds = decode["roofline"]["step_s"] / config.engine.chunk
+            step["decode_token_s"] = seconds
+            engines = setup.where.count // setup.engine_chips
+            step["decode_tokens_per_s"] = engines * config.engine.row_sizes[-1] / seconds
+    return step
+
+
+def advice(
+    config: SFTConfig | RLConfig, rows: Sequence[dict[str, Any]], chip: Chip, reserve: float
+) -> str:
+    """One line: how much is too much, and which settings take less."""
+    worst = max(rows, key=lambda row: row["bytes_per_chip"]["total"])
+    memory = worst["bytes_per_chip"]
+    most = chip.hbm_bytes * (1 - reserve)
+    head = (
+        f"{worst['name']} needs {memory['total'] / 1e9:.1f} GB a chip, {most / 1e9:.1f} GB are "
+        f"there ({chip.hbm_bytes / 1e9:.1f} GB, of which {reserve:.0%} stay free): "
+    )
+    if worst["name"] in ("extend", "decode", "fork", "publish"):
+        return head + "lower engine.slots or engine.max_length, or set engine.pages"
+    knobs = []
+    if not config.remat:
+        knobs.append("set remat")
+    if memory.get("temporaries", memory["total"]) > memory["total"] / 2:
+        if config.rows > 1:
+            knobs.append(f"lower rows ({config.rows}) to the product of mesh.data and mesh.fsdp")
+        knobs += ["raise mesh.tensor, which shares the tokens of a row", "lower row_length"]
+    else:
+        knobs.append("raise mesh.fsdp or mesh.tensor, or take more chips")
+        if isinstance(config, RLConfig):
+            knobs.append("lower engine.slots")
+    return head + "; ".join(knobs)

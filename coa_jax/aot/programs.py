@@ -1,0 +1,353 @@
+"""The programs of a configuration, with shapes and shardings in place of arrays.
+
+What is compiled are the functions of `learn.step` and `engine.programs` themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from coa_jax.aot.chips import Slice
+from coa_jax.engine import programs
+from coa_jax.engine.config import EngineConfig
+from coa_jax.learn.abstract import abstract_params, abstract_state
+from coa_jax.learn.batch import Batch
+from coa_jax.learn.losses import bind, policy_loss, sft_loss
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.step import TrainState, accumulate, apply_update
+from coa_jax.model.attention.causal import STAND_IN
+from coa_jax.model.attention.choice import Attention, Case, resolve
+from coa_jax.model.cache import LayerCache, init_layers
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import Params, from_paths, unstack_layers, weight_table
+from coa_jax.parallel.mesh import AXES, DECODE_RULES, make_mesh, sharding_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program to compile.
+
+    Attributes:
+        name: such as ``gradients``.
+        lower: makes what XLA compiles.
+        runs: how often a step runs it; 0 for programs whose number depends on the data.
+        lying: bytes of a chip that other arrays take meanwhile.
+        chips: that run it together.
+        data_trips: see `costs.count`.
+        kernel_flops: of one chip, in kernels for which something stands in.
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    runs: float
+    lying: int
+    chips: int
+    data_trips: tuple[float, ...] = ()
+    kernel_flops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A configuration on a slice.
+
+    Attributes:
+        config: of the run.
+        model: its architecture.
+        where: the chips.
+        devices: that stand for them.
+        mesh: of training.
+        engine_chips: chips of one engine; 0 without one.
+    """
+
+    config: SFTConfig | RLConfig
+    model: ModelConfig
+    where: Slice
+    devices: Sequence[Any]
+    mesh: Mesh
+    engine_chips: int
+
+
+def set_up(
+    config: SFTConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
+) -> Setup:
+    """Lays a configuration out.
+
+    An engine decodes on as many chips of a host as share out the key/value heads evenly.
+
+    Raises:
+        UserError: the sizes of the mesh do not fit the slice.
+    """
+    sizes = dataclasses.asdict(config.mesh)
+    mesh = make_mesh(**sizes, devices=devices)
+    chips = 0
+    if isinstance(config, RLConfig):
+        chips = math.gcd(model.num_kv_heads, min(where.chip.host, where.count))
+    return Setup(config, model, where, devices, mesh, chips)
+
+
+def micro_batches(config: SFTConfig | RLConfig) -> int:
+    """Micro-batches of a step in which every sequence fills a row."""
+    if isinstance(config, SFTConfig):
+        return -(-config.batch_size // config.rows)
+    return -(-config.groups * config.group_size // config.rows)
+
+
+def all_programs(setup: Setup) -> list[Program]:
+    """The programs of a step, and those that it may run."""
+    training = _training(setup)
+    if not isinstance(setup.config, RLConfig):
+        return training
+    return [*training, _publish(setup), *_decoding(setup, setup.config.engine)]
+
+
+# --- training ------------------------------------------------------------------------------
+
+
+def _training(setup: Setup) -> list[Program]:
+    config, model, mesh = setup.config, setup.model, setup.mesh
+    params = _parameters(setup)
+    shape = (config.rows, config.row_length)
+    kinds = (*["int32"] * 3, *["float32"] * 3)
+    arrays: list[Any] = [_array(mesh, shape, kind, "batch", None) for kind in kinds]
+    batch = Batch(*arrays)
+    loss_fn = _loss(setup)
+    stats = jax.eval_shape(lambda p, b: loss_fn(p, model, b)[1], params, batch)
+    total = (params, {name: _array(mesh, (), "float32") for name in stats})
+    state = _state(setup)
+    lying = chip_bytes(state.opt_state) + _engine_bytes(setup)
+    count = _array(mesh, (), "float32")
+    updates = 1 if isinstance(config, SFTConfig) else config.updates
+    gradients = Program(
+        "gradients",
+        lambda: accumulate.lower(params, total, batch, loss_fn=loss_fn, model=model),
+        micro_batches(config),
+        lying,
+        setup.where.count,
+        (-(-config.row_length // _HEAD_POSITIONS),),
+        0.0 if setup.where.tpu else _attention_flops(setup),
+    )
+    update = Program(
+        "update",
+        lambda: apply_update.lower(state, params, count, optimizer=config.optimizer),
+        updates,
+        _engine_bytes(setup),
+        setup.where.count,
+    )
+    return [gradients, update]
+
+
+_HEAD_POSITIONS = 512
+"""Positions of a row of which logits exist at a time, where a loop over them ends by data."""
+
+
+def _loss(setup: Setup) -> Any:
+    config, model = setup.config, setup.model
+    if setup.where.tpu:
+        case = Case("tpu", config.dtype, model.num_kv_heads, model.num_groups, model.head_dim)
+        name = resolve("causal", config.attention, case, "config.attention")
+    else:
+        name = STAND_IN
+    options = {
+        "dtype": config.dtype,
+        "remat": config.remat,
+        "attention": Attention(name, setup.mesh),
+    }
+    if isinstance(config, SFTConfig):
+        return bind(sft_loss, **options)
+    return bind(policy_loss, clip=config.loss, temperature=config.temperature, **options)
+
+
+def _attention_flops(setup: Setup) -> float:
+    """Of one chip and micro-batch: forward, again for a backward pass that keeps nothing, backward.
+
+    See `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``.
+    """
+    config, model = setup.config, setup.model
+    products = (2 if config.remat else 0) + 2 + 7
+    square = config.rows * float(config.row_length) ** 2
+    heads = model.num_layers * model.num_heads * model.head_dim
+    return products * square * heads / setup.where.count
+
+
+def _parameters(setup: Setup) -> Params:
+    return abstract_params(setup.model, setup.mesh)
+
+
+def _state(setup: Setup) -> TrainState:
+    return abstract_state(setup.model, setup.config.optimizer, setup.mesh)
+
+
+# --- publishing and decoding ---------------------------------------------------------------
+
+
+def _publish(setup: Setup) -> Program:
+    """From the training layout to the decoding layout: one engine for each group of chips."""
+    assert isinstance(setup.config, RLConfig)
+    params, model, dtype = _parameters(setup), setup.model, setup.config.engine.dtype
+    # One program has one order of devices, so the groups are neighbours in the order of training.
+    devices = setup.mesh.devices.reshape(-1, 1, setup.engine_chips)
+    places = jax.tree.map(
+        lambda x: x.sharding, _decoding_params(setup, _mesh(devices)), is_leaf=_is_leaf
+    )
+
+    def publish(params: Params) -> Params:
+        return jax.tree.map(lambda x: x.astype(dtype), unstack_layers(params, model))
+
+    lying = chip_bytes(_state(setup).opt_state) + _cache_bytes(setup)
+    program = jax.jit(publish, out_shardings=places)
+    return Program("publish", lambda: program.lower(params), 1, lying, setup.where.count)
+
+
+def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
+    """The largest programs of an engine, on the chips of one."""
+    mesh, model, attention = _engine_mesh(setup), setup.model, _paged(setup, engine)
+    params, layers = _decoding_params(setup, mesh), _pages(setup, engine, mesh, attention)
+    options = {"config": model, "dtype": engine.dtype, "attention": attention}
+    training = _parameters(setup)
+    lying = chip_bytes(training) + chip_bytes(_state(setup).opt_state)
+
+    def table(rows: int) -> jax.ShapeDtypeStruct:
+        return _array(mesh, (rows, engine.pages_per_slot), "int32")
+
+    rows = engine.row_sizes[-1]
+    kinds = ("int32", "int32", "int32", "bool", "uint32", "float32", "float32", "int32")
+    arrays: list[Any] = [
+        _array(mesh, (rows, 2) if kind == "uint32" else (rows,), kind) for kind in kinds
+    ]
+    state = programs.DecodeState(*arrays)
+    stop, steps = _array(mesh, (1,), "int32"), _array(mesh, (), "int32")
+    blocks = engine.extend_buckets[-1] // engine.extend_block
+    block = _array(mesh, (blocks, engine.extend_block), "int32")
+    copies = _array(mesh, (min(engine.slots, 8),), "int32")
+    chips = setup.engine_chips
+    pages = float(engine.pages_per_slot)
+    return [
+        Program(
+            "extend",
+            lambda: programs.extend.lower(params, layers, table(blocks), block, block, **options),
+            0,
+            lying,
+            chips,
+            (pages,),
+        ),
+        Program(
+            "decode",
+            lambda: programs.decode_chunk.lower(
+                params, layers, table(rows), state, stop, steps,
+                capacity=max(engine.chunk, 32), **options,
+            ),
+            0,
+            lying,
+            chips,
+            (float(engine.chunk), pages),
+        ),
+        Program(
+            "fork",
+            lambda: programs.copy_pages.lower(layers, copies, copies, attention=attention),
+            0,
+            lying + chip_bytes(params),
+            chips,
+        ),
+    ]  # fmt: skip
+
+
+def _engine_mesh(setup: Setup) -> Mesh:
+    """Chips of the first host."""
+    first = getattr(setup.devices[0], "process_index", 0)
+    host = [d for d in setup.devices if getattr(d, "process_index", 0) == first]
+    return _mesh(np.asarray(host[: setup.engine_chips]).reshape(1, 1, -1))
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _paged(setup: Setup, engine: EngineConfig) -> Attention:
+    """As `engine.choose_attention`; what stands for GPUs has the reference only."""
+    mesh, model = _engine_mesh(setup), setup.model
+    case = Case(
+        "tpu" if setup.where.tpu else "cpu",
+        # A cache of another dtype than the products, int8 above all, has no kernel.
+        engine.dtype if engine.cache_dtype in ("", engine.dtype) else engine.cache_dtype,
+        max(model.num_kv_heads // setup.engine_chips, 1),
+        model.num_groups,
+        model.head_dim,
+        engine.page_size,
+    )
+    wanted = engine.attention if setup.where.tpu else "xla"
+    return Attention(resolve("paged", wanted, case, "engine.attention"), mesh)
+
+
+def _decoding_params(setup: Setup, mesh: Mesh) -> Params:
+    """Shapes and places of the decoding layout."""
+    assert isinstance(setup.config, RLConfig)
+    model, dtype = setup.model, setup.config.engine.dtype
+    arrays = {}
+    for spec in weight_table(model):
+        stacked = spec.path[0] == "layers"
+        shape, axes = (spec.shape[1:], spec.axes[1:]) if stacked else (spec.shape, spec.axes)
+        place = sharding_for(mesh, axes, DECODE_RULES, shape)
+        arrays[spec.path] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    params = from_paths(arrays)
+    if "head" not in params:
+        shape = (model.hidden_size, model.vocab_size)
+        place = sharding_for(mesh, ("embed", "vocab"), DECODE_RULES, shape)
+        params["head"] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    return {**params, "layers": (params["layers"],) * model.num_layers}
+
+
+def _pages(setup: Setup, engine: EngineConfig, mesh: Mesh, attention: Attention) -> tuple[Any, ...]:
+    dtype = engine.cache_dtype or engine.dtype
+    shapes = jax.eval_shape(
+        lambda: init_layers(setup.model, engine.num_pages, engine.page_size, dtype, attention)
+    )
+    # Pages of the reference, scales included, have their heads second.
+    axes = (None, "kv_heads") if isinstance(shapes[0], LayerCache) else (None, None, "kv_heads")
+    return jax.tree.map(
+        lambda x: _placed(x, sharding_for(mesh, axes, DECODE_RULES, x.shape)), shapes
+    )
+
+
+def _cache_bytes(setup: Setup) -> int:
+    assert isinstance(setup.config, RLConfig)
+    engine, mesh = setup.config.engine, _engine_mesh(setup)
+    return chip_bytes(_pages(setup, engine, mesh, _paged(setup, engine)))
+
+
+def _engine_bytes(setup: Setup) -> int:
+    """Of parameters and cache of the engine that lie on a chip."""
+    if not isinstance(setup.config, RLConfig):
+        return 0
+    return chip_bytes(_decoding_params(setup, _engine_mesh(setup))) + _cache_bytes(setup)
+
+
+# --- arrays that are not there -------------------------------------------------------------
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _placed(x: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+
+def _array(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, *axes: str | None
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(mesh, axes, shape=shape))
+
+
+def chip_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays that lie on one chip."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )

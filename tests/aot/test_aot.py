@@ -1,0 +1,159 @@
+"""The command: real programs of a configuration, what they take, and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coa_jax.aot.chips import CHIPS, parse_slice
+from coa_jax.aot.costs import Costs
+from coa_jax.aot.estimate import exceeded, roofline
+from coa_jax.errors import UserError
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: bash launch/setup_env.sh tpu",
+)
+
+
+def aot(*arguments):
+    """(exit code, JSON or None, stderr) of the command, in a process that has no devices yet."""
+    done = subprocess.run(
+        [sys.executable, "-m", "coa_jax.aot", *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+TINY_MODEL = ("--model=tiny", "--config.mesh.fsdp=-1", "--config.rows=8")
+
+
+def check(result, rows, length):
+    """What must hold of a result for the architecture `tiny` with full rows."""
+    programs = {program["name"]: program for program in result["programs"]}
+    layers, heads, width, products = 2, 4, 16, 512 * 64 + 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)
+    tokens = result["step"]["micro_batches"] * rows * length
+    assert result["step"]["tokens"] == tokens
+    forward = 2 * products + 4 * layers * heads * width * length / 2
+    # Norms are counted as parameters in it.
+    assert result["step"]["model_flops"] == pytest.approx(3 * tokens * forward, rel=0.02)
+    done = programs["gradients"]["flops"] * result["chips"] * result["step"]["micro_batches"]
+    assert done > result["step"]["model_flops"]
+    for program in programs.values():
+        memory = program["bytes_per_chip"]
+        kept = memory["arguments"] + memory["output"] - memory["aliased"]
+        parts = kept + memory["temporaries"] + memory["code"] + memory["lying"]
+        assert memory["total"] == parts
+        assert program["free_share"] == pytest.approx(
+            1 - memory["total"] / CHIPS["h100" if result["estimate"] else "v5e"].hbm_bytes, abs=1e-4
+        )
+    return programs
+
+
+def test_a_configuration_is_estimated_for_gpus():
+    code, result, err = aot("--config=configs/sft/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL)
+    assert code == 0, err
+    assert (result["estimate"], result["chips"], result["mesh"]["fsdp"]) == (True, 8, 8)
+    programs = check(result, 8, 2048)
+    assert set(programs) == {"gradients", "update"}
+    sent = programs["gradients"]["collective_bytes"]
+    assert sent["all-gather"] + sent["all-reduce"] > 0
+
+
+@pytest.mark.slow
+def test_a_configuration_of_rl_is_estimated_for_gpus():
+    code, result, err = aot("--config=configs/rl/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL)
+    assert code == 0, err
+    programs = check(result, 8, 128)
+    assert set(programs) == {"gradients", "update", "publish", "extend", "decode", "fork"}
+    # Float32 parameters, their two moments, and what lies there of the engine: exact.
+    state = programs["update"]["bytes_per_chip"]
+    parameters = result["params"] * 4 // 8
+    assert state["arguments"] == pytest.approx(4 * parameters, rel=0.05)
+    assert result["step"]["decode_tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_with_the_figure_and_the_setting():
+    code, result, err = aot("--config=configs/sft/web.py:7b", "--topology=gpu:1xh100",
+                            "--config.rows=1")  # fmt: skip
+    assert code == 1
+    assert result["fits"] is False
+    assert "needs " in err and "GB a chip" in err and "mesh.fsdp" in err
+    assert result["advice"] in err
+
+
+@needs_tpu_compiler
+def test_a_configuration_compiles_for_a_tpu_slice():
+    code, result, err = aot(
+        "--config=configs/rl/tiny.py", "--topology=v5e:2x2", *TINY_MODEL, "--config.dtype=bfloat16",
+        "--config.remat=True", "--config.row_length=512",
+    )  # fmt: skip
+    assert code == 0, err
+    assert (result["estimate"], result["chips"]) == (False, 4)
+    programs = check(result, 8, 512)
+    assert programs["decode"]["bytes_per_chip"]["aliased"] > 0
+    assert programs["gradients"]["loops_ended_by_data"] == 0
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_the_compiler_of_tpus_refuses_what_does_not_fit():
+    code, result, err = aot("--config=configs/sft/web.py:7b", "--topology=v5e:2x2",
+                            "--config.rows=4")  # fmt: skip
+    assert code == 1
+    assert result["programs"][0]["refused"]
+    assert result["programs"][0]["bytes_per_chip"]["total"] > CHIPS["v5e"].hbm_bytes
+    assert "gradients needs" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v5p:4x4", "v5p slices have the form AxBxC"),
+        ("v5e:2x2x2", "v5e slices have the form AxB"),
+        ("v9:2x2", "give a TPU slice such as v5p:4x4x8"),
+        ("gpu:8xtitan", "a number of GPUs such as gpu:8xh100"),
+        ("gpu:0xh100", "a number of GPUs"),
+    ],
+)
+def test_unknown_machines_are_refused(name, said):
+    with pytest.raises(UserError, match=said):
+        parse_slice(name)
+
+
+def test_slices_are_read():
+    assert (parse_slice("v5p:4x4x8").count, parse_slice("v5e:4x4").tpu) == (128, True)
+    assert (parse_slice("gpu:64xh200").count, parse_slice("gpu:64xh200").tpu) == (64, False)
+
+
+def test_a_program_takes_as_long_as_its_slowest_part():
+    chip = CHIPS["h100"]
+    costs = Costs(flops=2 * chip.flops, hbm_bytes=chip.hbm_bandwidth)
+    costs.sent = {("all-gather", 8): chip.link_bandwidth, ("all-reduce", 16): 100e9}
+    times = roofline(costs, chip)
+    # Within eight chips over links, beyond over the network of 50 GB/s.
+    assert (times["compute_s"], times["hbm_s"], times["ici_s"]) == (2, 1, 1 + 2)
+    assert (times["step_s"], times["serial_s"]) == (3, 6)
+
+
+def test_the_refusal_of_the_compiler_is_read():
+    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
+    assert exceeded(text) == int(20.5 * 1024**3)
+    assert exceeded("INTERNAL: something else") is None
+
+
+def test_a_config_without_programs_is_refused():
+    code, _, err = aot("--config=configs/evaluate/factbook.py", "--topology=gpu:1xh100")
+    assert code == 2
+    assert "only configs of SFT and RL" in err
