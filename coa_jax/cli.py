@@ -27,6 +27,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +94,7 @@ def run_main(
         # which would show a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("interrupted; run the same command again to continue", file=sys.stderr)
+        _leave_processes(KeyboardInterrupt(), "interrupted", 130)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe went away (`... | head`); nothing is left to say to it.
@@ -101,9 +103,13 @@ def run_main(
     except Exception as error:
         line = explain(error)
         if line is None:
+            if _is_one_of_several():
+                traceback.print_exc()
+                _leave_processes(error, repr(error), 1)
             raise
         _silence_stdout()
         print(f"error: {line}", file=sys.stderr)
+        _leave_processes(error, line, 2)
         sys.exit(2)
     sys.exit(0)
 
@@ -158,20 +164,25 @@ def _workdir() -> str | None:
 
 
 def _join_processes() -> None:
-    """Joins the processes of a pod if COA_JAX_DISTRIBUTED=1 (set by launch/tpu_pod.sh).
+    """Joins the other processes of the run if the environment says that there are any."""
+    if os.environ.get("COA_JAX_DISTRIBUTED") == "1" or "COA_JAX_COORDINATOR" in os.environ:
+        # JAX is loaded only now: most commands that fail do so without it.
+        from coa_jax.parallel import processes
 
-    This has to come before anything else uses JAX.  On TPU and SLURM JAX finds the other
-    processes by itself; elsewhere JAX_COORDINATOR_ADDRESS, COA_JAX_PROCESSES (how many) and
-    COA_JAX_PROCESS (which one, from 0) say it.
-    """
-    if os.environ.get("COA_JAX_DISTRIBUTED") == "1":
-        import jax
+        processes.join()
 
-        count, which = (os.environ.get(f"COA_JAX_{name}") for name in ("PROCESSES", "PROCESS"))
-        jax.distributed.initialize(
-            num_processes=None if count is None else int(count),
-            process_id=None if which is None else int(which),
-        )
+
+def _is_one_of_several() -> bool:
+    processes = sys.modules.get("coa_jax.parallel.processes")
+    return processes is not None and processes.count() > 1
+
+
+def _leave_processes(error: BaseException, reason: str, code: int) -> None:
+    """Ends one of several processes, so that the others learn why; of a single one, nothing."""
+    if _is_one_of_several():
+        from coa_jax.parallel import processes
+
+        processes.fail(error, reason, code)
 
 
 def _one_line(text: str) -> str:

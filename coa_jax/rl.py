@@ -15,6 +15,7 @@ from absl import flags
 from coa_jax.cli import config_flag, run_main
 from coa_jax.learn.rl import train
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, take
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> None:
     tools = build(ToolsConfig, take(values, "tools"), "config.tools")
     config = build(RLConfig, values)
     workdir = Path(flags.FLAGS.workdir)
-    with RunDir(workdir) as run:
+    with RunDir(workdir, active=processes.index() == 0) as run:
         run.write_config(flags.FLAGS.config)
         train(config, run, workdir / "model", make_tools(tools))
     print(f"model -> {workdir / 'model'}")

@@ -13,6 +13,7 @@ from absl import flags
 
 from coa_jax.cli import config_flag, run_main
 from coa_jax.learn.sft import SFTConfig, train
+from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> None:
     """Entry point."""
     config = build(SFTConfig, flags.FLAGS.config)
     workdir = Path(flags.FLAGS.workdir)
-    with RunDir(workdir) as run:
+    with RunDir(workdir, active=processes.index() == 0) as run:
         run.write_config(flags.FLAGS.config)
         train(config, run, workdir / "model")
     print(f"model -> {workdir / 'model'}")

@@ -47,8 +47,8 @@ extra=cuda
 command="$(coa_command "$@")"
 # On GPU machines nothing tells JAX about the others; SkyPilot knows them.
 if [ "$extra" = cuda ]; then
-  others="JAX_COORDINATOR_ADDRESS=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"
-  command="$others COA_JAX_PROCESSES=\$SKYPILOT_NUM_NODES COA_JAX_PROCESS=\$SKYPILOT_NODE_RANK $command"
+  others="COA_JAX_COORDINATOR=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"
+  command="$others COA_JAX_NUM_PROCESSES=\$SKYPILOT_NUM_NODES COA_JAX_PROCESS_ID=\$SKYPILOT_NODE_RANK $command"
 fi
 task="$(
   cat <<TASK

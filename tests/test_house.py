@@ -21,11 +21,11 @@ PACKAGE = REPOSITORY / "coa_jax"
 ROOMS = (
     ("errors",),
     ("files", "progress"),
+    ("parallel",),
     ("event_file", "cli", "jsonl", "settings"),
     ("run_dir",),
     ("protocol",),
     ("trajectory",),
-    ("parallel",),
     ("model",),
     ("engine",),
     ("tools",),

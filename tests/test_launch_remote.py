@@ -94,7 +94,7 @@ def test_a_sky_task_mounts_the_bucket_and_names_the_other_machines():
     assert ["accelerators:", "H100:8"] in lines
     assert ["source:", "gs://mine"] in lines
     assert ["use_spot:", "false"] in lines
-    assert "COA_JAX_PROCESS=$SKYPILOT_NODE_RANK " + COMMAND in text
+    assert "COA_JAX_PROCESS_ID=$SKYPILOT_NODE_RANK " + COMMAND in text
     assert lines[-1] == ["sky", "jobs", "launch", "--yes", "--name=coa-jax", "task.yaml"]
     text, _ = dry("sky.sh", "--gpus", "tpu-v5p-64", *RUN)
     assert f"  exec env {COMMAND}\n" in text

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from coa_jax.engine import programs
+from coa_jax.engine import layout, programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import FREE, Constraint
 from coa_jax.engine.memory import check_memory, free_memory
 from coa_jax.engine.pages import PageTable
 from coa_jax.engine.sampling import sample_key
 from coa_jax.errors import UserError
-from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve
-from coa_jax.model.cache import init_layers
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import Params, unstack_layers
+from coa_jax.model.weights import Params
 
 
 class Engine:
@@ -42,7 +38,8 @@ class Engine:
         """Allocates the cache.
 
         Args:
-            params: stacked parameters, see `publish`.
+            params: see `publish`; the engine lives on their devices, of which several make one
+                group, see `engine.layout`.
             model: the architecture.
             config: shapes.
             stop_tokens: tokens that end a sequence.
@@ -56,8 +53,8 @@ class Engine:
         devices = jax.tree.leaves(params)[0].devices()
         if len(devices) == 1:
             check_memory(model, config, free_memory(*devices))
-        self._attention = choose_attention(model, config, params)
         self.publish(params)
+        self._attention = layout.choose_attention(model, config, self.params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)
         self._token = np.zeros(slots, np.int32)
@@ -68,16 +65,26 @@ class Engine:
         self._top_p = np.ones(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self.constraint = constraint
+        self._tables = None
+        if constraint is not None:
+            self._tables = jax.device_put(constraint.tables, layout.replicated(self.params))
         self._rule = np.full(slots, FREE, np.int32)
         self.stop_tokens = tuple(stop_tokens)
         self.extended_tokens = 0  # computed by `extend` so far, padding included
         self.row_steps = 0  # rows times steps of all decoding so far
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
-        self._layers = _new_layers(self.params, model, config, self._attention)
+        self._layers = layout.new_layers(self.params, model, config, self._attention)
 
     def publish(self, params: Params) -> None:
-        """Takes new training parameters over, in the decoding layout and dtype."""
-        self.params = _publish(params, config=self.model, dtype=self.config.dtype)
+        """Takes new parameters over.
+
+        Args:
+            params: those of training, whose devices make one group; or what `layout.publish` made
+                of them for the devices of this engine.
+        """
+        if not isinstance(params["layers"], tuple):
+            (params,) = layout.publish(params, self.model, self.config.dtype)
+        self.params = params
 
     def warm_up(self) -> None:
         """Compiles all programs, so that no later call waits for that; the slots must be free."""
@@ -288,7 +295,7 @@ class Engine:
             state,
             np.asarray(self.stop_tokens or (-1,), np.int32),
             np.int32(self.config.chunk),
-            None if self.constraint is None else self.constraint.tables,
+            self._tables,
         )
         return arguments, {
             "config": self.model,
@@ -347,44 +354,29 @@ def check_shapes(config: EngineConfig) -> None:
         )
 
 
-def choose_attention(model: ModelConfig, config: EngineConfig, params: Params) -> Attention:
-    """The implementation of attention over the cache, where the parameters are.
+def make_engines(
+    params: Params,
+    model: ModelConfig,
+    config: EngineConfig,
+    stop_tokens: Sequence[int] = (),
+    constraint: Constraint | None = None,
+    tensor: int = 0,
+) -> list[Engine]:
+    """An engine for each group of this process's devices; ``config`` is that of each of them.
 
-    Raises:
-        UserError: the one that the config names cannot run there, or not in these dtypes.
+    Args:
+        params: of training, on one device or a mesh.
+        model, config, stop_tokens, constraint: see `Engine`.
+        tensor: devices of a group, see `layout.decode_mesh`.
     """
-    leaf = jax.tree.leaves(params)[0]
-    platform, capability = platform_of(next(iter(leaf.devices())))
-    placed = leaf.sharding
-    mesh = placed.mesh if isinstance(placed, NamedSharding) and placed.num_devices > 1 else None
-    assert mesh is None or isinstance(mesh, Mesh)
-    split = mesh.shape["tensor"] if mesh is not None else 1
-    dtypes = (config.dtype, config.cache_dtype or config.dtype)
-    case = Case(
-        platform,
-        # A kernel has one dtype for both: name the one that it will not take.
-        next((dtype for dtype in dtypes if dtype not in ("bfloat16", "float16")), config.dtype),
-        max(model.num_kv_heads // split, 1),
-        model.num_groups,
-        model.head_dim,
-        config.page_size,
-        capability,
-    )
-    return Attention(resolve("paged", config.attention, case, "engine.attention"), mesh)
+    parts = layout.publish(params, model, config.dtype, tensor)
+    return [Engine(part, model, config, stop_tokens, constraint) for part in parts]
 
 
-# Unless the parameters stay arguments, JAX does not tie the cache to their devices, and compiles a
-# program anew that meets first a new cache and then one that a program has returned.
-@functools.partial(jax.jit, static_argnames=("model", "config", "attention"), keep_unused=True)
-def _new_layers(
-    params: Params, model: ModelConfig, config: EngineConfig, attention: Attention
-) -> programs.Layers:
-    """Empty pages on the devices of the parameters."""
-    dtype = config.cache_dtype or config.dtype
-    return init_layers(model, config.num_pages, config.page_size, dtype, attention)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def _publish(params: Params, config: ModelConfig, dtype: str) -> Params:
-    """One compiled program from the training layout to the decoding layout."""
-    return jax.tree.map(lambda x: x.astype(dtype), unstack_layers(params, config))
+def publish_all(engines: Sequence[Engine], params: Params) -> None:
+    """Gives new training parameters to all engines that `make_engines` made."""
+    first = engines[0]
+    tensor = len(jax.tree.leaves(first.params)[0].devices())
+    parts = layout.publish(params, first.model, first.config.dtype, tensor)
+    for engine, part in zip(engines, parts, strict=True):
+        engine.publish(part)

@@ -16,6 +16,7 @@ from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.batch import prompt_ids
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.model.api import Model
+from coa_jax.parallel import processes
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request
 from coa_jax.tasks import Task, grade
@@ -41,7 +42,7 @@ class Sampled:
 def sample_groups(
     config: RLConfig,
     runner: asyncio.Runner,
-    engine: Engine,
+    engines: Sequence[Engine],
     model: Model,
     stream: grain.MapDataset,
     cursor: int,
@@ -75,11 +76,17 @@ def sample_groups(
                 )
             )
         cursor += wanted
-        groups = collect(runner, engine, model.tokenizer, requests, tools, config.rollout)
-        for request, group in zip(requests, groups, strict=True):
-            graded = [
-                dataclasses.replace(t, reward=_shape(config, grade(request.task, t))) for t in group
-            ]
+        # Each process samples and grades its part; what follows depends on what all have gathered.
+        mine = processes.share(requests)
+        groups = [
+            [dataclasses.replace(t, reward=_shape(config, grade(request.task, t))) for t in group]
+            for request, group in zip(
+                mine,
+                collect(runner, engines, model.tokenizer, mine, tools, config.rollout),
+                strict=True,
+            )
+        ]
+        for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
             everything.append(graded)
             if has_signal(rewards(graded)) and len(used) < config.groups:
                 used.append(graded)

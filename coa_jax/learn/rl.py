@@ -16,7 +16,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from coa_jax.engine.engine import Engine
+from coa_jax.engine.engine import make_engines, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.groups import describe, graded_values, sample_groups
@@ -26,6 +26,7 @@ from coa_jax.learn.update import update
 from coa_jax.model.api import load_model, save_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.parallel import processes
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.progress import progress
 from coa_jax.rollout.constrain import constraint_for
@@ -58,20 +59,29 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     constraint = constraint_for(config.rollout, model.tokenizer, model.config.vocab_size, protocols)
     if constraint is not None:
         print(f"constraint: {constraint}", flush=True)
-    engine = Engine(state.params, model.config, config.engine, eos_ids(model.tokenizer), constraint)
-    if config.rollout.max_seconds:
+    engines = make_engines(
+        state.params,
+        model.config,
+        config.engine,
+        eos_ids(model.tokenizer),
+        constraint,
+        config.mesh.decode_tensor,
+    )
+    for engine in engines if config.rollout.max_seconds else ():
         engine.warm_up()  # or the first trajectories would spend their time on compilation
     total = config.optimizer.total_steps // config.updates
     saving = 0.0  # seconds of the checkpoint before this step
     with asyncio.Runner() as runner, progress("RL", total=total, initial=step) as bar:
         while step < total:
             clock = _Clock()
-            sampled = sample_groups(config, runner, engine, model, stream, cursor, tools)
+            processes.doing(f"rollouts of step {step + 1}")
+            sampled = sample_groups(config, runner, engines, model, stream, cursor, tools)
             cursor = sampled.cursor
             clock.lap("rollout")
+            processes.doing(f"update of step {step + 1}")
             state, stats = update(config, state, model, sampled.used, mesh, attention, constraint)
             clock.lap("update")
-            engine.publish(state.params)
+            publish_all(engines, state.params)
             clock.lap("publish")
             step += 1
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.

@@ -22,6 +22,7 @@ from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params
+from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
@@ -119,6 +120,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
                 rows=config.rows,
                 length=config.row_length,
             )
+            processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
             state, stats = train_step(
                 state,
                 [put_batch(batch, mesh) for batch in batches],
@@ -131,7 +133,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
             stats["time/step"] = time.monotonic() - began
             if validation and (step % config.validate_every == 0 or step == total):
                 stats["validation/loss"] = mean_loss(
-                    state, validation, config, model.config, loss_fn
+                    state, validation, config, model.config, loss_fn, mesh
                 )
             run.metrics(step, "sft", **stats)
             bar.update(loss=stats["loss"])
@@ -159,11 +161,14 @@ def mean_loss(
     config: SFTConfig,
     model: ModelConfig,
     loss_fn: Any,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> float:
     """Mean loss over the policy's tokens of all examples."""
     total, count = 0.0, 0.0
     for batch in split_rows(pack(examples, config.row_length), config.rows):
-        total += float(_loss_sum(state.params, batch, loss_fn=loss_fn, model=model))
+        total += float(
+            _loss_sum(state.params, put_batch(batch, mesh), loss_fn=loss_fn, model=model)
+        )
         count += float(np.sum(batch.mask))
     return total / max(count, 1.0)
 

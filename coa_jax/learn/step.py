@@ -185,7 +185,11 @@ def train_step(
         The new state, and statistics: means over the batch's tokens, plus ``optim/grad_norm``,
         ``optim/lr`` and ``tokens``.
     """
-    count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
+    # Of a batch on a mesh a process may hold a part only.
+    count = sum(
+        float(np.sum(m, dtype=np.float64) if isinstance(m, np.ndarray) else jnp.sum(m))
+        for m in (batch.mask for batch in batches)
+    )
     names = _statistics.eval_shape(state.params, batches[0], extra, loss_fn=loss_fn, model=model)
     total = (
         jax.tree.map(jnp.zeros_like, state.params),
@@ -195,7 +199,7 @@ def train_step(
         total = accumulate(state.params, total, batch, extra, loss_fn=loss_fn, model=model)
     sums, summed = total
     rate = float(schedule(optimizer)(int(state.step)))
-    state, norm = apply_update(state, sums, jnp.float32(max(count, 1.0)), optimizer=optimizer)
+    state, norm = apply_update(state, sums, np.float32(max(count, 1.0)), optimizer=optimizer)
     stats = {
         name: float(value) if name.endswith("max") else float(value) / max(count, 1.0)
         for name, value in jax.device_get(summed).items()

@@ -16,7 +16,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import TrainState, train_step
 from coa_jax.model.api import Model
 from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.parallel.placement import put_batch
+from coa_jax.parallel.placement import put_batch, replicate
 from coa_jax.trajectory import Trajectory
 
 
@@ -64,7 +64,7 @@ def update(
             loss_fn=loss_fn,
             model=model.config,
             optimizer=config.optimizer,
-            extra=() if constraint is None else (constraint.tables.allowed,),
+            extra=() if constraint is None else (replicate(constraint.tables.allowed, mesh),),
         )
         stats["adv/abs_mean"] = float(
             sum(np.abs(b.advantage).sum() for b in batches) / max(stats["tokens"], 1.0)

@@ -72,6 +72,19 @@ def page_axis(attention: Attention) -> int:
     return 1 if attention.implementation == "pallas_gpu" else 0
 
 
+def layer_axes(
+    config: ModelConfig, attention: Attention, tensor: int
+) -> tuple[str | None, str | None, str | None, str | None]:
+    """Logical axes of the buffers of a layer; of scales, which have fewer, the first ones.
+
+    Heads that ``tensor`` devices cannot split stay together, whatever axis they are part of.
+    """
+    heads = None if config.num_kv_heads % tensor else "kv_heads"
+    if attention.implementation == "xla":
+        return (None, heads, None, None)
+    return paged.pool_axes(attention.implementation, heads)
+
+
 def init_layers(
     config: ModelConfig,
     pages: int,

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params, from_paths, weight_table
-from coa_jax.parallel.mesh import RULES, Rules, sharding_for
+from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Params:
@@ -23,3 +23,17 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Pa
 def shard_params(params: Params, config: ModelConfig, mesh: Mesh, rules: Rules = RULES) -> Params:
     """Places stacked params on the mesh; values and dtypes are kept."""
     return jax.device_put(params, param_shardings(config, mesh, rules))
+
+
+def decode_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """Shardings of the decoding layout, see `weights.unstack_layers`, by the rules of decoding."""
+
+    def place(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+        return sharding_for(mesh, axes, DECODE_RULES, shape)
+
+    table = {spec.path: spec for spec in weight_table(config)}
+    top = {path: place(s.axes, s.shape) for path, s in table.items() if path[0] != "layers"}
+    layer = {path[1]: place(s.axes[1:], s.shape[1:]) for path, s in table.items() if len(path) > 1}
+    embed = table["embed",]
+    head = place(embed.axes[::-1], embed.shape[::-1])
+    return {**from_paths({("head",): head, **top}), "layers": (layer,) * config.num_layers}

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 
@@ -16,11 +16,20 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; -1 takes what is left of the devices."""
+    """Sizes of the mesh axes, and how long its processes wait for each other.
+
+    Attributes:
+        data, fsdp, tensor: see `make_mesh`; -1 takes what is left of the devices.
+        decode_tensor: devices over which an engine splits the model, 0 for ``tensor``; a process
+            has an engine for every so many of its devices.
+        wait_seconds: how long a process waits where all meet for the last one to arrive.
+    """
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    decode_tensor: int = 0
+    wait_seconds: float = 1800.0
 
 
 def training_mesh(config: MeshConfig) -> Mesh | None:
@@ -28,6 +37,14 @@ def training_mesh(config: MeshConfig) -> Mesh | None:
     if (config.data, config.fsdp, config.tensor) == (1, 1, 1) and jax.process_count() == 1:
         return None
     return make_mesh(config.data, config.fsdp, config.tensor)
+
+
+def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """All of an array, which every process has, on every device of the mesh."""
+    if mesh is None:
+        return array
+    whole, sharding = np.asarray(array), NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def put_batch(batch: T, mesh: Mesh | None) -> T:

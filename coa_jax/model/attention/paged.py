@@ -30,10 +30,20 @@ ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head'
 ==============  ==================================================
 """
 
-_AXES: dict[str, tuple[str | None, ...]] = {
-    "pallas_gpu": ("kv_heads", None, None, None),
-    "ragged_paged": (None, None, "kv_heads", None),
-}
+
+def pool_axes(
+    implementation: str, heads: str | None
+) -> tuple[str | None, str | None, str | None, str | None]:
+    """Logical axes of a pool's arrays.
+
+    Args:
+        implementation: whose layout the pool has.
+        heads: the axis of heads; None where they stay together.  An array that holds a head's keys
+            and values as two rows must not be split where the heads themselves cannot be.
+    """
+    return (
+        (heads, None, None, None) if implementation == "pallas_gpu" else (None, None, heads, None)
+    )
 
 
 def init_pages(
@@ -130,8 +140,11 @@ def attend_paged(
     if name == "pallas_gpu" and count > 1:
         return attend_gathered(name, q, pages, table, positions, dtype)
     kernel = functools.partial(_KERNELS[name], interpret=attention.interpret)
-    heads = (None, None, "kv_heads", None, None)
-    run = split_over(attention.mesh, kernel, heads, (None,), (None,), *(_AXES[name] for _ in pages))
+    mesh = attention.mesh
+    split = mesh is None or q.shape[2] % mesh.shape["tensor"] == 0
+    heads = "kv_heads" if split else None
+    queries, pool = (None, None, heads, None, None), pool_axes(name, heads)
+    run = split_over(mesh, kernel, queries, (None, None), (None,), *(pool for _ in pages))
     # A row of padding reads no more than a row that just begins.
     start = positions[:, 0]
     start = jnp.where(start < table.shape[1] * page_size(name, pages), start, 0)

@@ -1,0 +1,328 @@
+"""The processes of a run: joining them, meeting, gathering, and noticing one that is gone.
+
+Each process drives its own devices, engines and tools.  They work together in two ways only: in
+compiled programs over the devices of all, and by gathering what each of them has sampled.  Both
+would wait for ever for a process that does not come, so all of them `meet` before, for a bounded
+time.  A thread of each process, `_watch`, ends it with one line when another one is gone.
+
+Environment of a process:
+
+======================================  ===========================================================
+COA_JAX_DISTRIBUTED=1                   JAX finds the others: TPU pods, GKE, SLURM, Open MPI
+COA_JAX_COORDINATOR=HOST:PORT           address of process 0, where JAX does not
+COA_JAX_NUM_PROCESSES, _PROCESS_ID      how many there are, and which one this is, from 0
+COA_JAX_LOST_SECONDS                    silence after which a process is given up (default 60)
+======================================  ===========================================================
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+
+from coa_jax.errors import UserError
+
+T = TypeVar("T")
+
+EXIT_LOST = 3
+"""Exit code of a process that ends because another one is gone."""
+
+_ROOT = "coa_jax"
+_VERDICT = f"{_ROOT}/verdict"
+_FINISHED = "finished"
+_SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, which few programs serve
+
+
+@dataclasses.dataclass
+class _Joined:
+    """This process among several.
+
+    Attributes:
+        client: of JAX's coordination service, in which all processes can set and read keys.
+        index, count: this process, and how many there are.
+        coordinator: address of the service, which lives in process 0.
+        lost_seconds: silence after which a process is given up.
+        doing: what it is at, for the others to read.
+        met: how often it has met the others.
+        beat: how often it has said that it lives.
+        ending: whether the interpreter is at its end, which waits for all processes.
+        lock: of what two threads do.
+    """
+
+    client: Any
+    index: int
+    count: int
+    coordinator: str
+    lost_seconds: float
+    doing: str = "starting"
+    met: int = 0
+    beat: int = 0
+    ending: bool = False
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def tell(self) -> None:
+        """Says that this process lives, and what it does."""
+        with self.lock:
+            self.beat += 1
+            state = {
+                "beat": self.beat,
+                "met": self.met,
+                "doing": self.doing,
+                "name": f"{socket.gethostname()}, pid {os.getpid()}",
+            }
+            key = f"{_ROOT}/alive/{self.index}"
+            self.client.key_value_set(key, json.dumps(state), allow_overwrite=True)
+
+    def others(self) -> dict[int, dict[str, Any]]:
+        """What every process said last."""
+        entries = self.client.key_value_dir_get(f"{_ROOT}/alive/")
+        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+
+    def watched(self) -> dict[int, dict[str, Any]]:
+        """What those said whom this process watches: process 0 watches all, the others it."""
+        if self.index == 0:
+            return self.others()
+        return {0: json.loads(self.client.key_value_try_get(f"{_ROOT}/alive/0"))}
+
+
+_joined: _Joined | None = None
+
+
+def join() -> None:
+    """Joins the other processes; comes before anything else uses JAX.
+
+    Raises:
+        UserError: the environment contradicts itself, or the others did not come.
+    """
+    global _joined
+    seconds = _number("COA_JAX_LOST_SECONDS", 60.0)
+    explicit: dict[str, Any] = {}
+    if "COA_JAX_COORDINATOR" in os.environ:
+        explicit = {
+            "coordinator_address": os.environ["COA_JAX_COORDINATOR"],
+            "num_processes": int(_number("COA_JAX_NUM_PROCESSES")),
+            "process_id": int(_number("COA_JAX_PROCESS_ID")),
+        }
+        if not 0 <= explicit["process_id"] < explicit["num_processes"]:
+            raise UserError(
+                f"COA_JAX_PROCESS_ID is {explicit['process_id']}; give 0 to "
+                f"{explicit['num_processes'] - 1}, each to one process"
+            )
+    # JAX itself gives a silent process up later and ends the others without naming it.
+    # At its end a process waits for all others, of which the first may write a large model.
+    jax.distributed.initialize(
+        **explicit,
+        heartbeat_timeout_seconds=int(2 * seconds) + 30,
+        shutdown_timeout_seconds=3600,
+    )
+    # The service's client has no public name.  This is the only place that takes it; Orbax does
+    # the same.
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.num_processes > 1:
+        _joined = _Joined(
+            state.client,
+            state.process_id,
+            state.num_processes,
+            str(state.coordinator_address),
+            seconds,
+        )
+        _joined.tell()
+        threading.Thread(target=_watch, args=(_joined,), daemon=True, name="watch").start()
+        # Handlers run in reverse order, so this one before that of JAX.
+        atexit.register(_finish, _joined)
+
+
+def _number(name: str, default: float | None = None) -> float:
+    text = os.environ.get(name)
+    try:
+        if text is not None:
+            return float(text)
+    except ValueError:
+        text = repr(text)
+    if default is None or text is not None:
+        raise UserError(f"{name} is {text or 'not set'}: a number is needed")
+    return default
+
+
+def index() -> int:
+    """Number of this process."""
+    return 0 if _joined is None else _joined.index
+
+
+def count() -> int:
+    """How many processes there are."""
+    return 1 if _joined is None else _joined.count
+
+
+# --- working together ----------------------------------------------------------------------
+
+
+def doing(what: str) -> None:
+    """Notes what this process is at; the others name it when they have to wait for this one."""
+    if _joined is not None:
+        _joined.doing = what
+
+
+def meet(what: str, seconds: float) -> None:
+    """Waits until all processes are here.
+
+    Args:
+        what: names the place; all processes come to the same places in the same order.
+        seconds: how long to wait for the last one.
+
+    Raises:
+        UserError: not all came in time; it names those that did not.
+    """
+    here = _joined
+    if here is None:
+        return
+    before, here.doing = here.doing, f"waiting at: {what}"
+    here.met += 1
+    here.tell()
+    try:
+        here.client.wait_at_barrier(f"{_ROOT}/{here.met}/{what}", int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise  # a process is gone; see `fail`
+        late = [
+            f"process {number} ({state['name']}), which is at: {state['doing']}"
+            for number, state in sorted(here.others().items())
+            if state["met"] < here.met
+        ]
+        raise UserError(
+            f"{what}: after {seconds:g} s still without {' and '.join(late) or 'some process'}; "
+            "look into its log, or raise mesh.wait_seconds if it is only slow; run the same "
+            "command again to continue"
+        ) from error
+    here.doing = before
+
+
+def share(items: Sequence[T]) -> list[T]:
+    """This process's part of what all of them have to do: every so many items."""
+    return list(items[index() :: count()])
+
+
+def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
+    """The items of all processes, on all of them, in the order that `share` took them from.
+
+    Args:
+        items: of this process; what pickle takes.
+        what: for messages.
+        seconds: how long to wait for the slowest process.
+
+    Raises:
+        UserError: a process did not come.
+    """
+    if _joined is None:
+        return list(items)
+    from jax.experimental import multihost_utils
+
+    payload = np.frombuffer(pickle.dumps(list(items)), np.uint8)
+    meet(what, seconds)
+    sizes = multihost_utils.process_allgather(np.asarray([payload.size], np.int32)).reshape(-1)
+    width = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
+    padded = np.zeros(width, np.uint8)
+    padded[: payload.size] = payload
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    parts = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    total = sum(map(len, parts))
+    return [parts[at % len(parts)][at // len(parts)] for at in range(total)]
+
+
+# --- noticing who is gone ------------------------------------------------------------------
+
+
+def fail(error: BaseException, reason: str, code: int) -> NoReturn:
+    """Ends this process because of an error, which has been printed, and tells the others.
+
+    A process that went through the interpreter's end would wait there for all the others.
+    """
+    if _joined is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            # What fails in a program of all may be another process; then the watch ends this one.
+            time.sleep(_joined.lost_seconds + 2 * _interval(_joined))
+        name = f"process {_joined.index} ({socket.gethostname()}, pid {os.getpid()})"
+        _say(_joined, f"{name} has failed: {reason}")
+        if _joined.index == 0:
+            time.sleep(1.0)  # the service ends with this process: let the others read that
+    _exit(code)
+
+
+def _finish(here: _Joined) -> None:
+    here.doing, here.ending = _FINISHED, True
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        here.tell()
+
+
+def _say(here: _Joined, verdict: str) -> None:
+    # The first verdict stands: a key that is there cannot be set.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        here.client.key_value_set(_VERDICT, json.dumps([here.index, verdict]))
+
+
+def _exit(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _interval(here: _Joined) -> float:
+    return min(max(here.lost_seconds / 10, 0.1), 5.0)
+
+
+def _watch(here: _Joined) -> None:
+    """Ends this process when another is gone: the main thread may be in a program that waits."""
+    seen: dict[int, tuple[int, float]] = {}
+    while True:
+        try:
+            # This wait is what the connection's end interrupts at once.
+            text = here.client.blocking_key_value_get(_VERDICT, int(_interval(here) * 1000))
+            by, verdict = json.loads(text)
+            if by == here.index and "has failed" in verdict:
+                return  # that is this process, which is about to end
+            _end(here, verdict)
+        except jax.errors.JaxRuntimeError as error:
+            if here.ending:
+                return
+            if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
+                _end(here, f"process 0, the coordinator at {here.coordinator}, is gone")
+        try:
+            here.tell()
+            watched = here.watched()
+        except jax.errors.JaxRuntimeError:
+            continue  # the next wait says why
+        now = time.monotonic()
+        for number, state in watched.items():
+            if state["beat"] != seen.get(number, (-1, now))[0]:
+                seen[number] = (state["beat"], now)
+            silent = now - seen[number][1]
+            if silent > here.lost_seconds and state["doing"] != _FINISHED:
+                _say(
+                    here,
+                    f"process {number} ({state['name']}) has not been heard from for "
+                    f"{silent:.0f} s; its last words: {state['doing']}",
+                )
+
+
+def _end(here: _Joined, verdict: str) -> NoReturn:
+    line = f"error: {verdict}; run the same command again to continue\n"
+    os.write(2, line.encode())
+    if here.index == 0:
+        time.sleep(min(1.0, here.lost_seconds))  # until the others have read it too
+    _exit(EXIT_LOST)

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Runs a command as several processes of one machine, on CPU, each with some simulated devices.
+#
+#   bash launch/local_processes.sh N [FLAGS] COMMAND ARG...
+#     e.g. bash launch/local_processes.sh 2 --devices 4 \
+#            python -m coa_jax.sft --config=configs/sft/factbook.py --config.mesh.fsdp=-1 \
+#            --workdir=runs/two
+#
+# Flags:
+#   --devices K   devices of each process (default 1)
+#   --port PORT   of the coordinator (default: one that is free)
+#   --grace S     seconds that the others have to notice when one has failed (default 90)
+#   --dry-run     print the commands, run nothing
+#
+# Each line of output begins with the number of its process.  SIGTERM and Ctrl-C go to all of them,
+# as SIGTERM.  When a process fails, its number and exit code are named, and the others are ended
+# if they do not end by themselves.  The exit code is that of the first process that failed.
+set -uo pipefail
+
+usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; }
+fail() { echo "error: $*" >&2; exit 2; }
+
+case "${1:-}" in -h | --help) usage; exit 0 ;; esac
+count="${1:-}"
+[[ "$count" =~ ^[1-9][0-9]*$ ]] || fail "how many processes? ${0##*/} N [FLAGS] COMMAND ARG..."
+shift
+devices=1 port="" grace=90 dry_run=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --dry-run) dry_run=yes ;;
+    --devices | --port | --grace)
+      [[ "${2:-}" =~ ^[0-9]+$ ]] || fail "$1 needs a number"
+      case "$1" in --devices) devices="$2" ;; --port) port="$2" ;; --grace) grace="$2" ;; esac
+      shift
+      ;;
+    -*) fail "unknown flag $1; --help lists the flags" ;;
+    *) break ;;
+  esac
+  shift
+done
+[ $# -gt 0 ] || fail "run what? e.g. python -m coa_jax.sft --workdir=runs/two"
+
+# A port that nobody listens on; the kernel hands out ports above 32768 to others.
+while [ -z "$port" ]; do
+  port=$((10000 + RANDOM % 20000))
+  ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || port=""
+done
+
+if [ "$dry_run" = yes ]; then
+  for ((i = 0; i < count; i++)); do
+    echo "JAX_PLATFORMS=cpu XLA_FLAGS='${XLA_FLAGS:+$XLA_FLAGS }\
+--xla_force_host_platform_device_count=$devices' COA_JAX_COORDINATOR=127.0.0.1:$port\
+ COA_JAX_NUM_PROCESSES=$count COA_JAX_PROCESS_ID=$i $(printf '%q ' "$@")"
+  done
+  exit 0
+fi
+
+export JAX_PLATFORMS=cpu COA_JAX_COORDINATOR="127.0.0.1:$port" COA_JAX_NUM_PROCESSES="$count"
+export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_force_host_platform_device_count=$devices"
+export PYTHONUNBUFFERED=1
+pids=()
+# A shell starts what runs beside it with SIGINT ignored, so that Ctrl-C arrives as SIGTERM.
+trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
+for ((i = 0; i < count; i++)); do
+  # The process is the child itself, so that its pid and exit code are ours to see.
+  COA_JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2> >(sed -u "s/^/[$i] /" >&2) </dev/null &
+  pids+=($!)
+done
+
+first=0 alive=$count
+declare -A number
+for i in "${!pids[@]}"; do number[${pids[i]}]=$i; done
+timer=""
+while [ "$alive" -gt 0 ]; do
+  ended=""
+  { wait -n -p ended "${pids[@]}" ${timer:+"$timer"}; } 2>/dev/null # bash has its own words
+  code=$?
+  [ -n "${ended:-}" ] || continue # a signal was forwarded
+  if [ "$ended" = "$timer" ]; then
+    timer=""
+    echo "error: ending the other processes" >&2
+    kill -KILL "${pids[@]}" 2>/dev/null
+    continue
+  fi
+  i="${number[$ended]}"
+  unset "pids[$i]"
+  alive=$((alive - 1))
+  [ "$code" -ne 0 ] || continue
+  echo "error: process $i ended with exit code $code" >&2
+  if [ "$first" = 0 ]; then
+    first=$code
+    sleep "$grace" &
+    timer=$!
+  fi
+done
+[ -z "$timer" ] || kill "$timer" 2>/dev/null
+exit "$first"

@@ -1,0 +1,141 @@
+"""Engines on several devices: the tokens of one device, pages split by heads, one compilation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from coa_jax.engine.layout import decode_mesh
+from coa_jax.errors import UserError
+from coa_jax.model.attention.choice import Attention
+from coa_jax.model.cache import layer_axes
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import decode_shardings
+from coa_jax.model.weights import init_params, unstack_layers
+from coa_jax.parallel.mesh import AXES, make_mesh
+
+PROGRAM = """
+import jax, numpy as np
+from coa_jax.engine import programs
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine, make_engines, publish_all
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import shard_params
+from coa_jax.model.weights import init_params
+from coa_jax.parallel.mesh import make_mesh
+
+config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=False)
+params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(0)))
+# A pool of pages that all slots share.
+shapes = EngineConfig(4, 64, 8, (32,), page_size=16, pages=18, decode_programs=1)
+rng = np.random.default_rng(0)
+prompts = [rng.integers(0, 384, n).tolist() for n in (5, 17, 21, 9)]
+
+def sampled(engine):
+    for slot in range(4):
+        assert engine.reserve(slot, 60)
+    engine.extend([(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
+    for slot, prompt in enumerate(prompts):
+        engine.start(slot, len(prompt), last_token=prompt[-1], limit=40, key=(0, slot, 0),
+                     sampling=SamplingParams(1.0))
+        engine.set_active(slot, True)
+    tokens, logps = [[] for _ in prompts], [[] for _ in prompts]
+    while engine.any_active:
+        chunk = engine.decode()
+        for slot in range(4):
+            tokens[slot] += chunk.tokens[slot, : chunk.count[slot]].tolist()
+            logps[slot] += chunk.logps[slot, : chunk.count[slot]].tolist()
+    for slot in range(4):
+        engine.release(slot)
+    return tokens, np.concatenate(logps)
+
+def compiled():
+    return programs.decode_chunk._cache_size() + programs.extend._cache_size()
+
+expected, expected_logps = sampled(Engine(params, config, shapes))
+# Two devices split the two key/value heads, four do not; one is a group of its own.
+for sizes, tensor in (((2, 2, 2), 0), ((1, 8, 1), 4), ((8, 1, 1), 0)):
+    mesh = make_mesh(*sizes)
+    placed = shard_params(params, config, mesh)
+    engines = make_engines(placed, config, shapes, tensor=tensor)
+    size = tensor or sizes[2]
+    assert len(engines) == 8 // size
+    engine = engines[-1]
+    assert len(jax.tree.leaves(engine.params)[0].devices()) == size
+    keys = engine._layers[0].keys
+    assert keys.addressable_shards[0].data.shape[1] == (1 if size == 2 else 2), keys.sharding
+    width = engine.params["layers"][0]["gate_up"].addressable_shards[0].data.shape[-1]
+    assert width == 96 // size
+    tokens, logps = sampled(engine)
+    assert tokens == expected, sizes
+    assert np.abs(logps - expected_logps).max() < 1e-4
+    before = compiled()
+    publish_all(engines, placed)
+    jax.tree.map(lambda x: x.delete(), placed)  # as a donating update does
+    assert sampled(engine)[0] == expected
+    assert compiled() == before
+    print(*sizes, tensor)
+"""
+
+
+def test_engines_of_every_layout_sample_what_one_device_samples():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines() == ["2 2 2 0", "1 8 1 4", "8 1 1 0"], done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_decode_shardings_have_the_form_of_the_decode_layout(tied):
+    import jax
+
+    config = ModelConfig("qwen3", 384, 48, 96, 2, 4, 2, 16, qk_norm=True, tie_embeddings=tied)
+    params = jax.eval_shape(
+        lambda key: unstack_layers(init_params(config, key), config), jax.random.key(0)
+    )
+    mesh = AbstractMesh((1, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    places = decode_shardings(config, mesh)
+    shards = jax.tree.map(lambda p, s: s.shard_shape(p.shape), params, places)
+    assert shards["head"] == (48, 192)  # fsdp splits nothing
+    assert shards["layers"][1]["qkv"] == (48, 1, 4, 16)
+    assert shards["layers"][1]["down"] == (48, 48)
+
+
+def test_heads_that_cannot_be_split_stay_together_in_every_layout():
+    config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16)
+    for name, axis in (("xla", 1), ("pallas_gpu", 0), ("ragged_paged", 2)):
+        attention = Attention(name)
+        assert layer_axes(config, attention, 2)[axis] == "kv_heads"
+        assert layer_axes(config, attention, 4) == (None,) * 4
+
+
+def test_groups_that_cannot_be_made_are_refused():
+    with pytest.raises(UserError, match="decode_tensor is 3: it must divide 1 devices"):
+        decode_mesh(make_mesh(), 3)
+    assert decode_mesh(make_mesh()).devices.shape == (1, 1, 1)
+
+
+def test_a_group_is_of_one_process():
+    class Device:
+        def __init__(self, number, process):
+            self.id, self.process_index = number, process
+
+    class Training:
+        def __init__(self):
+            self.shape = {"tensor": 4}
+            self.devices = np.array([Device(n, n // 2) for n in range(8)]).reshape(1, 2, 4)
+
+    with pytest.raises(UserError, match="4 devices that decode together span processes"):
+        decode_mesh(Training())

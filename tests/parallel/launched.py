@@ -1,0 +1,27 @@
+"""Starts a program as several processes, as launch/local_processes.sh does it for a user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(
+    count: int, devices: int, *command: str, timeout: float = 300, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python COMMAND...`` as ``count`` processes of ``devices`` simulated devices each."""
+    return subprocess.run(
+        [
+            *("bash", str(ROOT / "launch" / "local_processes.sh"), str(count)),
+            *("--devices", str(devices), "--grace", "60", sys.executable, *command),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

@@ -1,0 +1,101 @@
+"""Processes that work together: real ones, over gloo, of which some die or do not come."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.parallel.launched import launch
+
+PROGRAM = """
+import os, signal, sys, time
+from coa_jax.cli import run_main
+
+def main(argv):
+    import jax
+    from coa_jax.parallel import processes
+    case, me = os.environ["CASE"], processes.index()
+    assert processes.count() == jax.process_count() == 2 and me == jax.process_index()
+    mine = processes.share(list(range(7)))
+    # Of very different sizes, and once more than the smallest message.
+    items = [(n, "x" * 10**n) for n in mine]
+    merged = processes.gather(items, "gathering", 60)
+    assert [(n, len(text)) for n, text in merged] == [(n, 10**n) for n in range(7)]
+    print("gathered", mine, flush=True)
+    if me == int(case[-1]):
+        processes.doing("rollouts of step 3")
+        if case.startswith("kill"):
+            processes.meet("rollouts", 60)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case.startswith("fail"):
+            raise KeyError("no such thing")
+        if case.startswith("late"):
+            time.sleep(30)
+    if case.startswith("kill"):
+        processes.meet("rollouts", 60)
+        time.sleep(60)
+    if case.startswith("late"):
+        processes.meet("the update of step 3", 1.5)
+    if case.startswith("fail"):
+        time.sleep(60)
+
+run_main(main)
+"""
+
+
+def run(tmp_path, case):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return launch(
+        2, 2, str(tmp_path / "program.py"), CASE=case, COA_JAX_LOST_SECONDS="2", timeout=120
+    )
+
+
+def lines(text, process):
+    return [line[4:] for line in text.splitlines() if line.startswith(f"[{process}] ")]
+
+
+def test_processes_gather_in_order_and_a_killed_one_is_named(tmp_path):
+    done = run(tmp_path, "kill 1")
+    assert lines(done.stdout, 0)[-1:] == ["gathered [0, 2, 4, 6]"], done.stderr
+    assert lines(done.stdout, 1)[-1:] == ["gathered [1, 3, 5]"], done.stderr
+    assert done.returncode == 128 + 9
+    assert "error: process 1 ended with exit code 137" in done.stderr
+    assert "error: process 0 ended with exit code 3" in done.stderr
+    (line,) = lines(done.stderr, 0)
+    assert re.match(
+        r"error: process 1 \(.*, pid \d+\) has not been heard from for [2345] s; its last words: "
+        r".*rollouts.*; run the same command again to continue$",
+        line,
+    )
+
+
+def test_a_process_that_does_not_come_is_named_by_those_that_wait(tmp_path):
+    done = run(tmp_path, "late 1")
+    assert "error: process 0 ended with exit code 2" in done.stderr
+    assert lines(done.stderr, 0) == [
+        line for line in lines(done.stderr, 0) if line.startswith("error: the update of step 3: ")
+    ]
+    (line,) = lines(done.stderr, 0)
+    assert "after 1.5 s still without process 1 (" in line
+    assert "which is at: rollouts of step 3; look into its log" in line
+    # The late one learns why it has to end.
+    (line,) = lines(done.stderr, 1)
+    assert "process 0 (" in line and "has failed: the update of step 3" in line
+
+
+@pytest.mark.slow
+def test_the_others_end_with_the_process_that_coordinates(tmp_path):
+    done = run(tmp_path, "kill 0")
+    assert done.returncode == 128 + 9
+    assert "error: process 0 ended with exit code 137" in done.stderr
+    assert any("error: process 0, the coordinator" in line for line in lines(done.stderr, 1))
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
+    done = run(tmp_path, "fail 1")
+    assert done.returncode == 1
+    assert any("KeyError: 'no such thing'" in line for line in lines(done.stderr, 1))
+    (line,) = lines(done.stderr, 0)
+    assert "error: process 1 (" in line and "has failed: KeyError('no such thing')" in line

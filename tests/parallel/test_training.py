@@ -1,0 +1,120 @@
+"""Whole runs on 8 devices: what they compute does not depend on how many processes there are."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.model.api import Model, save_model
+from coa_jax.trajectory import read_trajectories, write_records
+from tests import tiny_policy
+from tests.learn.tiny_runs import rows
+from tests.parallel.launched import launch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("training")
+    tiny_policy.write_untrained(path / "base")
+    write_records(path / "data.jsonl", tiny_policy.records())
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def train(folder, name, case, processes, **env):
+    command = ("-m", "tests.parallel.tiny_training", str(folder), name, case)
+    return launch(processes, 8 // processes, *command, timeout=550, **env)
+
+
+def trained(folder, name, case, processes):
+    done = train(folder, name, case, processes)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / name
+
+
+def close_weights(left, right, start):
+    """Whether two runs changed the weights of ``start`` in the same way."""
+    a, b, base = (load_file(p / "model.safetensors") for p in (left, right, start))
+    for name in base:
+        change = np.abs(b[name] - base[name]).max()
+        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=1e-3 * change + 1e-7)
+    assert any((a[name] != base[name]).any() for name in base)
+
+
+def close_metrics(left, right, phase, names):
+    assert len(rows(left, phase)) == len(rows(right, phase)) > 0
+    for a, b in zip(rows(left, phase), rows(right, phase), strict=True):
+        for name in names:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
+
+
+def test_sft_is_the_same_with_one_process_and_with_two(folder):
+    one, two = (trained(folder, f"sft{n}", "sft", n) for n in (1, 2))
+    close_metrics(one, two, "sft", ["loss", "optim/grad_norm", "tokens", "epoch"])
+    assert rows(two, "sft")[-1]["validation/loss"] == pytest.approx(
+        rows(one, "sft")[-1]["validation/loss"], rel=1e-4
+    )
+    close_weights(two / "model", one / "model", folder / "base")
+
+
+def sampled(run):
+    return {
+        (t.metadata["step"], t.metadata["prompt_id"], t.sample_id): t
+        for t in read_trajectories(run / "traces.jsonl")
+    }
+
+
+def test_rl_is_the_same_with_one_process_and_with_two(folder):
+    one, two = (trained(folder, f"rl{n}", "rl", n) for n in (1, 2))
+    left, right = sampled(one), sampled(two)
+    assert list(left) == list(right)
+    assert {key[0] for key in left} == {1, 2}
+    for key, trajectory in left.items():
+        np.testing.assert_array_equal(trajectory.tokens, right[key].tokens)
+        np.testing.assert_allclose(trajectory.logp, right[key].logp, atol=1e-4)
+        assert trajectory.reward == right[key].reward
+    close_metrics(one, two, "rl", ["loss", "optim/grad_norm", "tokens", "reward/mean"])
+    assert all(row["mismatch/abs_logp_max"] < 1e-4 for row in rows(two, "rl"))
+    close_weights(two / "model", one / "model", folder / "model")
+
+
+def test_a_constrained_run_on_a_mesh_learns_what_it_sampled(folder):
+    run = trained(folder, "constrained", "constrained", 1)
+    for row in rows(run, "rl"):
+        assert row["mismatch/abs_logp_max"] < 1e-4
+        assert row["policy/clip_low"] == row["policy/clip_high"] == 0
+        assert "stop/violation" not in row
+
+
+def test_a_tool_that_hangs_on_one_process_only_ends_by_its_deadline(folder):
+    run = trained(folder, "hang", "hang", 2)
+    assert [row["step"] for row in rows(run, "rl")] == [1, 2]
+    outcomes = {key: [c.outcome for c in t.tool_calls] for key, t in sampled(run).items()}
+    # Groups are dealt out in turns: those of process 1 have the tool that hangs.
+    first = min(prompt for _, prompt, _ in outcomes)
+    ours = [c for (step, prompt, _), calls in outcomes.items() if step == 1 for c in calls
+            if (prompt - first) % 2 == 0]  # fmt: skip
+    theirs = [c for (step, prompt, _), calls in outcomes.items() if step == 1 for c in calls
+              if (prompt - first) % 2 == 1]  # fmt: skip
+    assert theirs and set(theirs) == {"timeout"}
+    assert ours and "timeout" not in ours
+
+
+def test_a_process_that_is_killed_during_a_rollout_is_named(folder):
+    done = train(folder, "kill", "kill", 2, COA_JAX_LOST_SECONDS="5")
+    assert done.returncode == 128 + 9
+    assert "error: process 0 ended with exit code 3" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "has not been heard from" in line]
+    assert line.startswith("[0] error: process 1 (")
+    assert "its last words: rollouts of step 1" in line
