@@ -21,7 +21,7 @@ from coa_jax.model.weights import init_params, unstack_layers
 from coa_jax.parallel.mesh import AXES, make_mesh
 
 PROGRAM = """
-import jax, numpy as np
+import sys, jax, numpy as np
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine, make_engines, publish_all
@@ -31,7 +31,7 @@ from coa_jax.model.weights import init_params
 from coa_jax.parallel.mesh import make_mesh
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=False)
-params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(0)))
+params = jax.tree.map(lambda x: 4 * np.asarray(x), init_params(config, jax.random.key(0)))
 # A pool of pages that all slots share.
 shapes = EngineConfig(4, 64, 8, (32,), page_size=16, pages=18, decode_programs=1)
 rng = np.random.default_rng(0)
@@ -58,9 +58,9 @@ def sampled(engine):
 def compiled():
     return programs.decode_chunk._cache_size() + programs.extend._cache_size()
 
-expected, expected_logps = sampled(Engine(params, config, shapes))
-# Two devices split the two key/value heads, four do not; one is a group of its own.
-for sizes, tensor in (((2, 2, 2), 0), ((1, 8, 1), 4), ((8, 1, 1), 0)):
+expected, expected_logps = sampled(Engine(jax.device_put(params), config, shapes))
+for case in sys.argv[1:]:
+    *sizes, tensor = map(int, case.split(","))
     mesh = make_mesh(*sizes)
     placed = shard_params(params, config, mesh)
     engines = make_engines(placed, config, shapes, tensor=tensor)
@@ -84,17 +84,23 @@ for sizes, tensor in (((2, 2, 2), 0), ((1, 8, 1), 4), ((8, 1, 1), 0)):
 """
 
 
-def test_engines_of_every_layout_sample_what_one_device_samples():
+# Two devices split the two key/value heads, four do not; one is a group of its own.
+OTHERS = ["1,8,1,4", "8,1,1,0", "1,1,8,0"]
+
+
+@pytest.mark.parametrize("cases", [["2,2,2,0"], pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_engines_of_every_layout_sample_what_one_device_samples(cases):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, *cases],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.stdout.splitlines() == ["2 2 2 0", "1 8 1 4", "8 1 1 0"], done.stderr[-3000:]
+    wanted = [case.replace(",", " ") for case in cases]
+    assert done.stdout.splitlines() == wanted, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
-from tests.parallel.launched import launch
+from tests.parallel.launched import ROOT, launch
 
 PROGRAM = """
 import os, signal, sys, time
@@ -53,6 +55,25 @@ def run(tmp_path, case):
 
 def lines(text, process):
     return [line[4:] for line in text.splitlines() if line.startswith(f"[{process}] ")]
+
+
+IMPORTS = """
+import importlib, pkgutil
+from jax._src import xla_bridge
+import coa_jax
+for module in pkgutil.iter_modules(coa_jax.__path__):
+    importlib.import_module(f"coa_jax.{module.name}")
+    assert not xla_bridge.backends_are_initialized(), module.name
+import coa_jax.distill.__main__, coa_jax.evaluate.__main__
+assert not xla_bridge.backends_are_initialized()
+"""
+
+
+def test_no_entry_point_uses_jax_before_it_has_joined_the_others():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_processes_gather_in_order_and_a_killed_one_is_named(tmp_path):
