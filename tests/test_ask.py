@@ -64,7 +64,7 @@ def learnt(tmp_path_factory) -> Learnt:
     values = {
         "model": str(root / "base"), "data": str(root / "one.jsonl"), "validation": "",
         "prompt_style": "brief", "rename_share": 0.0, "seed": 0, "rows": 1, "batch_size": 1,
-        "row_length": 400, "dtype": "float32", "remat": False, "validate_every": 1000,
+        "row_length": 400, "dtype": "float32", "remat": "none", "validate_every": 1000,
         "checkpoint_every": 1000,
         "optimizer": {"learning_rate": 3e-3, "total_steps": 150, "warmup_steps": 5},
     }  # fmt: skip

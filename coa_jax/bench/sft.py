@@ -1,13 +1,13 @@
 """Measures the training step of fine-tuning beside the peak of the machine.
 
     python -m coa_jax.bench.sft --model=DIR --batch=8 --length=256 --steps=3
-    python -m coa_jax.bench.sft --random=qwen2.5-0.5b --dtype=bfloat16 --remat --rows=2
+    python -m coa_jax.bench.sft --random=qwen2.5-0.5b --dtype=bfloat16 --remat=full --rows=2
 
 A step is that of `coa_jax.sft`: forward and backward pass over all tokens, in micro-batches of
 ``--rows`` sequences, and an AdamW update of float32 parameters.  The first step compiles and is
 given apart.  FLOPs are those of the model, six a parameter and token and three times those of
-attention: what ``--remat`` computes again does not count.  Prints one JSON object; what is measured
-in each step is given as its median, smallest and largest value.
+attention, with adapters too: what ``--remat`` computes again does not count.  Prints one JSON
+object; what is measured in each step is given as its median, smallest and largest value.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.costs import train_flops
+from coa_jax.model.lora import LoraConfig, split
+from coa_jax.model.remat import POLICIES, Remat, policy_name
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
@@ -50,9 +52,10 @@ def measure(
     length: int,
     rows: int,
     dtype: str,
-    remat: bool,
+    remat: Remat,
     steps: int,
     attention: str = "auto",
+    lora_rank: int = 0,
 ) -> dict[str, Any]:
     """The result of the command.
 
@@ -63,6 +66,7 @@ def measure(
         dtype, remat: see `SFTConfig`.
         steps: measured steps.
         attention: see `SFTConfig`.
+        lora_rank: of adapters for all projections; 0 trains everything.
     """
     batches = split_rows(
         pack(random_examples(subject.config.vocab_size, batch, length), length), rows
@@ -70,7 +74,8 @@ def measure(
     optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
     chosen = choose(attention, subject.config, dtype)
     loss_fn = bind(sft_loss, dtype=dtype, remat=remat, attention=chosen)
-    state = init_state(subject.params, optimizer)
+    params, base = split(subject.params, subject.config, LoraConfig(lora_rank), seed=0)
+    state = init_state(params, optimizer)
     compile_count()
     compiled, seconds = 0, []
     for step in range(steps + 1):
@@ -80,7 +85,7 @@ def measure(
         began = time.perf_counter()
         # The statistics are on the host when it returns, so the step is done.
         state, stats = train_step(
-            state, batches, loss_fn=loss_fn, model=subject.config, optimizer=optimizer
+            state, batches, loss_fn=loss_fn, model=subject.config, optimizer=optimizer, base=base
         )
         seconds.append(time.perf_counter() - began)
     compiled, memory = compile_count() - compiled, peak_memory_mb()
@@ -95,7 +100,8 @@ def measure(
         "length": length,
         "rows": rows,
         "dtype": dtype,
-        "remat": remat,
+        "remat": policy_name(remat),
+        "lora_rank": lora_rank,
         "attention": chosen.implementation,
         "steps": steps,
         "first_step_s": round(seconds[0], 2),
@@ -116,7 +122,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("batch", 8, "sequences of a step", lower_bound=1)
     flags.DEFINE_integer("length", 256, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("rows", 0, "sequences of a micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_bool("remat", False, "recompute activations in the backward pass")
+    flags.DEFINE_enum("remat", "none", list(POLICIES), "what the backward pass computes again")
+    flags.DEFINE_integer("lora_rank", 0, "of adapters; 0 trains everything", lower_bound=0)
     flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
     flags.DEFINE_integer("steps", 3, "measured steps", lower_bound=1)
 
@@ -136,6 +143,7 @@ def main(_: list[str]) -> None:
         remat=values.remat,
         steps=values.steps,
         attention=values.attention,
+        lora_rank=values.lora_rank,
     )
     report(result, out)
 

@@ -192,3 +192,15 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
         batch = jax.tree.map(lambda *pair: np.concatenate(pair), batch, padding)
     parts = [slice(at, at + rows) for at in range(0, batch.tokens.shape[0], rows)]
     return [jax.tree.map(operator.itemgetter(part), batch) for part in parts]
+
+
+def stack(batches: Sequence[Batch], capacity: int) -> Batch:
+    """Micro-batches of one shape as arrays ``[capacity, R, T]``; zeros follow the last one."""
+
+    def stacked(*arrays: Any) -> np.ndarray:
+        out = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)
+        for i, array in enumerate(arrays):
+            out[i] = array
+        return out
+
+    return jax.tree.map(stacked, *batches)

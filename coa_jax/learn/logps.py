@@ -1,19 +1,27 @@
-"""Log-probabilities of given tokens, without the logits of a whole batch."""
+"""Log-probabilities of given tokens, without the logits of a whole batch.
+
+The output head is a large part of a small model, and its logits would be the largest array of all.
+They exist for a chunk of positions at a time, forward and backward.  Positions without a loss are
+moved behind the others, row by row, and chunks in which no row has one left are not computed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from coa_jax.engine.constraint import FREE, allowed_tokens
 from coa_jax.learn.batch import Batch
+from coa_jax.learn.head import Head, score, weighted_sum
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
+from coa_jax.model.forward import forward
+from coa_jax.model.remat import Remat
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain
+
+CHUNK = 512
 
 
 def token_logps(
@@ -22,23 +30,99 @@ def token_logps(
     batch: Batch,
     *,
     dtype: Any,
-    remat: bool,
+    remat: Remat,
     attention: Attention = REFERENCE,
     temperature: float = 1.0,
-    vocab_chunk: int = 2048,
+    vocab_chunk: int = CHUNK,
     allowed: jax.Array | None = None,
+    mask: Any = None,
+    entropy: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of every token given those before it.
 
-    Logits exist for ``vocab_chunk`` tokens at a time only, in both passes.  Of a batch that was
-    sampled under a constraint they are those of the constrained distribution, for which
-    ``allowed`` has to be given, see `engine.constraint.ConstraintTables`.
+    Of a batch that was sampled under a constraint they are those of the constrained distribution,
+    for which ``allowed`` has to be given, see `engine.constraint.ConstraintTables`.
+
+    Args:
+        params, config: the policy.
+        batch: rows to score.
+        dtype, remat, attention: see `model.forward.forward`.
+        temperature: divides the logits.
+        vocab_chunk: positions on one device whose logits exist at a time.
+        allowed: see above.
+        mask: ``[R, T]``, not 0 where a token is wanted; the others cost nothing and come out
+            as 0.  None for all.
+        entropy: whether it is wanted; else it comes out as 0.
 
     Returns:
         float32 ``[R, T]`` each; index 0 of a row is 0.
     """
     if (allowed is None) != (batch.rule is None):
         raise ValueError("a constrained batch needs the table of its constraint, and no other one")
+    hidden, order = _hidden(params, config, batch, dtype, remat, attention, mask, vocab_chunk)
+    rules = None if batch.rule is None else _arrange(order, jnp.asarray(batch.rule)[:, 1:])
+    targets = _arrange(order, jnp.asarray(batch.tokens)[:, 1:])
+    head = Head(jnp.dtype(dtype).name, "head" not in params, temperature, entropy, attention.mesh)
+    weight = params["embed"] if head.tied else params["head"]
+    logps, entropies = score(head, hidden, weight, targets, rules, allowed, order.live)
+    return _restore(order, logps), _restore(order, entropies)
+
+
+def weighted_logp_sum(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    weights: Any,
+    *,
+    dtype: Any,
+    remat: Remat,
+    attention: Attention = REFERENCE,
+    vocab_chunk: int = CHUNK,
+) -> jax.Array:
+    """Sum of ``weights [R, T]``, which are constants, times the tokens' log-probabilities.
+
+    The same as with `token_logps`, but the weights are known when the logits are there: gradients
+    are made of them at once, and the logits need not be computed again in the backward pass.
+    """
+    hidden, order = _hidden(params, config, batch, dtype, remat, attention, weights, vocab_chunk)
+    head = Head(jnp.dtype(dtype).name, "head" not in params, mesh=attention.mesh)
+    weight = params["embed"] if head.tied else params["head"]
+    targets, factors = (_arrange(order, jnp.asarray(x)[:, 1:]) for x in (batch.tokens, weights))
+    return weighted_sum(head, hidden, weight, targets, factors, order.live)
+
+
+# --- positions in chunks -------------------------------------------------------------------
+
+
+class _Order(NamedTuple):
+    """The P positions of R rows in K chunks of C of each row.
+
+    Attributes:
+        places: int32 ``[R, K * C]``, which position comes where; the last one may repeat.
+        back: int32 ``[R, P]``, where each position is found.
+        wanted: bool ``[R, P]``.
+        live: int32, chunks with something to compute; they come first.
+        chunk: C.
+    """
+
+    places: jax.Array
+    back: jax.Array
+    wanted: jax.Array
+    live: jax.Array
+    chunk: int
+
+
+def _hidden(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    dtype: Any,
+    remat: Remat,
+    attention: Attention,
+    mask: Any,
+    vocab_chunk: int,
+) -> tuple[jax.Array, _Order]:
+    """Final hidden states in chunks ``[K, R, C, D]``, and the order in which they are."""
     hidden, _ = forward(
         params,
         config,
@@ -50,38 +134,34 @@ def token_logps(
         attention=attention,
     )
     rows, length = batch.tokens.shape
-    # Token t predicts token t + 1.  A chunk is a piece of every row: rows stay where they are.
-    mesh = attention.mesh
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    width = min(max(vocab_chunk * shards // rows, 1), length - 1)
-    padding = -(length - 1) % width
+    wanted = jnp.ones((rows, length - 1), bool) if mask is None else jnp.asarray(mask)[:, 1:] != 0
+    # Rows lie on different devices: each device has a chunk's share of all of its own.
+    shards = 1 if attention.mesh is None else attention.mesh.size // attention.mesh.shape["tensor"]
+    order = _sort(wanted, max(vocab_chunk // -(-rows // shards), 1))
+    chunks = _arrange(order, constrain(hidden, attention.mesh, "batch", None, None)[:, :-1])
+    return constrain(chunks, attention.mesh, None, "batch", None, None), order
 
-    def chunks(x: jax.Array, fill: int = 0) -> jax.Array:
-        widths = ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)
-        x = jnp.pad(x, widths, constant_values=fill).reshape(rows, -1, width, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
 
-    hidden = constrain(hidden, mesh, "batch", None, None)
-    flat, targets = chunks(hidden[:, :-1]), chunks(jnp.asarray(batch.tokens)[:, 1:])
-    rules = None if batch.rule is None else chunks(jnp.asarray(batch.rule)[:, 1:], FREE)
+def _sort(wanted: jax.Array, chunk: int) -> _Order:
+    """Wanted positions first, else as they were."""
+    positions = wanted.shape[1]
+    chunk = min(chunk, positions)
+    places = jnp.argsort(~wanted, axis=1, stable=True)
+    back = jnp.argsort(places, axis=1)
+    places = jnp.pad(places, ((0, 0), (0, -positions % chunk)), mode="edge")
+    live = -(-jnp.max(jnp.sum(wanted, axis=1)) // chunk)
+    return _Order(places, back, wanted, live, chunk)
 
-    @jax.checkpoint
-    def score(item: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-        h, target, rule = item
-        logits = unembed(params, config, h, dtype) / temperature
-        logits = constrain(logits, mesh, "batch", None, "vocab")
-        if allowed is None or rule is None:
-            logps = jax.nn.log_softmax(logits, axis=-1)
-            entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
-        else:
-            may = allowed_tokens(allowed, rule, logits.shape[-1])
-            logps = jax.nn.log_softmax(logits, axis=-1, where=may)
-            entropy = -jnp.sum(jnp.exp(logps) * jnp.where(may, logps, 0.0), axis=-1)
-        return jnp.take_along_axis(logps, target[..., None], axis=-1)[..., 0], entropy
 
-    def shaped(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1]
-        return jnp.pad(x, ((0, 0), (1, 0)))
+def _arrange(order: _Order, x: jax.Array) -> jax.Array:
+    """``[R, P, ...]`` as ``[K, R, C, ...]``."""
+    places = order.places.reshape(*order.places.shape, *(1,) * (x.ndim - 2))
+    x = jnp.take_along_axis(x, places, axis=1)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, order.chunk, *x.shape[2:]), 1, 0)
 
-    logps, entropies = jax.lax.map(score, (flat, targets, rules))
-    return shaped(logps), shaped(entropies)
+
+def _restore(order: _Order, x: jax.Array) -> jax.Array:
+    """``[K, R, C]`` as ``[R, P + 1]``, with 0 at index 0 and where nothing is wanted."""
+    x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+    x = jnp.where(order.wanted, jnp.take_along_axis(x, order.back, axis=1), 0.0)
+    return jnp.pad(x, ((0, 0), (1, 0)))

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.logps import token_logps
+from coa_jax.learn.logps import token_logps, weighted_logp_sum
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.remat import Remat
 from coa_jax.model.weights import Params
 
 Stats = dict[str, jax.Array]
@@ -43,15 +44,16 @@ def sft_loss(
     batch: Batch,
     *,
     dtype: Any,
-    remat: bool,
+    remat: Remat,
     attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Stats]:
     """Negative log-likelihood of the policy's tokens (paper eq 7), summed.
 
     Observations and prompts have mask 0: what the policy did not write it does not learn to write.
     """
-    logp, _ = token_logps(params, config, batch, dtype=dtype, remat=remat, attention=attention)
-    loss = -jnp.sum(logp * batch.mask)
+    loss = -weighted_logp_sum(
+        params, config, batch, batch.mask, dtype=dtype, remat=remat, attention=attention
+    )
     return loss, {"loss": loss}
 
 
@@ -64,7 +66,7 @@ def policy_loss(
     clip: PolicyLossConfig,
     temperature: float,
     dtype: Any,
-    remat: bool,
+    remat: Remat,
     attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Stats]:
     """Clipped policy-gradient loss, summed over the policy's tokens.
@@ -81,6 +83,7 @@ def policy_loss(
         attention=attention,
         temperature=temperature,
         allowed=allowed,
+        mask=batch.mask,
     )
     difference = (logp - batch.logp) * batch.mask
     ratio = jnp.exp(jnp.clip(difference, -20.0, 20.0))

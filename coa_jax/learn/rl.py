@@ -7,7 +7,6 @@ signal, samples further tasks in their place, and makes one or more clipped poli
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,12 @@ from coa_jax.engine.memory import engine_memory
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.groups import describe, graded_values, sample_groups
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import init_state
+from coa_jax.learn.step import check_updates, init_state
 from coa_jax.learn.update import update
-from coa_jax.model.api import load_model, save_model
+from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
+from coa_jax.model.lora import merge, split
+from coa_jax.model.peft_io import save_trained
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import training_mesh
@@ -46,7 +47,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
     model = load_model(config.model, mesh=mesh)
     attention = choose(config.attention, model.config, config.dtype, mesh)
-    state = init_state(model.params, config.optimizer)
+    params, base = split(model.params, model.config, config.lora, config.seed, mesh)
+    state = init_state(params, config.optimizer)
     checkpoints = Checkpoints(run.checkpoints / "rl")
     step, cursor = checkpoints.latest() or 0, 0
     if step:
@@ -60,7 +62,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     if constraint is not None:
         print(f"constraint: {constraint}", flush=True)
     engines = make_engines(
-        state.params,
+        merge(base, state.params),
         model.config,
         config.engine,
         eos_ids(model.tokenizer),
@@ -79,21 +81,26 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             cursor = sampled.cursor
             clock.lap("rollout")
             processes.doing(f"update of step {step + 1}")
-            state, stats = update(config, state, model, sampled.used, mesh, attention, constraint)
+            state, stats = update(
+                config, state, model, sampled.used, mesh, attention, constraint, base
+            )
             clock.lap("update")
-            publish_all(engines, state.params)
+            publish_all(engines, merge(base, state.params))
             clock.lap("publish")
             step += 1
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             run.traces(step, "rl", _rows(sampled.everything))
             times = {**clock.report(), "time/checkpoint": saving}
             run.metrics(step, "rl", **stats, **describe(sampled), **times)
-            if step % config.checkpoint_every == 0 or step == total:
+            error = check_updates(stats, config.optimizer)
+            if step % config.checkpoint_every == 0 or step == total or error:
                 checkpoints.save(step, state, {"cursor": cursor})
+            if error:
+                raise error
             saving = clock.lap("checkpoint")
             bar.update(reward=float(np.mean(graded_values(sampled.everything) or [0.0])))
     checkpoints.close()
-    save_model(dataclasses.replace(model, params=state.params), output, overwrite=True)
+    save_trained(model, state.params, base, config.model, output)
 
 
 def _rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:

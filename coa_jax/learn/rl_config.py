@@ -8,6 +8,8 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.losses import PolicyLossConfig
 from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.lora import LoraConfig
+from coa_jax.model.remat import policy_name
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
 
@@ -31,7 +33,7 @@ class RLConfig:
         rows: rows of a micro-batch.
         row_length: tokens of a row; at least ``rollout.max_tokens``.
         dtype: operands of products in training; the engine has its own.
-        remat: recompute activations in the backward pass.
+        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
         loss: clip bounds.
         optimizer: ``total_steps`` counts updates and is the length of the run.
         engine: shapes of decoding.
@@ -39,6 +41,7 @@ class RLConfig:
         checkpoint_every: steps between two checkpoints.
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+        lora: adapters to train in place of the whole model, see `model.lora`.
     """
 
     model: str
@@ -54,7 +57,7 @@ class RLConfig:
     rows: int
     row_length: int
     dtype: str
-    remat: bool
+    remat: str
     loss: PolicyLossConfig
     optimizer: OptimizerConfig
     engine: EngineConfig
@@ -62,8 +65,10 @@ class RLConfig:
     checkpoint_every: int
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: str = "auto"
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
+        policy_name(self.remat, "rl config: remat")
         longest = min(self.rollout.max_tokens, self.engine.max_length)
         if self.row_length < longest:
             raise UserError(

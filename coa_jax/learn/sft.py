@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -17,10 +19,13 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.data import example_stream, next_batches, tokenize_records
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.scratch import template_words
-from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
-from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
+from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
+from coa_jax.model.peft_io import save_trained
+from coa_jax.model.remat import policy_name
 from coa_jax.model.weights import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
@@ -45,12 +50,13 @@ class SFTConfig:
         rows: rows of a micro-batch.
         row_length: tokens of a row; longer records are left out and counted.
         dtype: operands of products; parameters and their sums stay float32.
-        remat: recompute activations in the backward pass.
+        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
         optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
         validate_every: updates between two measurements of the validation loss.
         checkpoint_every: updates between two checkpoints.
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+        lora: adapters to train in place of the whole model, see `model.lora`.
     """
 
     model: str
@@ -63,12 +69,16 @@ class SFTConfig:
     rows: int
     row_length: int
     dtype: str
-    remat: bool
+    remat: str
     optimizer: OptimizerConfig
     validate_every: int
     checkpoint_every: int
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: str = "auto"
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        policy_name(self.remat, "sft config: remat")
 
 
 def train(config: SFTConfig, run: RunDir, output: Path) -> None:
@@ -97,7 +107,8 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         validation, _ = tokenize_records(
             model.tokenizer, held_out, style=config.prompt_style, length=config.row_length
         )
-    state, cursor, checkpoints = _resume(config, run, model)
+    params, base = split(model.params, model.config, config.lora, config.seed, mesh)
+    state, cursor, checkpoints = _resume(config, run, params)
     attention = choose(config.attention, model.config, config.dtype, mesh)
     loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention)
     stream = example_stream(
@@ -109,9 +120,9 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         rename_share=config.rename_share,
         keep=template_words(kept, config.prompt_style) if config.rename_share else frozenset(),
     )
-    total = config.optimizer.total_steps
-    with progress("SFT", total=total, initial=int(state.step)) as bar:
-        while (step := int(state.step)) < total:
+    total, step = config.optimizer.total_steps, int(state.step)
+    with progress("SFT", total=total, initial=step) as bar:
+        while step < total:
             began = time.monotonic()
             batches, cursor = next_batches(
                 stream,
@@ -123,28 +134,34 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
             processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
             state, stats = train_step(
                 state,
-                [put_batch(batch, mesh) for batch in batches],
+                batches,
                 loss_fn=loss_fn,
                 model=model.config,
                 optimizer=config.optimizer,
+                base=base,
+                mesh=mesh,
+                capacity=-(-config.batch_size // config.rows),
             )
             step += 1
             stats["epoch"] = cursor / len(kept)
             stats["time/step"] = time.monotonic() - began
             if validation and (step % config.validate_every == 0 or step == total):
                 stats["validation/loss"] = mean_loss(
-                    state, validation, config, model.config, loss_fn, mesh
+                    state, base, validation, config, model.config, loss_fn, mesh
                 )
             run.metrics(step, "sft", **stats)
             bar.update(loss=stats["loss"])
-            if step % config.checkpoint_every == 0 or step == total:
+            error = check_updates(stats, config.optimizer)
+            if step % config.checkpoint_every == 0 or step == total or error:
                 checkpoints.save(step, state, {"cursor": cursor})
+            if error:
+                raise error
     checkpoints.close()
-    save_model(dataclasses.replace(model, params=state.params), output, overwrite=True)
+    save_trained(model, state.params, base, config.model, output)
 
 
-def _resume(config: SFTConfig, run: RunDir, model: Model) -> tuple[TrainState, int, Checkpoints]:
-    state = init_state(model.params, config.optimizer)
+def _resume(config: SFTConfig, run: RunDir, params: Params) -> tuple[TrainState, int, Checkpoints]:
+    state = init_state(params, config.optimizer)
     checkpoints = Checkpoints(run.checkpoints / "sft")
     step = checkpoints.latest()
     if step is None:
@@ -157,6 +174,7 @@ def _resume(config: SFTConfig, run: RunDir, model: Model) -> tuple[TrainState, i
 
 def mean_loss(
     state: TrainState,
+    base: LoraBase | None,
     examples: Sequence[Example],
     config: SFTConfig,
     model: ModelConfig,
@@ -164,17 +182,22 @@ def mean_loss(
     mesh: jax.sharding.Mesh | None = None,
 ) -> float:
     """Mean loss over the policy's tokens of all examples."""
-    total, count = 0.0, 0.0
+    total, count = jnp.zeros(()), 0.0
     for batch in split_rows(pack(examples, config.row_length), config.rows):
-        total += float(
-            _loss_sum(state.params, put_batch(batch, mesh), loss_fn=loss_fn, model=model)
-        )
+        placed = put_batch(batch, mesh)
+        total = _add_loss(total, state.params, base, placed, loss_fn=loss_fn, model=model)
         count += float(np.sum(batch.mask))
-    return total / max(count, 1.0)
+    return float(total) / max(count, 1.0)
 
 
-def _loss_sum_program(params: Params, batch: Batch, loss_fn: Any, model: ModelConfig) -> jax.Array:
-    return loss_fn(params, model, batch)[0]
-
-
-_loss_sum = jax.jit(_loss_sum_program, static_argnames=("loss_fn", "model"))
+@functools.partial(jax.jit, static_argnames=("loss_fn", "model"))
+def _add_loss(
+    total: jax.Array,
+    params: Params,
+    base: LoraBase | None,
+    batch: Batch,
+    *,
+    loss_fn: Any,
+    model: ModelConfig,
+) -> jax.Array:
+    return total + loss_fn(attach(base, params), model, batch)[0]

@@ -1,7 +1,8 @@
-"""The training step: accumulate gradients over micro-batches, then update once.
+"""The training step: one program accumulates gradients over micro-batches and updates once.
 
-Two programs, each compiled once, serve any number of micro-batches: RL batches differ in size from
-step to step, and a global token mean needs the sum of all gradients before it divides.
+Micro-batches come as one stack with room for as many as a step can have; how many there are is an
+argument of the program.  RL batches differ in size from step to step, and nothing is compiled again
+for that.  A global token mean needs the sum of all gradients before it divides.
 """
 
 from __future__ import annotations
@@ -15,26 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.learn.batch import Batch
+from coa_jax.errors import UserError
+from coa_jax.learn.batch import Batch, stack
 from coa_jax.learn.losses import Stats
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.lora import LoraBase, attach
 from coa_jax.model.weights import Params
+from coa_jax.parallel.placement import put_batch
 
 
 class TrainState(NamedTuple):
     """All that a run needs to go on.
 
     Attributes:
-        params: float32 master parameters, layers stacked.
+        params: float32 master parameters that are trained: all of a model, layers stacked, or
+            its adapters (see `model.lora`).
         opt_state: of the optimiser.
-        step: int32 scalar, updates so far.
+        step: int32 scalar, updates so far, those that were skipped among them.
+        skipped: int32 scalar, updates that were skipped, see `train_step`.
+        skipped_in_a_row: int32 scalar, how many of the last ones were.
     """
 
     params: Params
     opt_state: Any
     step: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +57,7 @@ class OptimizerConfig:
         final_ratio: rate at the end relative to the peak; 1 keeps it constant after warm-up.
         b1, b2, eps, weight_decay: of AdamW; norms and biases do not decay.
         clip_norm: bound on the global gradient norm.
+        max_skipped: skipped updates in a row (see `train_step`) after which training ends.
     """
 
     learning_rate: float
@@ -59,6 +69,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    max_skipped: int = 5
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -114,52 +125,102 @@ def init_state(params: Params, optimizer: OptimizerConfig) -> TrainState:
         transform_non_params=lambda _: rest,
     )
     opt_state = jax.jit(transformation.init, out_shardings=places)(params)
-    return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), rest))
+    counters = (jax.device_put(jnp.zeros((), jnp.int32), rest) for _ in range(3))
+    return TrainState(params, opt_state, *counters)
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn", "model"), donate_argnames=("total",))
-def accumulate(
+def gradient_sums(
     params: Params,
-    total: tuple[Params, Stats],
-    batch: Batch,
+    batches: Batch,
+    number: jax.Array,
     extra: tuple[jax.Array, ...] = (),
+    base: LoraBase | None = None,
     *,
     loss_fn: Any,
     model: ModelConfig,
 ) -> tuple[Params, Stats]:
-    """Adds a micro-batch's summed gradients and statistics to a running total."""
-    gradients, stats = jax.grad(loss_fn, has_aux=True)(params, model, batch, *extra)
-    sums, seen = total
-    merged = {
-        name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
-        for name, value in stats.items()
-    }
-    return jax.tree.map(jnp.add, sums, gradients), merged
+    """Gradients and statistics, summed over the first ``number`` micro-batches of a stack.
+
+    Args:
+        params: by which the loss is differentiated.
+        batches: arrays ``[M, R, T]``.
+        number: int32, how many there are.
+        extra: arrays that the loss reads beside every micro-batch.
+        base: what adapters belong to; None where all is trained.
+        loss_fn, model: see `train_step`.
+    """
+
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
+        return loss_fn(attach(base, params), model, batch, *extra)
+
+    def batch_at(i: jax.Array | int) -> Batch:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+
+    def add(i: jax.Array, total: tuple[Params, Stats]) -> tuple[Params, Stats]:
+        gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i))
+        sums, seen = total
+        merged = {
+            name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
+            for name, value in stats.items()
+        }
+        return jax.tree.map(jnp.add, sums, gradients), merged
+
+    names = jax.eval_shape(lambda: loss(params, batch_at(0))[1])
+    start = (
+        jax.tree.map(jnp.zeros_like, params),
+        {name: jnp.zeros((), jnp.float32) for name in names},
+    )
+    return jax.lax.fori_loop(0, number, add, start)
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn", "model"))
-def _statistics(
-    params: Params,
-    batch: Batch,
+@functools.partial(
+    jax.jit, static_argnames=("loss_fn", "model", "optimizer"), donate_argnames=("state",)
+)
+def train_program(
+    state: TrainState,
+    batches: Batch,
+    number: jax.Array,
+    count: jax.Array,
     extra: tuple[jax.Array, ...] = (),
+    base: LoraBase | None = None,
     *,
     loss_fn: Any,
     model: ModelConfig,
-) -> Stats:
-    """Only asked for its shapes, which JAX remembers; a loss need not be traced each step."""
-    return loss_fn(params, model, batch, *extra)[1]
-
-
-@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state",))
-def apply_update(
-    state: TrainState, sums: Params, count: jax.Array, *, optimizer: OptimizerConfig
-) -> tuple[TrainState, jax.Array]:
-    """One optimiser step on ``sums / count``; returns the state and the gradient norm."""
+    optimizer: OptimizerConfig,
+) -> tuple[TrainState, Stats]:
+    """The program of `train_step`; ``count`` is the number of tokens that have a loss."""
+    sums, stats = gradient_sums(
+        state.params, batches, number, extra, base, loss_fn=loss_fn, model=model
+    )
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
     updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return TrainState(params, opt_state, state.step + 1), norm
+    # A norm that is finite has no part that is not.
+    good = jnp.isfinite(norm) & jnp.isfinite(stats["loss"])
+    # Selected within the update's own passes over memory, where a branch would copy the state.
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(good, new, old),
+        (params, opt_state),
+        (state.params, state.opt_state),
+    )
+    new = TrainState(
+        params,
+        opt_state,
+        state.step + 1,
+        state.skipped + ~good,
+        jnp.where(good, 0, state.skipped_in_a_row + 1),
+    )
+    means = {
+        name: value if name.endswith("max") else value / count for name, value in stats.items()
+    }
+    return new, {
+        **means,
+        "optim/grad_norm": norm,
+        "optim/lr": jnp.asarray(schedule(optimizer)(state.step - state.skipped), jnp.float32),
+        "optim/skipped": new.skipped,
+        "optim/skipped_in_a_row": new.skipped_in_a_row,
+    }
 
 
 def train_step(
@@ -170,38 +231,63 @@ def train_step(
     model: ModelConfig,
     optimizer: OptimizerConfig,
     extra: tuple[jax.Array, ...] = (),
+    base: LoraBase | None = None,
+    mesh: Mesh | None = None,
+    capacity: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
     """One update from micro-batches of one shape.
 
+    A loss or a gradient that is not finite changes neither parameters nor moments: the update is
+    skipped and counted, and the rate stays where it was.  See `check_updates`.
+
     Args:
         state: donated.
-        batches: at least one; only tokens with mask 1 count.
+        batches: at least one, on the host; only tokens with mask 1 count.
         loss_fn: ``(params, model, batch, *extra) -> (sum, stats of sums)``; a statistic whose name
-            ends in ``max`` is a maximum.
+            ends in ``max`` is a maximum, and one must be ``loss``.
         model, optimizer: static.
         extra: arrays that the loss reads beside every micro-batch.
+        base: what the adapters of ``state`` belong to; None where all is trained.
+        mesh: over which rows are split.
+        capacity: micro-batches that the program has room for: the most that a step of the run can
+            have.  By default, and where there are more, the next power of two from 4 on, so that
+            few programs are compiled.
 
     Returns:
         The new state, and statistics: means over the batch's tokens, plus ``optim/grad_norm``,
-        ``optim/lr`` and ``tokens``.
+        ``optim/lr``, ``optim/skipped``, ``optim/skipped_in_a_row`` and ``tokens``.
     """
-    # Of a batch on a mesh a process may hold a part only.
-    count = sum(
-        float(np.sum(m, dtype=np.float64) if isinstance(m, np.ndarray) else jnp.sum(m))
-        for m in (batch.mask for batch in batches)
+    number = len(batches)
+    if number > capacity:
+        capacity = max(1 << (number - 1).bit_length(), 4)
+    count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
+    state, stats = train_program(
+        state,
+        put_batch(stack(batches, capacity), mesh),
+        np.int32(number),
+        np.float32(max(count, 1.0)),
+        extra,
+        base,
+        loss_fn=loss_fn,
+        model=model,
+        optimizer=optimizer,
     )
-    names = _statistics.eval_shape(state.params, batches[0], extra, loss_fn=loss_fn, model=model)
-    total = (
-        jax.tree.map(jnp.zeros_like, state.params),
-        {name: jnp.zeros((), jnp.float32) for name in names},
+    values = {name: value.item() for name, value in jax.device_get(stats).items()}
+    return state, {**values, "tokens": count}
+
+
+def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserError | None:
+    """The error with which training has to end, once its state is saved; None to go on.
+
+    Args:
+        stats: of the last step, see `train_step`.
+        optimizer: says how many updates in a row may be skipped.
+    """
+    skipped = int(stats.get("optim/skipped_in_a_row", 0))
+    if skipped < optimizer.max_skipped:
+        return None
+    return UserError(
+        f"the last {skipped} updates had a loss or gradient that is not finite (loss "
+        f"{stats['loss']:g}, gradient norm {stats['optim/grad_norm']:g}) and were skipped; the "
+        "state is saved: lower optimizer.learning_rate or optimizer.clip_norm, or look at the data"
     )
-    for batch in batches:
-        total = accumulate(state.params, total, batch, extra, loss_fn=loss_fn, model=model)
-    sums, summed = total
-    rate = float(schedule(optimizer)(int(state.step)))
-    state, norm = apply_update(state, sums, np.float32(max(count, 1.0)), optimizer=optimizer)
-    stats = {
-        name: float(value) if name.endswith("max") else float(value) / max(count, 1.0)
-        for name, value in jax.device_get(summed).items()
-    }
-    return state, {**stats, "optim/grad_norm": float(norm), "optim/lr": rate, "tokens": count}

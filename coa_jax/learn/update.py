@@ -16,7 +16,8 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import TrainState, train_step
 from coa_jax.model.api import Model
 from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.parallel.placement import put_batch, replicate
+from coa_jax.model.lora import LoraBase
+from coa_jax.parallel.placement import replicate
 from coa_jax.trajectory import Trajectory
 
 
@@ -28,11 +29,13 @@ def update(
     mesh: jax.sharding.Mesh | None = None,
     attention: Attention = REFERENCE,
     constraint: Constraint | None = None,
+    base: LoraBase | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """The updates of one step; statistics are those of the first, which is on-policy.
 
     Without a group that has a signal nothing is learned, but the step counts.  Trajectories that
-    were sampled under a constraint are learned under the same one.
+    were sampled under a constraint are learned under the same one.  With ``base`` the state holds
+    the adapters of that model.
     """
     examples: list[list[Example]] = []
     for group in groups:
@@ -60,14 +63,18 @@ def update(
         batches = split_rows(pack(chosen, config.row_length), config.rows)
         state, stats = train_step(
             state,
-            [put_batch(batch, mesh) for batch in batches],
+            batches,
             loss_fn=loss_fn,
             model=model.config,
             optimizer=config.optimizer,
             extra=() if constraint is None else (replicate(constraint.tables.allowed, mesh),),
+            base=base,
+            mesh=mesh,
+            capacity=-(-config.groups * config.group_size // config.rows),
         )
         stats["adv/abs_mean"] = float(
             sum(np.abs(b.advantage).sum() for b in batches) / max(stats["tokens"], 1.0)
         )
         first = first or stats
+        first |= {name: stats[name] for name in ("optim/skipped", "optim/skipped_in_a_row")}
     return state, first

@@ -79,7 +79,7 @@ def _write_weights(
     max_shard_bytes: int,
 ) -> None:
     """Writes the weights, or takes part in gathering them where ``directory`` is None."""
-    tensors = export_tensors(params, config, _to_host)
+    tensors = export_tensors(params, config, to_host)
     if directory is None:
         for _ in tensors:
             pass
@@ -121,7 +121,8 @@ def _plan_shards(
     return shards
 
 
-def _to_host(array: jax.Array) -> np.ndarray:
+def to_host(array: jax.Array) -> np.ndarray:
+    """An array on this host; with several processes, all of them call this."""
     if array.is_fully_addressable:
         return np.asarray(array)
     from jax.experimental import multihost_utils

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax.model import lora
 from coa_jax.model.attention.causal import Attend, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project, row_sum
+from coa_jax.model.remat import Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain
 
@@ -76,6 +78,8 @@ def _layer(
     with jax.named_scope("qkv"):
         qkv = project("btd,dnhk->btnhk", h, layer["qkv"], dtype)
         qkv = constrain(qkv, mesh, "batch", None, "kv_heads", None, None)
+        if "lora" in layer:
+            qkv = lora.add_qkv(qkv, h, layer, dtype)
     if c.qkv_bias:
         qkv = qkv + layer["qkv_bias"]
     q, k, v = jnp.split(qkv, (c.num_groups, c.num_groups + 1), axis=3)
@@ -98,15 +102,21 @@ def _layer(
     attended = constrain(attended.astype(dtype), mesh, "batch", None, "kv_heads", None, None)
     with jax.named_scope("out"):
         x = x + constrain(project("btngk,ngkd->btd", attended, layer["out"], dtype), mesh, *STREAM)
+        if "lora" in layer:
+            x = lora.add_one("o", "btngk,ngkd->btd", x, attended, layer, dtype)
     with jax.named_scope("norm"):
         h = rms_norm(x, layer["mlp_norm"], c.rms_eps).astype(dtype)
         h = constrain(h, mesh, "batch", None, None)
     with jax.named_scope("mlp"):
         gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
+        if "lora" in layer:
+            gate_up = lora.add_gate_up(gate_up, h, layer, dtype)
         gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
         h = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(dtype)
         h = constrain(h, mesh, "batch", None, "mlp")
         x = x + constrain(project("btf,fd->btd", h, layer["down"], dtype), mesh, *STREAM)
+        if "lora" in layer:
+            x = lora.add_one("down", "btf,fd->btd", x, h, layer, dtype)
         return x, cache
 
 
@@ -118,13 +128,14 @@ def forward(
     segment_ids: jax.Array | np.ndarray | None = None,
     cache: Cache | None = None,
     dtype: Any = jnp.float32,
-    remat: bool = False,
+    remat: Remat = False,
     attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs the decoder.
 
     Args:
-        params: stacked layers (scanned) or a tuple of per-layer dicts (unrolled; decoding).
+        params: stacked layers (scanned) or a tuple of per-layer dicts (unrolled; decoding); with
+            adapters or without, see `lora.attach`.
         config: the architecture.
         tokens: int32 ``[B, T]``.
         positions: int32 ``[B, T]``; with a cache also where the new keys and values go.
@@ -133,7 +144,7 @@ def forward(
             cache; None means one segment a row.
         cache: keys and values of earlier tokens; a token at position p reads positions 0..p.
         dtype: of the operands of products; they accumulate in float32.
-        remat: whether to recompute a layer's activations in the backward pass.
+        remat: what of a layer's activations the backward pass computes again, see `model.remat`.
         attention: causal without a cache, with one paged.
 
     Returns:
@@ -164,7 +175,7 @@ def forward(
             step(x, layer, cos, sin, attend_to, None, None, positions)[0],
             None,
         )
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
+        x, _ = jax.lax.scan(rematerialize(body, remat), x, params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_eps), cache
 
 

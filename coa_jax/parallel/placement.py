@@ -48,7 +48,7 @@ def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def put_batch(batch: T, mesh: Mesh | None) -> T:
-    """Splits the rows of every array ``[R, T]`` of a batch over the mesh's batch axes.
+    """Splits the rows of every array ``[..., R, T]`` of a batch over the mesh's batch axes.
 
     Every process holds the whole batch and contributes its own rows.
     """
@@ -56,7 +56,9 @@ def put_batch(batch: T, mesh: Mesh | None) -> T:
         return batch
 
     def place(array: np.ndarray) -> jax.Array:
-        sharding = sharding_for(mesh, ("batch", None), shape=array.shape)
+        sharding = sharding_for(
+            mesh, (*(None,) * (array.ndim - 2), "batch", None), shape=array.shape
+        )
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(place, batch)

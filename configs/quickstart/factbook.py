@@ -51,7 +51,7 @@ def get_config() -> ml_collections.ConfigDict:
             "batch_size": 8,
             "row_length": 512,
             "dtype": "bfloat16",
-            "remat": False,
+            "remat": "none",
             "validate_every": 100,
             "checkpoint_every": 300,
             "optimizer": complete(
@@ -95,7 +95,7 @@ def get_config() -> ml_collections.ConfigDict:
             "rows": 4,
             "row_length": 512,
             "dtype": "float32",
-            "remat": False,
+            "remat": "none",
             "loss": complete(PolicyLossConfig, {"negative_weight": 0.25}),
             "optimizer": complete(
                 OptimizerConfig,

@@ -42,7 +42,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 1,
             "row_length": 768,
             "dtype": "float32",
-            "remat": False,
+            "remat": "none",
             "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
             "optimizer": {
                 "learning_rate": 1e-5,

@@ -38,7 +38,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "batch_size": 4,
             "row_length": 704,
             "dtype": "bfloat16",
-            "remat": False,
+            "remat": "none",
             "validate_every": 20,
             "checkpoint_every": 10,
             "optimizer": {

@@ -138,7 +138,7 @@ def test_an_update_does_not_depend_on_micro_batches():
         parts = rows_of(batch, groups)
         state, stats = train_step(state, parts, loss_fn=SFT, model=MODEL, optimizer=optimizer)
         results.append((state.opt_state, stats))
-        programs.append((step.accumulate._cache_size(), step.apply_update._cache_size()))
+        programs.append(step.train_program._cache_size())
     for moments, stats in results[1:]:
         # Adam's first step hardly depends on the size of a gradient; its moments do.
         assert_same_tree(moments, results[0][0])

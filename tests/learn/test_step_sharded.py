@@ -24,7 +24,6 @@ from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.choice import Attention
 from coa_jax.parallel.mesh import make_mesh
-from coa_jax.parallel.placement import put_batch
 
 rng = np.random.default_rng(0)
 rows, length = 8, 24
@@ -54,8 +53,7 @@ def run(mesh, kind):
     history = []
     for _ in range(2):
         state, stats = train_step(
-            state, [put_batch(b, mesh) for b in halves],
-            loss_fn=loss, model=model.config, optimizer=optimizer,
+            state, halves, loss_fn=loss, model=model.config, optimizer=optimizer, mesh=mesh
         )
         history.append(stats)
     adam = next(part for part in jax.tree.leaves(

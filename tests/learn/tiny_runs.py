@@ -32,7 +32,7 @@ def sft_config(model: Path, data: Path, **changes: object) -> sft.SFTConfig:
         "rows": 1,
         "row_length": 192,
         "dtype": "float32",
-        "remat": False,
+        "remat": "none",
         "optimizer": OptimizerConfig(learning_rate=1e-2, total_steps=SFT_STEPS, warmup_steps=2),
         "validate_every": 100,
         "checkpoint_every": 2,
@@ -55,7 +55,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "rows": 2,
         "row_length": 192,
         "dtype": "float32",
-        "remat": False,
+        "remat": "none",
         "loss": PolicyLossConfig(),
         "optimizer": OptimizerConfig(
             learning_rate=1e-3, total_steps=3, final_ratio=1.0, weight_decay=0.0

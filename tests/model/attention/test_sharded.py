@@ -7,9 +7,9 @@ from pathlib import Path
 
 PROGRAM = """
 import jax, numpy as np
-from coa_jax.learn.batch import Batch
+from coa_jax.learn.batch import Batch, stack
 from coa_jax.learn.losses import bind, sft_loss
-from coa_jax.learn.step import accumulate
+from coa_jax.learn.step import gradient_sums
 from coa_jax.model.attention.choice import Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import shard_params
@@ -32,10 +32,9 @@ params = init_params(config, jax.random.key(0))
 def gradients(mesh, attention):
     here = params if mesh is None else shard_params(params, config, mesh)
     loss = bind(sft_loss, dtype="float32", remat=True, attention=attention)
-    total = (jax.tree.map(lambda x: 0 * x, here), {"loss": 0.0})
-    lowered = accumulate.lower(here, total, put_batch(batch, mesh), loss_fn=loss, model=config)
-    sums, stats = lowered.compile()(here, total, put_batch(batch, mesh))
-    return jax.device_get((sums, stats))
+    sums = jax.jit(gradient_sums, static_argnames=("loss_fn", "model"))
+    only = put_batch(stack([batch], 1), mesh)
+    return jax.device_get(sums(here, only, 1, loss_fn=loss, model=config))
 
 expected, expected_stats = gradients(None, Attention())
 for sizes in ((2, 2, 2), (1, 2, 4)):  # four ways of tensor do not divide two key/value heads

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from coa_jax.engine import programs
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import bind, sft_loss
-from coa_jax.learn.step import accumulate
+from coa_jax.learn.step import gradient_sums
 from coa_jax.model.attention import paged
 from coa_jax.model.attention.choice import Attention, Case, resolve
 from coa_jax.model.cache import init_layers
@@ -70,13 +70,14 @@ def training(topology: str, rows: int = 4, length: int = 256) -> None:
 
     def array(dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
-            (rows, length), dtype, sharding=sharding_for(mesh, ("batch", None))
+            (1, rows, length), dtype, sharding=sharding_for(mesh, (None, "batch", None))
         )
 
     batch = Batch(*(array("int32") for _ in range(3)), *(array("float32") for _ in range(3)))
-    scalar = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
+    number = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
     loss = bind(sft_loss, dtype="bfloat16", remat=True, attention=Attention(implementation, mesh))
-    lowered = accumulate.lower(params, (params, {"loss": scalar}), batch, loss_fn=loss, model=MODEL)
+    sums = jax.jit(gradient_sums, static_argnames=("loss_fn", "model"))
+    lowered = sums.lower(params, batch, number, loss_fn=loss, model=MODEL)
     report("training", lowered.compile())
 
 

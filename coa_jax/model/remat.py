@@ -1,0 +1,50 @@
+"""What of a layer's activations is kept for the backward pass, and what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from coa_jax.errors import UserError
+
+Remat = bool | str
+"""A name of `POLICIES`; False is ``none`` and True ``full``."""
+
+_POLICIES = jax.checkpoint_policies
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "dots": _POLICIES.dots_saveable,
+    "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
+    "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "full": _POLICIES.nothing_saveable,
+}
+"""From the most memory to the least, and from the least work to the most:
+
+- ``none`` keeps everything.
+- ``dots`` keeps the results of all products, attention's among them.
+- ``weight_dots`` keeps those of products with weights only; attention is computed again.
+- ``offload`` keeps the same ones in the memory of the host.
+- ``full`` keeps the residual stream before each layer; the whole layer is computed again.
+"""
+
+
+def policy_name(remat: Remat, where: str = "remat") -> str:
+    """The name of a policy.
+
+    Raises:
+        UserError: there is no such policy.
+    """
+    if isinstance(remat, bool):
+        return "full" if remat else "none"
+    if remat not in POLICIES:
+        raise UserError(f"{where} is {remat!r}: use one of {', '.join(POLICIES)}")
+    return remat
+
+
+def rematerialize(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """A layer that keeps for its backward pass what the policy says."""
+    policy = POLICIES[name := policy_name(remat)]
+    # Inside a scan nothing can be merged across the two passes, so it need not be prevented.
+    return layer if name == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)
