@@ -52,7 +52,7 @@ EXTRAS = {
     "tpu": ["jax[tpu]>=0.10.2"],
 }
 
-# torch gives golden values of independent implementations; the package never imports it.
+# torch and peft give golden values of independent implementations; the package imports neither.
 LINT = ["ruff>=0.17", "mypy>=2.4"]
 TEST = [
     *LINT,
@@ -72,6 +72,7 @@ TEST = [
     "hypothesis>=6.170",
     "protobuf>=7.36",
     "torch>=2.13",
+    "peft>=0.21",
 ]
 
 setuptools.setup(

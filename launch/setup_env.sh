@@ -162,6 +162,9 @@ coa_setup_env() {
   done
   exec 9<&-
   export PATH="$COA_VENV/bin:$PATH"
+  # A training step on a CPU takes and returns gigabytes at once.  In pages of 4 KiB their first use
+  # can cost more than the arithmetic (docs/performance.md); this asks for large ones.
+  export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 }
 
 coa_setup_env "$@" || { return 1 2>/dev/null || exit 1; }

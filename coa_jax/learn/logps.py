@@ -22,6 +22,7 @@ from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain
 
 CHUNK = 512
+"""Default of ``vocab_chunk``: positions on one device whose logits exist at a time."""
 
 
 def token_logps(
@@ -62,6 +63,7 @@ def token_logps(
     hidden, order = _hidden(params, config, batch, dtype, remat, attention, mask, vocab_chunk)
     rules = None if batch.rule is None else _arrange(order, jnp.asarray(batch.rule)[:, 1:])
     targets = _arrange(order, jnp.asarray(batch.tokens)[:, 1:])
+    allowed = None if allowed is None else jnp.asarray(allowed)
     head = Head(jnp.dtype(dtype).name, "head" not in params, temperature, entropy, attention.mesh)
     weight = params["embed"] if head.tied else params["head"]
     logps, entropies = score(head, hidden, weight, targets, rules, allowed, order.live)

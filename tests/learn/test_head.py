@@ -1,0 +1,190 @@
+"""The head on chunks: values and gradients of float64, and nothing done for what has no loss."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.engine.constraint import FREE
+from coa_jax.learn.batch import Example, pack
+from coa_jax.learn.head import Head, score, weighted_sum
+from coa_jax.learn.logps import _sort, token_logps, weighted_logp_sum
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params
+
+# Large enough for the fusions that XLA makes of real heads.
+CHUNKS, ROWS, COLUMNS, WIDTH, VOCAB = 3, 2, 40, 64, 640
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(CHUNKS, ROWS, COLUMNS, WIDTH)).astype(np.float32)
+WEIGHT = (RNG.normal(size=(VOCAB, WIDTH)) / 4).astype(np.float32)
+TARGETS = RNG.integers(0, VOCAB, (CHUNKS, ROWS, COLUMNS)).astype(np.int32)
+OF_LOGP, OF_ENTROPY = RNG.normal(size=(2, CHUNKS, ROWS, COLUMNS)).astype(np.float32)
+
+
+def expected(hidden, weight, live, temperature=1.0, may=None):
+    """Log-probabilities and entropies in float64."""
+    z = hidden.astype(np.float64) @ weight.T.astype(np.float64) / temperature
+    if may is not None:
+        z = np.where(may, z, -np.inf)
+    z -= z.max(-1, keepdims=True)
+    logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    entropy = -np.sum(np.exp(logp) * np.where(np.isfinite(logp), logp, 0.0), -1)
+    picked = np.take_along_axis(logp, TARGETS[..., None], -1)[..., 0]
+    picked[live:], entropy[live:] = 0.0, 0.0
+    return picked, entropy
+
+
+def slope(function, x, direction, step=1e-5):
+    return (function(x + step * direction) - function(x - step * direction)) / (2 * step)
+
+
+def constraint_table():
+    """Two states with about half of the vocabulary each, and one that is free."""
+    allowed = RNG.integers(0, 2**32, (3, VOCAB // 32), dtype=np.uint64).astype(np.uint32)
+    allowed[FREE] = 2**32 - 1
+    rules = RNG.integers(0, 3, TARGETS.shape).astype(np.int32)
+    bits = (allowed[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    may = bits.reshape(3, VOCAB)[rules].astype(bool)
+    # What was sampled was allowed.
+    legal = np.take_along_axis(may, TARGETS[..., None], -1)[..., 0]
+    rules = np.where(legal, rules, FREE).astype(np.int32)
+    return jnp.asarray(allowed), rules, bits.reshape(3, VOCAB)[rules].astype(bool)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize("live", [3, 1])
+def test_values_and_gradients_are_those_of_float64(tied, constrained, live):
+    head = Head("float32", tied, temperature=0.7, entropy=True)
+    allowed, rules, may = constraint_table() if constrained else (None, None, None)
+
+    @functools.partial(jax.jit, static_argnames="frozen")
+    def value_and_grad(hidden, weight, frozen=False):
+        def f(hidden, weight):
+            logp, entropy = score(head, hidden, weight, TARGETS, rules, allowed, np.int32(live))
+            return jnp.sum(OF_LOGP * logp + OF_ENTROPY * entropy), (logp, entropy)
+
+        return jax.value_and_grad(f, 0 if frozen else (0, 1), has_aux=True)(hidden, weight)
+
+    def reference(hidden, weight):
+        logp, entropy = expected(hidden, weight, live, 0.7, may)
+        return np.sum(OF_LOGP * logp + OF_ENTROPY * entropy)
+
+    weight = WEIGHT if tied else WEIGHT.T
+    (_, values), (d_hidden, d_weight) = value_and_grad(HIDDEN, weight)
+    for ours, theirs in zip(values, expected(HIDDEN, WEIGHT, live, 0.7, may), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-5)
+    assert not np.any(d_hidden[live:])
+    # A direction for every row: a wrong row cannot hide behind a right one.
+    for row in range(ROWS):
+        at = RNG.normal(size=HIDDEN.shape)
+        at[:, 1 - row] = 0
+        found = np.vdot(np.asarray(d_hidden, np.float64), at)
+        assert found == pytest.approx(slope(lambda x: reference(x, WEIGHT), HIDDEN, at), rel=1e-3)
+    at = RNG.normal(size=WEIGHT.shape)
+    found = np.vdot(np.asarray(d_weight if tied else d_weight.T, np.float64), at)
+    assert found == pytest.approx(slope(lambda w: reference(HIDDEN, w), WEIGHT, at), rel=1e-3)
+    _, alone = value_and_grad(HIDDEN, weight, frozen=True)
+    np.testing.assert_allclose(alone, d_hidden, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_sum_with_constant_weights_has_the_gradients_of_its_parts(frozen):
+    head, wrt = Head("float32", True), 0 if frozen else (0, 1)
+
+    @jax.jit
+    def both(hidden, weight):
+        def parts(hidden, weight):
+            return jnp.sum(OF_LOGP * score(head, hidden, weight, TARGETS, None, None, 2)[0])
+
+        def at_once(hidden, weight):
+            return weighted_sum(head, hidden, weight, TARGETS, OF_LOGP, 2)
+
+        return tuple(jax.value_and_grad(f, wrt)(hidden, weight) for f in (parts, at_once))
+
+    left, right = both(HIDDEN, WEIGHT)
+    logp, _ = expected(HIDDEN, WEIGHT, 2)
+    assert float(right[0]) == pytest.approx(np.sum(OF_LOGP * logp), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), left, right)
+
+
+def test_bfloat16_gradients_are_near_those_of_float32():
+    def gradients(dtype):
+        f = lambda h, w: weighted_sum(Head(dtype, True), h, w, TARGETS, OF_LOGP, 3)  # noqa: E731
+        return jax.jit(jax.grad(f, (0, 1)))(HIDDEN, WEIGHT)
+
+    for exact, rounded in zip(gradients("float32"), gradients("bfloat16"), strict=True):
+        assert rounded.dtype == jnp.float32
+        assert 0 < np.linalg.norm(exact - rounded) < 0.02 * np.linalg.norm(exact)
+
+
+def test_chunks_without_a_loss_are_not_computed():
+    poisoned = HIDDEN.copy()
+    poisoned[1:] = np.nan
+
+    @jax.jit
+    def both(hidden):
+        f = lambda h, w: weighted_sum(Head("float32", True), h, w, TARGETS, OF_LOGP, 1)  # noqa: E731
+        g = lambda h, w: jnp.sum(  # noqa: E731
+            OF_LOGP * score(Head("float32", True), h, w, TARGETS, None, None, 1)[0]
+        )
+        return [jax.value_and_grad(k, (0, 1))(hidden, WEIGHT) for k in (f, g)]
+
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(both(poisoned)))
+    jax.tree.map(np.testing.assert_array_equal, both(poisoned), both(HIDDEN))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 50])
+def test_wanted_positions_come_first_and_fill_as_few_chunks_as_they_can(chunk):
+    wanted = np.random.default_rng(chunk).random((3, 20)) < 0.3
+    order = _sort(jnp.asarray(wanted), chunk)
+    most = wanted.sum(axis=1).max()
+    assert int(order.live) == -(-most // min(chunk, 20))
+    for row in range(3):
+        count = wanted[row].sum()
+        np.testing.assert_array_equal(order.places[row, :count], np.flatnonzero(wanted[row]))
+        np.testing.assert_array_equal(order.places[row][order.back[row]], np.arange(20))
+    assert int(_sort(jnp.zeros((3, 20), bool), chunk).live) == 0
+
+
+MODEL = ModelConfig("qwen2", 97, 32, 48, 1, 4, 2, 8, qkv_bias=True)
+
+
+def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
+    params = init_params(MODEL, jax.random.key(1))
+    rng = np.random.default_rng(3)
+    members = []
+    for size in (12, 7, 19, 3):
+        mask = (rng.random(size) < 0.4).astype(np.float32)
+        ids = rng.integers(0, 97, size).astype(np.int32)
+        members.append(Example(ids, mask, 0 * mask, 0 * mask))
+    batch = pack(members, 24)
+
+    @functools.partial(jax.jit, static_argnames=("masked", "chunk"))
+    def run(masked, chunk):
+        def f(params):
+            logp, entropy = token_logps(
+                params, MODEL, batch, dtype="float32", remat=False, vocab_chunk=chunk,
+                mask=batch.mask if masked else None,
+            )  # fmt: skip
+            return jnp.sum(logp * batch.mask), (logp * batch.mask, entropy * batch.mask)
+
+        return jax.value_and_grad(f, has_aux=True)(params)
+
+    @jax.jit
+    @jax.value_and_grad
+    def at_once(params):
+        return weighted_logp_sum(
+            params, MODEL, batch, batch.mask, dtype="float32", remat=False, vocab_chunk=6
+        )
+
+    (total, values), gradient = run(False, 512)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    (_, ours), ours_gradient = run(True, 6)
+    jax.tree.map(close, ours, values)
+    jax.tree.map(close, ours_gradient, gradient)
+    value, ours_gradient = at_once(params)
+    close(value, total)
+    jax.tree.map(close, ours_gradient, gradient)

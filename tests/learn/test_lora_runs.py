@@ -1,0 +1,80 @@
+"""Runs that train adapters: they resume to the bit, and rollouts sample from the merged model."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.learn import rl
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import save_model
+from coa_jax.model.lora import LoraConfig
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import write_records
+from tests import tiny_policy
+from tests.learn.tiny_runs import rl_config, rows, run_sft, sft_config
+
+pytestmark = pytest.mark.slow
+LORA = LoraConfig(rank=4, alpha=8.0, projections=("q", "v", "down"))
+
+
+def tensors(path):
+    return load_file(path / "model.safetensors")
+
+
+def test_a_resumed_run_ends_with_the_same_adapters_and_an_untouched_base(tmp_path, monkeypatch):
+    base = tiny_policy.write_untrained(tmp_path / "base")
+    write_records(tmp_path / "data.jsonl", tiny_policy.records())
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=6)
+    config = sft_config(base, tmp_path / "data.jsonl", lora=LORA, optimizer=optimizer)
+    run_sft(tmp_path / "whole", config)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(self, step, phase, **scalars):
+        original(self, step, phase, **scalars)
+        if step == 3:
+            raise Stopped
+
+    original = RunDir.metrics
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "metrics", stop)
+        with pytest.raises(Stopped):
+            run_sft(tmp_path / "parts", config)
+    run_sft(tmp_path / "parts", config)
+    history = rows(tmp_path / "whole", "sft")
+    assert history[-1]["loss"] < history[0]["loss"]
+    whole, parts = (tensors(tmp_path / name / "model") for name in ("whole", "parts"))
+    for name, values in tensors(base).items():
+        np.testing.assert_array_equal(whole[name], parts[name])
+        trained = any(f".{part}_proj." in name for part in LORA.projections)
+        assert (whole[name] != values).any() == trained, name
+    assert (tmp_path / "whole" / "model-adapters" / "adapter_config.json").is_file()
+    saved = tmp_path / "whole" / "checkpoints" / "sft" / "6"
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    assert size < (base / "model.safetensors").stat().st_size  # the base is not in it
+
+
+def test_rollouts_sample_from_the_model_with_its_adapters(tmp_path):
+    save_model(tiny_policy.policy(), tmp_path / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    config = rl_config(
+        tmp_path / "model",
+        tmp_path / "tasks.jsonl",
+        lora=LORA,
+        optimizer=OptimizerConfig(learning_rate=3e-3, total_steps=2, weight_decay=0.0),
+    )
+    with RunDir(tmp_path / "run") as run:
+        rl.train(config, run, tmp_path / "out", list(tiny_policy.tools().values()))
+    history = rows(tmp_path / "run", "rl")
+    assert len(history) == 2
+    # In the second step adapters are no longer zero: the sampler has them too.
+    assert max(row["mismatch/abs_logp_max"] for row in history) < 1e-4
+    before, after = tensors(tmp_path / "model"), tensors(tmp_path / "out")
+    assert any((before[name] != after[name]).any() for name in before)

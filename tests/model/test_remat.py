@@ -1,0 +1,51 @@
+"""Every policy of rematerialisation gives the same gradients, and keeps less."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.forward import forward
+from coa_jax.model.remat import POLICIES, policy_name
+from coa_jax.model.weights import init_params
+
+MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
+PARAMS = init_params(MODEL, jax.random.key(0))
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 64)).astype(np.int32)
+
+
+@functools.cache
+def compiled(remat, dtype):
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(64), TOKENS.shape)
+        hidden, _ = forward(params, MODEL, TOKENS, positions, dtype=dtype, remat=remat)
+        return jnp.sum(hidden**3)
+
+    return jax.jit(jax.grad(loss)).lower(PARAMS).compile()
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [name for name in POLICIES if name != "none"])
+def test_a_policy_changes_no_gradient(remat, dtype):
+    def check(left, right):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * np.abs(right).max())
+
+    jax.tree.map(check, compiled(remat, dtype)(PARAMS), compiled("none", dtype)(PARAMS))
+
+
+def test_each_policy_keeps_less_than_the_one_before():
+    kept = [
+        compiled(name, "float32").memory_analysis().temp_size_in_bytes
+        for name in ("none", "dots", "weight_dots", "full")
+    ]
+    assert sorted(kept, reverse=True) == kept and len(set(kept)) == 4
+
+
+def test_names_and_flags():
+    assert (policy_name(False), policy_name(True), policy_name("dots")) == ("none", "full", "dots")
+    with pytest.raises(UserError, match="remat is 'some': use one of none, dots"):
+        policy_name("some")
