@@ -211,7 +211,7 @@ def test_an_unknown_variant_is_refused(argument, said):
 def test_a_debug_form_differs_in_size_only():
     large, small = (load_config(f"configs/rl/code.py{v}") for v in ("", ":debug"))
     tiny = load_config("configs/rl/tiny.py")
-    assert small.loss == large.loss
+    assert small.algorithm == large.algorithm
     assert small.format_reward and large.format_reward and not tiny.format_reward
     assert (small.dtype, small.remat) == (large.dtype, large.remat) == ("bfloat16", True)
     assert small.optimizer.learning_rate == large.optimizer.learning_rate

@@ -19,10 +19,11 @@ from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig
 from coa_jax.learn.abstract import abstract_params, abstract_state
 from coa_jax.learn.batch import Batch
+from coa_jax.learn.logps import CHUNK
 from coa_jax.learn.losses import bind, policy_loss, sft_loss
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.step import TrainState, accumulate, apply_update
+from coa_jax.learn.step import TrainState, train_program
 from coa_jax.model.attention.causal import STAND_IN
 from coa_jax.model.attention.choice import Attention, Case, resolve
 from coa_jax.model.cache import LayerCache, init_layers
@@ -113,39 +114,31 @@ def all_programs(setup: Setup) -> list[Program]:
 
 def _training(setup: Setup) -> list[Program]:
     config, model, mesh = setup.config, setup.model, setup.mesh
-    params = _parameters(setup)
-    shape = (config.rows, config.row_length)
+    number = micro_batches(config)
+    shape = (number, config.rows, config.row_length)
     kinds = (*["int32"] * 3, *["float32"] * 3)
-    arrays: list[Any] = [_array(mesh, shape, kind, "batch", None) for kind in kinds]
-    batch = Batch(*arrays)
-    loss_fn = _loss(setup)
-    stats = jax.eval_shape(lambda p, b: loss_fn(p, model, b)[1], params, batch)
-    total = (params, {name: _array(mesh, (), "float32") for name in stats})
+    arrays: list[Any] = [_array(mesh, shape, kind, None, "batch", None) for kind in kinds]
     state = _state(setup)
-    lying = chip_bytes(state.opt_state) + _engine_bytes(setup)
-    count = _array(mesh, (), "float32")
-    updates = 1 if isinstance(config, SFTConfig) else config.updates
-    gradients = Program(
-        "gradients",
-        lambda: accumulate.lower(params, total, batch, loss_fn=loss_fn, model=model),
-        micro_batches(config),
-        lying,
-        setup.where.count,
-        (-(-config.row_length // _HEAD_POSITIONS),),
-        0.0 if setup.where.tpu else _attention_flops(setup),
-    )
-    update = Program(
-        "update",
-        lambda: apply_update.lower(state, params, count, optimizer=config.optimizer),
-        updates,
-        _engine_bytes(setup),
-        setup.where.count,
-    )
-    return [gradients, update]
+    count, tokens = _array(mesh, (), "int32"), _array(mesh, (), "float32")
+    loss_fn = _loss(setup)
+    return [
+        Program(
+            "train",
+            lambda: train_program.lower(
+                state, Batch(*arrays), count, tokens,
+                loss_fn=loss_fn, model=model, optimizer=config.optimizer,
+            ),
+            1 if isinstance(config, SFTConfig) else config.updates,
+            _engine_bytes(setup),
+            setup.where.count,
+            (float(number), -(-config.row_length // _HEAD_POSITIONS)),
+            0.0 if setup.where.tpu else number * _attention_flops(setup),
+        )
+    ]  # fmt: skip
 
 
-_HEAD_POSITIONS = 512
-"""Positions of a row of which logits exist at a time, where a loop over them ends by data."""
+_HEAD_POSITIONS = CHUNK
+"""Positions of a row of which logits exist at a time, in a loop that ends by data."""
 
 
 def _loss(setup: Setup) -> Any:
@@ -162,7 +155,7 @@ def _loss(setup: Setup) -> Any:
     }
     if isinstance(config, SFTConfig):
         return bind(sft_loss, **options)
-    return bind(policy_loss, clip=config.loss, temperature=config.temperature, **options)
+    return bind(policy_loss, algorithm=config.chosen, temperature=config.temperature, **options)
 
 
 def _attention_flops(setup: Setup) -> float:
@@ -171,7 +164,7 @@ def _attention_flops(setup: Setup) -> float:
     See `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``.
     """
     config, model = setup.config, setup.model
-    products = (2 if config.remat else 0) + 2 + 7
+    products = (0 if config.remat == "none" else 2) + 2 + 7
     square = config.rows * float(config.row_length) ** 2
     heads = model.num_layers * model.num_heads * model.head_dim
     return products * square * heads / setup.where.count

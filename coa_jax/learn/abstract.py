@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,8 +38,8 @@ def abstract_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | 
         params,
         transform_non_params=lambda _: whole,
     )
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    return TrainState(params, jax.tree.map(_placed, shapes, places), step)  # type: ignore[arg-type]
+    counters: list[Any] = [jax.ShapeDtypeStruct((), jnp.int32, sharding=whole) for _ in range(3)]
+    return TrainState(params, jax.tree.map(_placed, shapes, places), *counters)
 
 
 def _placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:

@@ -48,6 +48,11 @@ class Batch(NamedTuple):
         logp: float32 ``[R, T]``, sampling log-probabilities.
         advantage: float32 ``[R, T]``.
         rule: int32 ``[R, T]``, see `Example`; None where nothing is constrained.
+        weight: float32 ``[R, T]``, of the tokens' losses, see `learn.normalise`; None for 1.
+        old_logp: float32 ``[R, T]``, log-probabilities of the trainer before a step's updates.
+        ref_logp: float32 ``[R, T]``, log-probabilities of the policy that the run began with.
+        value: float32 ``[R, T]``, the critic's values before a step's updates.
+        returns: float32 ``[R, T]``, what it learns.
     """
 
     tokens: np.ndarray
@@ -57,6 +62,11 @@ class Batch(NamedTuple):
     logp: np.ndarray
     advantage: np.ndarray
     rule: np.ndarray | None = None
+    weight: jax.Array | np.ndarray | None = None
+    old_logp: jax.Array | np.ndarray | None = None
+    ref_logp: jax.Array | np.ndarray | None = None
+    value: jax.Array | np.ndarray | None = None
+    returns: jax.Array | np.ndarray | None = None
 
 
 def prompt_ids(tokenizer: Any, protocol: str, question: str, style: str) -> tuple[int, ...]:

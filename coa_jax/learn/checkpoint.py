@@ -31,14 +31,18 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, extra: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        extra: dict[str, Any],
+        critic: TrainState | None = None,
+    ) -> None:
         """Writes a checkpoint; returns when it is on disk."""
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()), extra=ocp.args.JsonSave(extra)
-            ),
-        )
+        items = {"state": ocp.args.StandardSave(state._asdict()), "extra": ocp.args.JsonSave(extra)}
+        if critic is not None:
+            items["critic"] = ocp.args.StandardSave(critic._asdict())
+        self._manager.save(step, args=ocp.args.Composite(**items))
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -47,22 +51,27 @@ class Checkpoints:
         Raises:
             UserError: it holds another model or another optimiser.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        restored = self._read(step, state=_restore_as(like), extra=ocp.args.JsonRestore())
+        return TrainState(**restored["state"]), restored["extra"]
+
+    def restore_critic(self, step: int, like: TrainState) -> TrainState:
+        """The critic of a checkpoint, as `restore`."""
+        return TrainState(**self._read(step, critic=_restore_as(like))["critic"])
+
+    def _read(self, step: int, **items: Any) -> Any:
         try:
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(abstract), extra=ocp.args.JsonRestore()
-                ),
-            )
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError) as error:
             raise UserError(
                 f"{self._manager.directory}: checkpoint {step} does not fit this configuration "
                 f"({str(error).splitlines()[0][:200]}); use the configuration that it was written "
                 "with, or another workdir"
             ) from error
-        return TrainState(**restored["state"]), restored["extra"]
 
     def close(self) -> None:
         """Releases the directory."""
         self._manager.close()
+
+
+def _restore_as(like: TrainState) -> Any:
+    return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict()))

@@ -15,6 +15,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.batch import prompt_ids
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model
 from coa_jax.parallel import processes
 from coa_jax.rollout.collect import collect
@@ -29,14 +30,18 @@ class Sampled:
     """The groups of one step.
 
     Attributes:
-        used: groups with a signal, at most as many as a step wants; each graded.
+        used: what the step learns from, at most as many groups as it wants; each graded.
         everything: all groups that were sampled, graded.
         cursor: index of the next task.
+        surplus: groups with a signal that the step has no room for; the next one begins with them.
+        kept: how many of ``used`` an earlier step left over.
     """
 
     used: list[list[Trajectory]]
     everything: list[list[Trajectory]]
     cursor: int
+    surplus: list[list[Trajectory]] = dataclasses.field(default_factory=list)
+    kept: int = 0
 
 
 def sample_groups(
@@ -47,39 +52,37 @@ def sample_groups(
     stream: grain.MapDataset,
     cursor: int,
     tools: Sequence[Tool],
+    surplus: Sequence[list[Trajectory]] = (),
 ) -> Sampled:
-    """Samples tasks from ``cursor`` on until ``groups`` of them have differing rewards.
+    """Samples tasks from ``cursor`` on until there are ``groups`` groups to learn from.
 
-    At most ``max_rounds`` rounds; the first samples ``groups`` tasks, a later one as many as the
-    rate of the earlier rounds makes necessary.
+    An algorithm that learns from a signal takes those whose rewards differ (DAPO's dynamic
+    sampling, arXiv 2503.14476 §3.2).  It begins with the ``surplus`` of earlier steps, the oldest
+    first, and samples in at most ``max_rounds`` rounds: the first as many tasks as are missing, a
+    later one as many as the rate of the earlier rounds makes necessary.  Other algorithms take
+    every group of one round.
     """
-    used: list[list[Trajectory]] = []
     everything: list[list[Trajectory]] = []
+    learnable = list(surplus)
     for _ in range(config.max_rounds):
-        missing = config.groups - len(used)
-        rate = max(len(used) / len(everything), 0.25) if everything else 1.0
+        missing = config.groups - len(learnable)
+        if missing <= 0:
+            break
+        useful = len(learnable) - len(surplus)
+        rate = max(useful / len(everything), 0.25) if everything else 1.0
         wanted = min(config.groups, int(np.ceil(missing / rate)))
-        requests = []
-        for index in range(cursor, cursor + wanted):
-            task: Task = stream[index]
-            requests.append(
-                Request(
-                    task=task,
-                    prompt=prompt_ids(
-                        model.tokenizer, task.protocol, task.question, config.rollout.prompt_style
-                    ),
-                    seed=config.seed,
-                    prompt_id=index,
-                    samples=tuple(range(config.group_size)),
-                    sampling=SamplingParams(temperature=config.temperature),
-                    metadata={"stage": "rl-train"},
-                )
-            )
+        requests = [
+            _request(config, model, stream[index], index)
+            for index in range(cursor, cursor + wanted)
+        ]
         cursor += wanted
         # Each process samples and grades its part; what follows depends on what all have gathered.
         mine = processes.share(requests)
         groups = [
-            [dataclasses.replace(t, reward=_shape(config, grade(request.task, t))) for t in group]
+            [
+                dataclasses.replace(t, reward=_shaped(config, grade(request.task, t), t))
+                for t in group
+            ]
             for request, group in zip(
                 mine,
                 collect(runner, engines, model.tokenizer, mine, tools, config.rollout),
@@ -88,16 +91,39 @@ def sample_groups(
         ]
         for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
             everything.append(graded)
-            if has_signal(rewards(graded)) and len(used) < config.groups:
-                used.append(graded)
-        if len(used) >= config.groups:
+            if config.chosen.learn_from == "all" or has_signal(rewards(graded)):
+                learnable.append(graded)
+        if config.chosen.learn_from == "all":
             break
-    return Sampled(used, everything, cursor)
+    used, left = learnable[: config.groups], learnable[config.groups :]
+    return Sampled(used, everything, cursor, left, kept=min(len(surplus), len(used)))
+
+
+def _request(config: RLConfig, model: Model, task: Task, index: int) -> Request:
+    return Request(
+        task=task,
+        prompt=prompt_ids(
+            model.tokenizer, task.protocol, task.question, config.rollout.prompt_style
+        ),
+        seed=config.seed,
+        prompt_id=index,
+        samples=tuple(range(config.group_size)),
+        sampling=SamplingParams(temperature=config.temperature),
+        metadata={"stage": "rl-train"},
+    )
 
 
 def describe(sampled: Sampled) -> dict[str, float]:
     """Figures of a step's rollouts, all sampled groups included."""
     groups = sampled.everything
+    counts = {
+        "group/sampled": float(len(groups)),
+        "group/used": float(len(sampled.used)),
+        "group/surplus": float(len(sampled.surplus)),
+        "stale/frac": sampled.kept / max(len(sampled.used), 1),
+    }
+    if not groups:
+        return counts  # the surplus was enough
     flat = [trajectory for group in groups for trajectory in group]
     values = graded_values(groups)
     calls = [call for trajectory in flat for call in trajectory.tool_calls]
@@ -109,8 +135,7 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "reward/std": float(np.std(values)) if values else 0.0,
         "reward/masked_frac": 1.0 - len(values) / len(flat),
         "group/frac_zero_std": unsure / len(groups),
-        "group/sampled": float(len(groups)),
-        "group/used": float(len(sampled.used)),
+        **counts,
         "len/mean": float(np.mean(lengths)),
         "len/max": float(np.max(lengths)),
         "tool/calls": len(calls) / len(flat),
@@ -131,7 +156,12 @@ def rewards(group: Sequence[Trajectory]) -> list[float | None]:
     return [None if t.reward is None else t.reward.value for t in group]
 
 
-def _shape(config: RLConfig, reward: Reward) -> Reward:
-    if reward.value is None or not config.format_reward:
-        return reward
-    return dataclasses.replace(reward, value=reward.value * reward.parts["format"])
+def _shaped(config: RLConfig, reward: Reward, trajectory: Trajectory) -> Reward:
+    return shape_reward(
+        reward,
+        len(trajectory.tokens),
+        format_reward=config.format_reward,
+        budget=config.longest,
+        buffer=config.chosen.overlong_buffer,
+        penalty=config.chosen.overlong_penalty,
+    )

@@ -1,7 +1,7 @@
-"""Agentic reinforcement learning with live tools: GRPO with dynamic sampling (paper §3.2).
+"""Agentic reinforcement learning with live tools (paper §3.2).
 
-A step samples a group of trajectories for each of some tasks, grades them, drops groups without a
-signal, samples further tasks in their place, and makes one or more clipped policy-gradient updates.
+A step samples a group of trajectories for each of some tasks, grades them and makes one or more
+policy-gradient updates.  Which groups learn, and how, is the algorithm's, see `learn.algorithms`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.groups import describe, graded_values, sample_groups
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import check_updates, init_state
-from coa_jax.learn.update import update
+from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.lora import merge, split
@@ -47,13 +47,22 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
     model = load_model(config.model, mesh=mesh)
     attention = choose(config.attention, model.config, config.dtype, mesh)
+    # Before the state, whose updates take the parameters' memory.
+    critic = critic_state(config, model.params)
     params, base = split(model.params, model.config, config.lora, config.seed, mesh)
+    reference = reference_params(config, model.params, base)
     state = init_state(params, config.optimizer)
     checkpoints = Checkpoints(run.checkpoints / "rl")
     step, cursor = checkpoints.latest() or 0, 0
+    surplus: list[list[Trajectory]] = []
     if step:
         state, extra = checkpoints.restore(step, state)
         cursor = int(extra["cursor"])
+        surplus = [
+            [Trajectory.from_json(row) for row in group] for group in extra.get("surplus", ())
+        ]
+        if critic is not None:
+            critic = checkpoints.restore_critic(step, critic)
     run.rewind("rl", step)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
@@ -77,12 +86,21 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         while step < total:
             clock = _Clock()
             processes.doing(f"rollouts of step {step + 1}")
-            sampled = sample_groups(config, runner, engines, model, stream, cursor, tools)
-            cursor = sampled.cursor
+            sampled = sample_groups(config, runner, engines, model, stream, cursor, tools, surplus)
+            cursor, surplus = sampled.cursor, sampled.surplus
             clock.lap("rollout")
             processes.doing(f"update of step {step + 1}")
-            state, stats = update(
-                config, state, model, sampled.used, mesh, attention, constraint, base
+            state, critic, stats = update(
+                config,
+                state,
+                model,
+                sampled.used,
+                mesh,
+                attention,
+                constraint,
+                base,
+                critic=critic,
+                reference=reference,
             )
             clock.lap("update")
             publish_all(engines, merge(base, state.params))
@@ -94,7 +112,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             run.metrics(step, "rl", **stats, **describe(sampled), **times)
             error = check_updates(stats, config.optimizer)
             if step % config.checkpoint_every == 0 or step == total or error:
-                checkpoints.save(step, state, {"cursor": cursor})
+                extra = {"cursor": cursor, "surplus": [_rows([group]) for group in surplus]}
+                checkpoints.save(step, state, extra, critic)
             if error:
                 raise error
             saving = clock.lap("checkpoint")

@@ -6,7 +6,7 @@ import dataclasses
 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.learn.losses import PolicyLossConfig
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.remat import policy_name
@@ -34,7 +34,7 @@ class RLConfig:
         row_length: tokens of a row; at least ``rollout.max_tokens``.
         dtype: operands of products in training; the engine has its own.
         remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
-        loss: clip bounds.
+        algorithm: a preset and the knobs that differ from it.
         optimizer: ``total_steps`` counts updates and is the length of the run.
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
@@ -58,7 +58,7 @@ class RLConfig:
     row_length: int
     dtype: str
     remat: str
-    loss: PolicyLossConfig
+    algorithm: Algorithm
     optimizer: OptimizerConfig
     engine: EngineConfig
     rollout: RolloutConfig
@@ -67,9 +67,19 @@ class RLConfig:
     attention: str = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a trajectory may have."""
+        return min(self.rollout.max_tokens, self.engine.max_length)
+
+    @property
+    def chosen(self) -> Algorithm:
+        """The algorithm with every knob set."""
+        return self.algorithm.resolve(self.longest)
+
     def __post_init__(self) -> None:
         policy_name(self.remat, "rl config: remat")
-        longest = min(self.rollout.max_tokens, self.engine.max_length)
+        longest = self.longest
         if self.row_length < longest:
             raise UserError(
                 f"rl config: row_length is {self.row_length}, trajectories have up to {longest} "
@@ -79,6 +89,13 @@ class RLConfig:
             raise UserError(
                 f"rl config: temperature is {self.temperature}; without chance in the samples "
                 "there is nothing to learn from, give 1.0"
+            )
+        algorithm = self.chosen
+        alone = algorithm.advantage in ("batch", "gae") and algorithm.learn_from == "all"
+        if self.group_size == 1 and not alone:
+            raise UserError(
+                "rl config: group_size is 1; samples of one task are compared with each other: "
+                "give at least 2, or algorithm.name=ppo or reinforce++, which learn from all"
             )
         for name in ("groups", "group_size", "max_rounds", "updates", "checkpoint_every"):
             if getattr(self, name) < 1:

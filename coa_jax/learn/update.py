@@ -1,24 +1,71 @@
-"""The policy-gradient updates of a step."""
+"""The updates of a step: of the policy, and of the critic where there is one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.engine.constraint import Constraint
 from coa_jax.learn.advantages import group_advantages
-from coa_jax.learn.batch import Example, pack, split_rows, trajectory_example
+from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example
+from coa_jax.learn.experience import complete_experience
 from coa_jax.learn.groups import rewards
-from coa_jax.learn.losses import bind, policy_loss
+from coa_jax.learn.losses import bind, policy_loss, value_loss
+from coa_jax.learn.normalise import weigh
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import TrainState, train_step
+from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
+from coa_jax.learn.value import init_critic
 from coa_jax.model.api import Model
 from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.model.lora import LoraBase
+from coa_jax.model.lora import LoraBase, attach
+from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import replicate
 from coa_jax.trajectory import Trajectory
+
+
+def policy_loss_of(config: RLConfig, attention: Attention = REFERENCE) -> Any:
+    """The loss that a run's training step is compiled with."""
+    return bind(
+        policy_loss,
+        algorithm=config.chosen,
+        temperature=config.temperature,
+        dtype=config.dtype,
+        remat=config.remat,
+        attention=attention,
+    )
+
+
+def critic_optimizer(config: RLConfig) -> OptimizerConfig:
+    """The policy's optimiser with the critic's rate and warm-up."""
+    return dataclasses.replace(
+        config.optimizer,
+        learning_rate=config.chosen.critic_learning_rate,
+        warmup_steps=config.chosen.critic_warmup_steps,
+    )
+
+
+def critic_state(config: RLConfig, params: Params) -> TrainState | None:
+    """A critic that begins with the policy's body; None where the algorithm has none."""
+    if not config.chosen.needs_critic:
+        return None
+    return init_state(init_critic(params), critic_optimizer(config))
+
+
+def reference_params(
+    config: RLConfig, params: Params, base: LoraBase | None = None
+) -> Params | None:
+    """Parameters that updates do not touch; None where there is no KL penalty.
+
+    Adapters leave those of their model as they are, else it is a copy.
+    """
+    if not config.chosen.needs_reference:
+        return None
+    return jax.tree.map(jnp.copy, params) if base is None else base.params
 
 
 def update(
@@ -30,51 +77,98 @@ def update(
     attention: Attention = REFERENCE,
     constraint: Constraint | None = None,
     base: LoraBase | None = None,
-) -> tuple[TrainState, dict[str, float]]:
+    *,
+    critic: TrainState | None = None,
+    reference: Params | None = None,
+) -> tuple[TrainState, TrainState | None, dict[str, float]]:
     """The updates of one step; statistics are those of the first, which is on-policy.
 
-    Without a group that has a signal nothing is learned, but the step counts.  Trajectories that
-    were sampled under a constraint are learned under the same one.  With ``base`` the state holds
-    the adapters of that model.
+    Without a trajectory to learn from nothing is learned, but the step counts.  Trajectories that
+    were sampled under a constraint are learned under the same one.
+
+    Args:
+        config: of the run.
+        state, critic: donated.
+        model: its architecture is read.
+        groups: graded trajectories; those without a value do not learn.
+        mesh: over which rows are split.
+        attention: implementation.
+        constraint: under which all of them were sampled, if they were.
+        base: the model whose adapters the state holds; None where all is trained.
+        reference: parameters of the policy that the run began with, where the KL penalty needs it.
+
+    Returns:
+        The policy's state, the critic's, and statistics.
     """
-    examples: list[list[Example]] = []
-    for group in groups:
-        advantages = group_advantages(rewards(group))
-        examples.append(
-            [
-                trajectory_example(trajectory, float(advantage), constraint)
-                for trajectory, advantage in zip(group, advantages, strict=True)
-                if rewards([trajectory])[0] is not None and trajectory.num_policy_tokens
-            ]
-        )
-    loss_fn = bind(
-        policy_loss,
-        clip=config.loss,
-        temperature=config.temperature,
-        dtype=config.dtype,
-        remat=config.remat,
-        attention=attention,
-    )
-    first: dict[str, float] = {}
+    algorithm = config.chosen
+    members = [_examples(algorithm.advantage, group, constraint) for group in groups]
+    parts: list[list[Batch]] = []
     for part in range(config.updates):
-        chosen = [example for group in examples[part :: config.updates] for example in group]
-        if not chosen:
-            continue
-        batches = split_rows(pack(chosen, config.row_length), config.rows)
+        chosen = [example for group in members[part :: config.updates] for example in group]
+        if chosen:
+            batches = split_rows(pack(chosen, config.row_length), config.rows)
+            batches = weigh(batches, algorithm.normalise, algorithm.loss_length)
+            parts.append(batches)
+    if not parts:
+        return state, critic, {}
+    extra = () if constraint is None else (replicate(constraint.tables.allowed, mesh),)
+    capacity = -(-config.groups * config.group_size // config.rows)
+    options = {"dtype": config.dtype, "remat": config.remat, "attention": attention}
+    parts, first = complete_experience(
+        algorithm,
+        parts,
+        model.config,
+        attach(base, state.params),
+        critic=None if critic is None else critic.params,
+        reference=reference,
+        temperature=config.temperature,
+        options=options,
+        extra=extra,
+        mesh=mesh,
+    )
+    for number, batches in enumerate(parts):
         state, stats = train_step(
             state,
-            batches,
-            loss_fn=loss_fn,
+            [batch._replace(value=None, returns=None) for batch in batches],
+            loss_fn=policy_loss_of(config, attention),
             model=model.config,
             optimizer=config.optimizer,
-            extra=() if constraint is None else (replicate(constraint.tables.allowed, mesh),),
+            extra=extra,
             base=base,
             mesh=mesh,
-            capacity=-(-config.groups * config.group_size // config.rows),
+            capacity=capacity,
         )
-        stats["adv/abs_mean"] = float(
-            sum(np.abs(b.advantage).sum() for b in batches) / max(stats["tokens"], 1.0)
-        )
-        first = first or stats
-        first |= {name: stats[name] for name in ("optim/skipped", "optim/skipped_in_a_row")}
-    return state, first
+        skipped = {name: stats[name] for name in ("optim/skipped", "optim/skipped_in_a_row")}
+        if critic is not None:
+            critic, values = train_step(
+                critic,
+                [b._replace(rule=None, weight=None, old_logp=None, ref_logp=None) for b in batches],
+                loss_fn=bind(value_loss, bound=algorithm.value_clip, **options),
+                model=model.config,
+                optimizer=critic_optimizer(config),
+                mesh=mesh,
+                capacity=capacity,
+            )
+            stats |= {f"critic/{k.removeprefix('optim/')}": v for k, v in values.items()}
+        if number == 0:
+            first |= stats
+        first |= skipped
+    return state, critic, first
+
+
+def _examples(
+    kind: str, group: Sequence[Trajectory], constraint: Constraint | None
+) -> list[Example]:
+    """What a group's graded trajectories teach; see `complete_experience` for ``advantage``."""
+    advantages = group_advantages(rewards(group), kind)
+    examples = []
+    for trajectory, advantage in zip(group, advantages, strict=True):
+        if rewards([trajectory])[0] is None or not trajectory.num_policy_tokens:
+            continue
+        example = trajectory_example(trajectory, float(advantage), constraint)
+        if kind in ("batch", "batch_baseline", "gae"):
+            # The reward of a sequence is that of its last token, which the policy wrote.
+            at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1
+            example = dataclasses.replace(example, advantage=example.advantage * at_end)
+        examples.append(example)
+    return examples

@@ -14,7 +14,7 @@ import ml_collections
 from ml_collections import ConfigDict
 
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn.losses import PolicyLossConfig
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import complete
@@ -96,7 +96,9 @@ def get_config() -> ml_collections.ConfigDict:
             "row_length": 512,
             "dtype": "float32",
             "remat": "none",
-            "loss": complete(PolicyLossConfig, {"negative_weight": 0.25}),
+            "algorithm": complete(
+                Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
+            ),
             "optimizer": complete(
                 OptimizerConfig,
                 {

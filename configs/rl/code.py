@@ -49,8 +49,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 32 if size == "32b" else 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
-            "remat": True,
-            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+            "remat": "full",
+            "algorithm": {"name": "dapo", "overlong_buffer": 0},
             "optimizer": {
                 "learning_rate": 1e-6,
                 "total_steps": 8 * (120 if size == "32b" else 150),

@@ -47,8 +47,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 32 if size == "32b" else 64,
             "row_length": 10_240,
             "dtype": "bfloat16",
-            "remat": True,
-            "loss": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+            "remat": "full",
+            "algorithm": {"name": "ppo", "critic_warmup_steps": 2 * 286},
             "optimizer": {
                 "learning_rate": 1e-6,
                 "total_steps": 2 * 1005,

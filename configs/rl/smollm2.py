@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "row_length": 768,
             "dtype": "float32",
             "remat": "none",
-            "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+            "algorithm": {"name": "dapo", "overlong_buffer": 0},
             "optimizer": {
                 "learning_rate": 1e-5,
                 "total_steps": 8,

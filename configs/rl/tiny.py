@@ -37,8 +37,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 1,
             "row_length": 128,
             "dtype": "float32",
-            "remat": False,
-            "loss": {},
+            "remat": "none",
+            "algorithm": {"name": "dapo"},
             "optimizer": {"learning_rate": 1e-4, "total_steps": 1},
             "engine": {"slots": 4, "max_length": 128, "chunk": 8, "extend_buckets": (64,)},
             "rollout": {

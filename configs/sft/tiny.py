@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "batch_size": 2,
             "row_length": 2048,
             "dtype": "float32",
-            "remat": False,
+            "remat": "none",
             "validate_every": 1,
             "checkpoint_every": 1,
             "optimizer": {"learning_rate": 1e-3, "total_steps": 2, "warmup_steps": 1},

@@ -42,3 +42,23 @@ def test_equal_rewards_teach_exactly_nothing():
     assert group_advantages([0.1, 0.1, 0.1]).tolist() == [0.0, 0.0, 0.0]
     assert group_advantages([None, None]).tolist() == [0.0, 0.0]
     assert group_advantages([None, 1.0]).tolist() == [0.0, 0.0]
+
+
+@given(rewards, st.sampled_from(["mean", "leave_one_out", "batch_baseline"]))
+def test_other_baselines_of_a_group(values, kind):
+    graded = [value for value in values if value is not None]
+    found = group_advantages(values, kind)
+    for i, value in enumerate(values):
+        others = graded.copy()
+        expected = 0.0
+        if value is not None and len(graded) > 1:
+            others.remove(value)
+            baseline = others if kind == "leave_one_out" else graded
+            expected = value - sum(baseline) / len(baseline)
+        assert abs(found[i] - expected) < 1e-6
+
+
+@given(rewards, st.sampled_from(["batch", "gae"]))
+def test_without_a_group_the_reward_itself_goes_on(values, kind):
+    expected = [0.0 if value is None else value for value in values]
+    np.testing.assert_array_equal(group_advantages(values, kind), np.float32(expected))

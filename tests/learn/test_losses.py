@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from coa_jax.learn import step
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.logps import token_logps
-from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss, sft_loss
+from coa_jax.learn.losses import bind, policy_loss, sft_loss
 from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
@@ -200,16 +201,17 @@ def reference_policy_loss(logp, batch, clip):
 
 @pytest.mark.parametrize(
     "clip",
-    [PolicyLossConfig(), PolicyLossConfig(0.1, 0.25, 0.0), PolicyLossConfig(negative_weight=0.25)],
+    [{}, {"clip_low": 0.1, "clip_high": 0.25, "dual_clip": 0.0}, {"negative_weight": 0.25}],
 )
 def test_policy_loss_is_the_clipped_objective(clip):
+    clip = Algorithm("dapo", **clip).resolve(32)
     members = examples(advantages=[1.0, -1.0, 0.5, 2.0, -0.7])
     batch = pack(members, 32)
     old, _ = scores(batch, temperature=0.9)
     # Ratios on both sides of every bound, the dual one too.
     shift = np.random.default_rng(2).choice([-1.6, -0.3, -0.15, 0.0, 0.15, 0.3], old.shape)
     batch = batch._replace(logp=((np.asarray(old) + shift) * batch.mask).astype(np.float32))
-    loss_fn = bind(policy_loss, clip=clip, temperature=0.9, dtype="float32", remat=False)
+    loss_fn = bind(policy_loss, algorithm=clip, temperature=0.9, dtype="float32", remat=False)
     (loss, stats), gradient = jax.jit(
         jax.value_and_grad(lambda p: loss_fn(p, MODEL, batch), has_aux=True)
     )(PARAMS)
@@ -229,14 +231,24 @@ def test_policy_loss_is_the_clipped_objective(clip):
 
 def test_a_token_without_loss_has_no_influence():
     members = examples((10, 8), advantages=[1.0, -1.0])
-    loss_fn = bind(
-        policy_loss, clip=PolicyLossConfig(), temperature=1.0, dtype="float32", remat=False
-    )
+    for member in members:
+        member.mask[-1] = 0
+    algorithm = Algorithm("dapo").resolve(20)
+    loss_fn = bind(policy_loss, algorithm=algorithm, temperature=1.0, dtype="float32", remat=False)
     batch = pack(members, 20)
     noise = np.where(batch.mask > 0, 0, 9.0).astype(np.float32)
-    other = batch._replace(advantage=batch.advantage + noise, logp=batch.logp - noise)
-    assert_same_tree(
-        loss_and_gradient(PARAMS, batch, loss_fn), loss_and_gradient(PARAMS, other, loss_fn)
+    # The last tokens of both sequences are targets only: nothing reads on from them.
+    tokens = batch.tokens.copy()
+    for at in (9, 17):
+        assert batch.mask[0, at] == 0
+        tokens[0, at] = (tokens[0, at] + 5) % MODEL.vocab_size
+    other = batch._replace(
+        tokens=tokens, advantage=batch.advantage + noise, logp=batch.logp - noise
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        loss_and_gradient(PARAMS, batch, loss_fn),
+        loss_and_gradient(PARAMS, other, loss_fn),
     )
 
 

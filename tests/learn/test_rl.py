@@ -138,7 +138,7 @@ def test_samples_without_a_grade_do_not_learn(finished, folder):
         state = init_state(jax.tree.map(jnp.copy, model.params), config.optimizer)
         return update(config, state, model, [members])
 
-    (state, stats), (other, other_stats) = learnt(group), learnt([*group[:2], group[3]])
+    (state, _, stats), (other, _, other_stats) = learnt(group), learnt([*group[:2], group[3]])
     assert stats["tokens"] == sum(t.num_policy_tokens for t in group if t.reward.value is not None)
     assert stats == other_stats
     np.testing.assert_array_equal(state.params["embed"], other.params["embed"])
@@ -148,7 +148,7 @@ def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
     model = tiny_policy.policy()
     config = rl_config(folder / "model", folder / "tasks.jsonl")
     state = init_state(model.params, config.optimizer)
-    after, stats = update(config, state, model, [])
+    after, _, stats = update(config, state, model, [])
     assert stats == {}
     assert after is state
 

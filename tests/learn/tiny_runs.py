@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.learn import sft
-from coa_jax.learn.losses import PolicyLossConfig
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -56,7 +56,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "row_length": 192,
         "dtype": "float32",
         "remat": "none",
-        "loss": PolicyLossConfig(),
+        "algorithm": Algorithm("dapo", overlong_buffer=0),
         "optimizer": OptimizerConfig(
             learning_rate=1e-3, total_steps=3, final_ratio=1.0, weight_decay=0.0
         ),

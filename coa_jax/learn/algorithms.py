@@ -1,0 +1,235 @@
+"""The choice of a reinforcement-learning algorithm: named presets whose every knob can be turned.
+
+An algorithm is advantage estimator x loss x normalisation x clip bounds.  A config names a preset
+and leaves the knobs unset (-1, or "" for a word); each that is set, in the file or on the command
+line (``--config.algorithm.name=gspo --config.algorithm.clip_high=0.001``), replaces the preset's.
+docs/algorithms.md has the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coa_jax.errors import UserError
+
+UNSET = -1.0
+"""A number that no knob can have: as the preset says."""
+
+ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_baseline", "gae")
+LOSSES = ("clip", "sequence_clip", "cispo")
+NORMALISATIONS = ("token", "sequence", "constant")
+_WORDS = {
+    "advantage": ADVANTAGES,
+    "loss": LOSSES,
+    "normalise": NORMALISATIONS,
+    "learn_from": ("all", "signal"),
+    "kl": ("k1", "k2", "k3"),
+    "kl_in": ("loss", "reward"),
+    "old_logp": ("sampler", "trainer"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """A preset and the knobs that differ from it; `resolve` gives one without unset knobs.
+
+    Attributes:
+        name: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++, reinforce++_baseline or ppo.
+        advantage: ``group`` standard scores, ``mean`` or ``leave_one_out`` baselines within a
+            group, ``batch`` whitened over the step, ``batch_baseline`` the same after the group's
+            mean is taken off, ``gae`` with a critic; see `learn.advantages` and `learn.gae`.
+        loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; see `learn.surrogates`.
+        normalise: ``token``, ``sequence`` or ``constant``; see `learn.normalise`.
+        learn_from: ``signal``: only groups whose rewards differ, sampling on until there are enough
+            and keeping what is left over for the next step; ``all`` groups otherwise.
+        clip_low: ratios below ``1 - clip_low`` stop pushing a token further down.
+        clip_high: ratios above ``1 + clip_high`` stop pushing it further up.
+        dual_clip: for negative advantages the loss is at most this multiple of it; 0 for none.
+        negative_weight: factor on negative advantages.  Below 1 what worked counts for more: pass@1
+            rises faster, at the price of variety and so of pass@k (Xiong et al. 2025, arXiv
+            2504.11343; Zhu et al. 2025, arXiv 2506.01347).
+        loss_length: tokens by which ``constant`` divides a sequence's sum.
+        kl: estimator of the divergence from the policy that the run began with, see `learn.kl`.
+        kl_in: where its penalty goes, into the ``loss`` or into the ``reward`` of each token.
+        kl_coef: its factor; 0 for none, which also saves the frozen copy of the parameters.
+        entropy_coef: factor of the entropy bonus; 0 for none.
+        old_logp: whose log-probabilities stand for the policy that sampled: those of the
+            ``sampler``, or those that the ``trainer`` computes before the step's first update.
+        tis_cap: bound of the truncated importance weight trainer / sampler; 0 for none.
+        overlong_buffer: tokens before the budget ``rollout.max_tokens`` in which the reward falls;
+            0 for none.  See `learn.shaping`.
+        overlong_penalty: what is taken off where the budget is used up.
+        gamma, lam: discount and trace decay of generalised advantage estimation.
+        value_clip: how far a value may move from the old one before its loss stops; 0 for no bound.
+        critic_learning_rate: the critic's optimiser is the policy's, but for this
+        critic_warmup_steps: and for this.
+    """
+
+    name: str = "grpo"
+    advantage: str = ""
+    loss: str = ""
+    normalise: str = ""
+    learn_from: str = ""
+    clip_low: float = UNSET
+    clip_high: float = UNSET
+    dual_clip: float = UNSET
+    negative_weight: float = UNSET
+    loss_length: int = int(UNSET)
+    kl: str = ""
+    kl_in: str = ""
+    kl_coef: float = UNSET
+    entropy_coef: float = UNSET
+    old_logp: str = ""
+    tis_cap: float = UNSET
+    overlong_buffer: int = int(UNSET)
+    overlong_penalty: float = UNSET
+    gamma: float = UNSET
+    lam: float = UNSET
+    value_clip: float = UNSET
+    critic_learning_rate: float = UNSET
+    critic_warmup_steps: int = int(UNSET)
+
+    def resolve(self, budget: int) -> Algorithm:
+        """The algorithm with every knob set.
+
+        Args:
+            budget: tokens that a trajectory may have.
+
+        Raises:
+            UserError: there is no such preset, or the knobs do not go together.
+        """
+        known = presets(budget)
+        if self.name not in known:
+            raise UserError(
+                f"rl config: algorithm.name is {self.name!r}; known are {', '.join(known)}"
+            )
+        knobs = {k: v for k, v in dataclasses.asdict(self).items() if v not in ("", UNSET)}
+        chosen = dataclasses.replace(known[self.name], **knobs)
+        _check(chosen, budget)
+        return chosen
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether values are learnt."""
+        return self.advantage == "gae"
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the advantages of a sequence's tokens may differ."""
+        return self.advantage in ("batch", "batch_baseline", "gae")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy of the beginning has to be kept."""
+        return self.kl_coef > 0
+
+
+def presets(budget: int) -> dict[str, Algorithm]:
+    """The named algorithms, by name; sources and deviations are in docs/algorithms.md."""
+    plain = Algorithm(
+        name="",
+        advantage="group",
+        loss="clip",
+        normalise="token",
+        learn_from="all",
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=0.0,
+        negative_weight=1.0,
+        loss_length=budget,
+        kl="k3",
+        kl_in="loss",
+        kl_coef=0.0,
+        entropy_coef=0.0,
+        old_logp="sampler",
+        tis_cap=0.0,
+        overlong_buffer=0,
+        overlong_penalty=1.0,
+        gamma=1.0,
+        lam=1.0,
+        value_clip=0.5,
+        critic_learning_rate=1e-5,
+        critic_warmup_steps=0,
+    )
+    differences: dict[str, dict[str, str | float]] = {
+        "grpo": {"normalise": "sequence", "kl_coef": 0.04},
+        "dapo": {
+            "learn_from": "signal",
+            "clip_high": 0.28,
+            "dual_clip": 3.0,
+            "overlong_buffer": budget // 5,
+        },
+        "dr_grpo": {"advantage": "mean", "normalise": "constant"},
+        "rloo": {"advantage": "leave_one_out", "normalise": "constant"},
+        "gspo": {
+            "loss": "sequence_clip",
+            "normalise": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+        },
+        "cispo": {"loss": "cispo", "learn_from": "signal", "clip_low": 1.0, "clip_high": 4.0},
+        "reinforce++": {"advantage": "batch", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},
+        "reinforce++_baseline": {"advantage": "batch_baseline", "kl": "k2", "kl_coef": 1e-3},
+        "ppo": {"advantage": "gae", "dual_clip": 3.0, "kl_coef": 1e-3},
+    }
+    return {
+        name: dataclasses.replace(plain, name=name, **knobs)  # type: ignore[arg-type]
+        for name, knobs in differences.items()
+    }
+
+
+def _check(a: Algorithm, budget: int) -> None:
+    """Refuses what cannot work; ``a`` has no unset knob."""
+    for knob, words in _WORDS.items():
+        if getattr(a, knob) not in words:
+            _refuse(a, knob, f"give one of {', '.join(words)}")
+    for knob, value in dataclasses.asdict(a).items():
+        if isinstance(value, int | float) and value < 0:
+            _refuse(a, knob, "give a number that is not negative, or -1 for the preset's")
+    for knob in ("clip_low", "gamma", "lam"):
+        if getattr(a, knob) > 1:
+            _refuse(a, knob, "give at most 1")
+    if 0 < a.dual_clip <= 1:
+        _refuse(a, "dual_clip", "it bounds ratios above 1: give more than 1, or 0 for none")
+    if a.dual_clip and a.loss == "cispo":
+        _refuse(a, "dual_clip", "cispo has bounded weights already: give 0")
+    if not a.loss_length:
+        _refuse(a, "loss_length", "give at least 1")
+    if a.overlong_buffer > budget:
+        _refuse(a, "overlong_buffer", f"the budget is {budget} tokens: give at most that")
+    if a.loss == "sequence_clip" and a.per_token:
+        _refuse(
+            a,
+            "loss",
+            f"a ratio of sequences needs one advantage a sequence, and advantage={a.advantage} "
+            "has one a token: give loss=clip, or advantage=group",
+        )
+    if a.kl_coef and a.kl_in == "reward" and a.advantage not in ("batch", "gae"):
+        _refuse(
+            a,
+            "kl_in",
+            f"advantage={a.advantage} takes one reward a sequence: give kl_in=loss, or "
+            "advantage=batch or gae",
+        )
+    if a.kl_coef and a.kl_in == "loss" and a.kl == "k1":
+        _refuse(
+            a,
+            "kl",
+            "in a loss its gradient is that of the log-probability, whose mean is zero: give k2 "
+            "or k3, or kl_in=reward",
+        )
+    if a.tis_cap and a.old_logp == "sampler":
+        _refuse(
+            a,
+            "tis_cap",
+            "the ratio to the sampler corrects the mismatch already: give old_logp=trainer, or "
+            "tis_cap=0",
+        )
+    if a.needs_critic and not a.critic_learning_rate:
+        _refuse(a, "critic_learning_rate", "advantage=gae learns values: give more than 0")
+
+
+def _refuse(a: Algorithm, knob: str, advice: str) -> None:
+    raise UserError(
+        f"rl config: algorithm.{knob} is {getattr(a, knob)!r} (algorithm {a.name}); {advice}"
+    )

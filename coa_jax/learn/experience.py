@@ -1,0 +1,154 @@
+"""What a step's batches need beyond the rollouts: scores under other policies, values, advantages.
+
+All of it is computed once, before the step's first update, and put into the batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.batch import Batch
+from coa_jax.learn.gae import gae, whiten
+from coa_jax.learn.kl import kl_estimate
+from coa_jax.learn.logps import token_logps
+from coa_jax.learn.value import token_values
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.export import to_host
+from coa_jax.model.weights import Params
+from coa_jax.parallel.placement import put_batch
+
+Parts = Sequence[Sequence[Batch]]
+"""The micro-batches of each update of a step."""
+
+
+@functools.partial(jax.jit, static_argnames=("model", "options"))
+def score(
+    params: Params,
+    batch: Batch,
+    extra: tuple[jax.Array, ...] = (),
+    *,
+    model: ModelConfig,
+    options: tuple[tuple[str, Any], ...],
+) -> jax.Array:
+    """Log-probabilities of a batch's tokens, float32 ``[R, T]``; ``options`` of `token_logps`."""
+    allowed = extra[0] if extra else None
+    return token_logps(params, model, batch, allowed=allowed, **dict(options))[0]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "options"))
+def _values(
+    params: Params, batch: Batch, *, model: ModelConfig, options: tuple[tuple[str, Any], ...]
+) -> jax.Array:
+    return token_values(params, model, batch, **dict(options))
+
+
+def complete_experience(
+    algorithm: Algorithm,
+    parts: Parts,
+    model: ModelConfig,
+    policy: Params,
+    *,
+    critic: Params | None,
+    reference: Params | None,
+    temperature: float,
+    options: dict[str, Any],
+    extra: tuple[jax.Array, ...] = (),
+    mesh: Mesh | None = None,
+) -> tuple[list[list[Batch]], dict[str, float]]:
+    """Fills in what the algorithm reads.
+
+    Args:
+        algorithm: resolved.
+        parts: batches whose ``advantage`` is that of a sequence's tokens or, where the algorithm
+            has advantages of single tokens, the reward of the sequence at its last token.
+        model: architecture of all three.
+        policy: parameters before the step's updates.
+        critic, reference: parameters, where the algorithm needs them.
+        temperature: of sampling.
+        options: dtype, remat and attention of the forward passes.
+        extra: the table of the constraint, if the batches were sampled under one.
+        mesh: over which rows are split while they are scored.
+
+    Returns:
+        The batches on the host, with ``old_logp``, ``ref_logp``, ``value``, ``returns`` and
+        ``advantage`` where they are needed, and figures of them.
+    """
+    in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
+    # With one update the parameters are the old policy's, and the loss computes what it needs.
+    score_old = algorithm.old_logp == "trainer" and (len(parts) > 1 or in_reward)
+    scoring = tuple({**options, "temperature": temperature}.items())
+
+    def each(parts: Parts, change: Callable[[Batch], Batch]) -> list[list[Batch]]:
+        return [[change(batch) for batch in batches] for batches in parts]
+
+    def here(score: Callable[[Batch], jax.Array], batch: Batch) -> np.ndarray:
+        return to_host(score(put_batch(batch, mesh)))
+
+    filled = [list(batches) for batches in parts]
+    if score_old:
+        old = functools.partial(score, policy, extra=extra, model=model, options=scoring)
+        filled = each(filled, lambda b: b._replace(old_logp=here(old, b)))
+    if reference is not None:
+        ref = functools.partial(score, reference, extra=extra, model=model, options=scoring)
+        filled = each(filled, lambda b: b._replace(ref_logp=here(ref, b)))
+    if critic is not None:
+        value = functools.partial(_values, critic, model=model, options=tuple(options.items()))
+        filled = each(filled, lambda b: b._replace(value=here(value, b)))
+    if not algorithm.per_token:
+        return filled, {}
+    estimate = functools.partial(
+        _estimate,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam if critic is not None else 1.0,
+        kl=algorithm.kl if in_reward else "",
+        kl_coef=algorithm.kl_coef,
+    )
+    filled = each(filled, lambda b: jax.device_get(estimate(b)))
+    stats = _explained_variance(filled) if critic is not None else {}
+    flat = iter(jax.device_get(whiten([batch for batches in filled for batch in batches])))
+    return each(filled, lambda _: next(flat)), stats
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "lam", "kl", "kl_coef"))
+def _estimate(batch: Batch, *, gamma: float, lam: float, kl: str, kl_coef: float) -> Batch:
+    """Advantages and returns of tokens; ``advantage`` holds rewards until then."""
+    rewards = jnp.where(batch.mask > 0, batch.advantage, 0.0)
+    if kl:
+        assert batch.ref_logp is not None
+        old = batch.logp if batch.old_logp is None else batch.old_logp
+        rewards = rewards - kl_coef * batch.mask * kl_estimate(kl, old, batch.ref_logp)
+    values = jnp.zeros_like(rewards) if batch.value is None else batch.value
+    advantages, returns = gae(rewards, values, batch, gamma=gamma, lam=lam)
+    return batch._replace(advantage=advantages, returns=returns)  # type: ignore[arg-type]
+
+
+def _explained_variance(parts: Parts) -> dict[str, float]:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
+    sums = sum(
+        np.asarray(jax.device_get(_moments(batch)), np.float64)
+        for batches in parts
+        for batch in batches
+    )
+    count, *moments = np.asarray(sums)
+    returned, squared, error, squared_error = (m / max(count, 1.0) for m in moments)
+    variance = squared - returned**2
+    unexplained = squared_error - error**2
+    return {"critic/explained_variance": float(1 - unexplained / variance) if variance > 0 else 0.0}
+
+
+@jax.jit
+def _moments(batch: Batch) -> jax.Array:
+    assert batch.returns is not None
+    assert batch.value is not None
+    on = batch.mask > 0
+    returns = jnp.where(on, batch.returns, 0.0)
+    error = jnp.where(on, batch.returns - batch.value, 0.0)
+    return jnp.stack([jnp.sum(x) for x in (batch.mask, returns, returns**2, error, error**2)])
