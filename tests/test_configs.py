@@ -21,6 +21,8 @@ from coa_jax.distill.smol_runs import SmolConfig
 from coa_jax.distill.traces import TracesConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.preference import DPOConfig
+from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig
 from coa_jax.learn.sft import SFTConfig
@@ -32,6 +34,7 @@ from coa_jax.tools.make import ToolsConfig
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))
 STAGES = ("distill", "scratch", "sft", "rl", "evaluate")
+BASELINES = {"rft": RFTConfig, "dpo": DPOConfig}  # of reinforcement learning
 PIPELINE = [f"configs/{stage}/factbook.py" for stage in STAGES]
 AGENTS = [
     f"configs/{stage}/{agent}.py" for stage in ("sft", "rl") for agent in ("web", "mhqa", "code")
@@ -75,6 +78,8 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
         build(RLConfig, values)
     elif stage == "serve":
         build(ServeConfig, values)
+    elif stage in BASELINES:
+        build(BASELINES[stage], values)
     elif stage == "evaluate":
         assert {type(values.pop(name)) for name in ("model", "stage")} == {str}
         build(EvaluateConfig, values)
@@ -104,7 +109,8 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    assert {Path(path).parts[1] for path in CONFIGS} == {*STAGES, "quickstart", "serve"}
+    stages = {*STAGES, *BASELINES, "quickstart", "serve"}
+    assert {Path(path).parts[1] for path in CONFIGS} == stages
 
 
 @pytest.mark.parametrize("path", CONFIGS)
@@ -180,6 +186,9 @@ def test_the_stages_read_what_the_earlier_ones_write():
     assert configs["sft"].model == "runs/scratch/model"
     assert configs["rl"].model == "runs/sft/model"
     assert configs["evaluate"].model == "runs/rl/model"
+    for stage in BASELINES:
+        config = load_config(f"configs/{stage}/factbook.py")
+        assert (config.model, config.traces) == ("runs/sft/model", "runs/rl/traces.jsonl")
     small = {stage: load_config(f"configs/{stage}/smollm2.py") for stage in STAGES[2:]}
     assert small["rl"].model == "runs/smollm2-sft/model"
     assert small["evaluate"].model == "runs/smollm2-rl/model"

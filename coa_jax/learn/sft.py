@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from coa_jax.learn.data import example_stream, next_batches, tokenize_records
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
-from coa_jax.model.api import load_model
+from coa_jax.model.api import Model, load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
@@ -108,7 +108,6 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
             model.tokenizer, held_out, style=config.prompt_style, length=config.row_length
         )
     params, base = split(model.params, model.config, config.lora, config.seed, mesh)
-    state, cursor, checkpoints = _resume(config, run, params)
     attention = choose(config.attention, model.config, config.dtype, mesh)
     loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention)
     stream = example_stream(
@@ -120,17 +119,101 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         rename_share=config.rename_share,
         keep=template_words(kept, config.prompt_style) if config.rename_share else frozenset(),
     )
+
+    def batches_from(cursor: int) -> tuple[list[Batch], int]:
+        return next_batches(
+            stream,
+            cursor,
+            batch_size=config.batch_size,
+            rows=config.rows,
+            length=config.row_length,
+        )
+
+    def validate(state: TrainState) -> float:
+        return mean_loss(state, base, validation, config, model.config, loss_fn, mesh)
+
+    fit(
+        config,
+        run,
+        output,
+        dataclasses.replace(model, params=params),
+        base,
+        loss_fn=loss_fn,
+        batches_from=batches_from,
+        epoch=len(kept),
+        validate=validate if validation else None,
+        mesh=mesh,
+    )
+
+
+class FitConfig(Protocol):
+    """What `fit` reads of a run's settings."""
+
+    @property
+    def model(self) -> str:
+        """Hugging Face directory to start from."""
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences, or pairs of them, of an update."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW and its schedule; ``total_steps`` is the length of the run."""
+
+    @property
+    def validate_every(self) -> int:
+        """Updates between two measurements of the validation loss."""
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Updates between two checkpoints."""
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """How long to wait for other processes."""
+
+
+def fit(
+    config: FitConfig,
+    run: RunDir,
+    output: Path,
+    model: Model,
+    base: LoraBase | None = None,
+    *,
+    loss_fn: Any,
+    batches_from: Callable[[int], tuple[list[Batch], int]],
+    epoch: int,
+    phase: str = "sft",
+    validate: Callable[[TrainState], float] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> None:
+    """The loop of every run over a fixed set of examples: updates, metrics, checkpoints, the model.
+
+    Args:
+        config: settings.
+        run: where metrics and checkpoints go; a run that was interrupted goes on.
+        output: directory of the model.
+        model: what the run begins with; its parameters, those that are trained, are donated.
+        base: the model whose adapters they are; None where all is trained.
+        loss_fn: of an update.
+        batches_from: micro-batches of the update that begins at a cursor, on the host, and the
+            cursor of the next.
+        epoch: examples of one pass.
+        phase: name in metrics and checkpoints.
+        validate: a figure of held-out data.
+        mesh: over which rows are split.
+    """
+    state, cursor, checkpoints = _resume(config, run, model.params, phase)
     total, step = config.optimizer.total_steps, int(state.step)
-    with progress("SFT", total=total, initial=step) as bar:
+    with progress(phase.upper(), total=total, initial=step) as bar:
         while step < total:
             began = time.monotonic()
-            batches, cursor = next_batches(
-                stream,
-                cursor,
-                batch_size=config.batch_size,
-                rows=config.rows,
-                length=config.row_length,
-            )
+            batches, cursor = batches_from(cursor)
             processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
             state, stats = train_step(
                 state,
@@ -143,13 +226,11 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
                 capacity=-(-config.batch_size // config.rows),
             )
             step += 1
-            stats["epoch"] = cursor / len(kept)
+            stats["epoch"] = cursor / epoch
             stats["time/step"] = time.monotonic() - began
-            if validation and (step % config.validate_every == 0 or step == total):
-                stats["validation/loss"] = mean_loss(
-                    state, base, validation, config, model.config, loss_fn, mesh
-                )
-            run.metrics(step, "sft", **stats)
+            if validate is not None and (step % config.validate_every == 0 or step == total):
+                stats["validation/loss"] = validate(state)
+            run.metrics(step, phase, **stats)
             bar.update(loss=stats["loss"])
             error = check_updates(stats, config.optimizer)
             if step % config.checkpoint_every == 0 or step == total or error:
@@ -160,15 +241,17 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     save_trained(model, state.params, base, config.model, output)
 
 
-def _resume(config: SFTConfig, run: RunDir, params: Params) -> tuple[TrainState, int, Checkpoints]:
+def _resume(
+    config: FitConfig, run: RunDir, params: Params, phase: str
+) -> tuple[TrainState, int, Checkpoints]:
     state = init_state(params, config.optimizer)
-    checkpoints = Checkpoints(run.checkpoints / "sft")
+    checkpoints = Checkpoints(run.checkpoints / phase)
     step = checkpoints.latest()
     if step is None:
-        run.rewind("sft", 0)
+        run.rewind(phase, 0)
         return state, 0, checkpoints
     state, extra = checkpoints.restore(step, state)
-    run.rewind("sft", step)
+    run.rewind(phase, step)
     return state, int(extra["cursor"]), checkpoints
 
 

@@ -101,7 +101,7 @@ def update(
         The policy's state, the critic's, and statistics.
     """
     algorithm = config.chosen
-    members = [_examples(algorithm.advantage, group, constraint) for group in groups]
+    members = [group_examples(algorithm.advantage, group, constraint) for group in groups]
     parts: list[list[Batch]] = []
     for part in range(config.updates):
         chosen = [example for group in members[part :: config.updates] for example in group]
@@ -156,7 +156,7 @@ def update(
     return state, critic, first
 
 
-def _examples(
+def group_examples(
     kind: str, group: Sequence[Trajectory], constraint: Constraint | None
 ) -> list[Example]:
     """What a group's graded trajectories teach; see `complete_experience` for ``advantage``."""

@@ -1,0 +1,228 @@
+"""Direct preference optimisation on graded trajectories (Rafailov et al., arXiv 2305.18290).
+
+A baseline of reinforcement learning: of each task's trajectories the better ones are preferred to
+the worse ones.  Both sequences of a pair share a row, so that the loss of a pair never spans two
+micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from coa_jax.errors import UserError
+from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
+from coa_jax.learn.experience import score
+from coa_jax.learn.logps import token_logps
+from coa_jax.learn.losses import Stats, bind
+from coa_jax.learn.rejection import read_graded, value
+from coa_jax.learn.sft import fit
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import load_model
+from coa_jax.model.attention.causal import choose
+from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.export import to_host
+from coa_jax.model.remat import Remat, policy_name
+from coa_jax.model.weights import Params
+from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import Trajectory
+
+Pair = tuple[Trajectory, Trajectory]
+"""The preferred trajectory and the other one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DPOConfig:
+    """A preference run.
+
+    Attributes:
+        model: Hugging Face directory to start from; its policy is also the reference.
+        traces: ``traces.jsonl`` of a run that sampled and graded.
+        phase: its trajectories that are read; empty for all of them, those of an evaluation too.
+        beta: how much a difference of log-ratios counts; the smaller, the farther from the
+            reference.
+        min_gap: by how much the rewards of a pair differ at least.
+        per_task: at most so many pairs of one task.
+        seed: order of the data.
+        batch_size: pairs of an update.
+        rows: rows of a micro-batch, one pair each.
+        row_length: tokens of a row; pairs that are longer together are left out and counted.
+        dtype: operands of products; parameters and their sums stay float32.
+        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
+        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
+        checkpoint_every: updates between two checkpoints.
+        mesh: axes over which parameters and rows are sharded.
+        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+    """
+
+    model: str
+    traces: str
+    phase: str
+    beta: float
+    min_gap: float
+    per_task: int
+    seed: int
+    batch_size: int
+    rows: int
+    row_length: int
+    dtype: str
+    remat: str
+    optimizer: OptimizerConfig
+    checkpoint_every: int
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: str = "auto"
+    validate_every: int = 1
+
+    def __post_init__(self) -> None:
+        policy_name(self.remat, "dpo config: remat")
+        if self.per_task < 1:
+            raise UserError(f"dpo config: per_task is {self.per_task}; give at least 1")
+        for name in ("beta", "min_gap"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"dpo config: {name} is {getattr(self, name)}; give more than 0")
+
+
+def train(config: DPOConfig, run: RunDir, output: Path) -> None:
+    """Learns the preferences and writes the model to ``output``."""
+    mesh = training_mesh(config.mesh)
+    graded = read_graded(config.traces, config.phase)
+    pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length)
+    if not pairs:
+        raise UserError(
+            f"{config.traces}: among {len(graded)} graded trajectories there is no pair of one "
+            f"task whose rewards differ by {config.min_gap} and which has at most "
+            f"{config.row_length} tokens together: lower min_gap, raise row_length, or sample more"
+        )
+    tasks = len({chosen.task_id for chosen, _ in pairs})
+    print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
+    model = load_model(config.model, mesh=mesh)
+    reference = jax.tree.map(jnp.copy, model.params)  # updates take the memory of the others
+    stream = grain.MapDataset.source(pairs).seed(config.seed).shuffle().repeat()
+    attention = choose(config.attention, model.config, config.dtype, mesh)
+    options = {"dtype": config.dtype, "remat": config.remat, "attention": attention}
+
+    def batches_from(cursor: int) -> tuple[list[Batch], int]:
+        end = cursor + config.batch_size
+        chosen = [stream[index] for index in range(cursor, end)]
+        batches = pair_batches(chosen, config.row_length, config.rows)
+        scoring = tuple(options.items())
+
+        def scored(batch: Batch) -> Batch:
+            logps = score(reference, put_batch(batch, mesh), model=model.config, options=scoring)
+            return batch._replace(ref_logp=to_host(logps))
+
+        return [scored(batch) for batch in batches], end
+
+    fit(
+        config,
+        run,
+        output,
+        model,
+        loss_fn=bind(dpo_loss, beta=config.beta, **options),
+        batches_from=batches_from,
+        epoch=len(pairs),
+        phase="dpo",
+        mesh=mesh,
+    )
+
+
+def make_pairs(
+    trajectories: Sequence[Trajectory], min_gap: float, per_task: int, length: int
+) -> list[Pair]:
+    """Pairs of each task: the best with the worst, the second best with the second worst, ...
+
+    Args:
+        trajectories: graded.
+        min_gap: by how much the rewards of a pair differ at least.
+        per_task: bound for one task.
+        length: pairs that are longer together are left out and counted in a warning.
+    """
+    by_task: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_task[trajectory.task_id].append(trajectory)
+    pairs: list[Pair] = []
+    long = 0
+    for members in by_task.values():
+        ranked = sorted(members, key=value, reverse=True)  # equal rewards stay in their order
+        for chosen, rejected in list(zip(ranked, ranked[::-1], strict=True))[:per_task]:
+            if value(chosen) - value(rejected) < min_gap:
+                break
+            if len(chosen.tokens) + len(rejected.tokens) > length:
+                long += 1
+                continue
+            pairs.append((chosen, rejected))
+    if long:
+        logging.warning("%d pairs have more than %d tokens and are left out", long, length)
+    return pairs
+
+
+def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
+    """Micro-batches with one pair a row.
+
+    ``advantage`` is 1 at the tokens of the preferred sequence and -1 at those of the other one;
+    ``weight`` makes the loss a mean over pairs, see `learn.normalise`.
+    """
+    packed = [
+        pack([trajectory_example(chosen, 1.0), trajectory_example(rejected, -1.0)], length)
+        for chosen, rejected in pairs
+    ]
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *packed)
+    weight = whole.mask.sum(dtype=np.float64) / len(pairs)
+    return [
+        batch._replace(weight=(batch.mask * weight).astype(np.float32))
+        for batch in split_rows(whole, rows)
+    ]
+
+
+def dpo_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    *,
+    beta: float,
+    dtype: Any,
+    remat: Remat,
+    attention: Attention = REFERENCE,
+) -> tuple[jax.Array, Stats]:
+    """Loss of the pairs of a micro-batch; see `dpo_objective`."""
+    logp, _ = token_logps(params, config, batch, dtype=dtype, remat=remat, attention=attention)
+    return dpo_objective(logp, batch, beta)
+
+
+def dpo_objective(logp: jax.Array, batch: Batch, beta: float) -> tuple[jax.Array, Stats]:
+    """``-log sigmoid(beta (log p_w / ref_w - log p_l / ref_l))``, summed over pairs (eq 7).
+
+    The log-ratio of a sequence is the sum over the tokens that the policy wrote: observations are
+    not preferred.
+
+    Args:
+        logp: float32 ``[R, T]``.
+        batch: see `pair_batches`, with ``ref_logp``.
+        beta: see `DPOConfig`.
+    """
+    assert batch.ref_logp is not None
+    assert batch.weight is not None
+    on = batch.mask > 0
+    log_ratio = jnp.where(on, logp - batch.ref_logp, 0.0)
+    sign = jnp.where(on, batch.advantage, 0.0)
+    margin = jnp.sum(sign * log_ratio, axis=1)
+    weight = jnp.max(batch.weight * batch.mask, axis=1)  # 0 in a row of padding
+    loss = jnp.sum(weight * jax.nn.softplus(-beta * margin))
+    chosen = jnp.sum(jnp.maximum(sign, 0.0) * log_ratio, axis=1)
+    return loss, {
+        "loss": loss,
+        "dpo/accuracy": jnp.sum(weight * (margin > 0)),
+        "dpo/margin": jnp.sum(weight * beta * margin),
+        "dpo/chosen_log_ratio": jnp.sum(weight * chosen),
+    }

@@ -1,0 +1,172 @@
+"""Rejection-sampling fine-tuning: SFT on the policy's own graded trajectories that were right.
+
+A baseline of reinforcement learning: it learns from rewards but only imitates (Yuan et al., arXiv
+2308.01825; Dong et al., arXiv 2304.06767).  The tokens are those that were sampled; nothing is
+tokenised again, and observations are masked as in `learn.sft`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import grain
+from absl import logging
+
+from coa_jax.errors import UserError
+from coa_jax.learn.batch import Batch, trajectory_example
+from coa_jax.learn.data import next_batches
+from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.sft import fit
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import load_model
+from coa_jax.model.attention.causal import choose
+from coa_jax.model.remat import policy_name
+from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import Trajectory, read_trajectories
+
+
+@dataclasses.dataclass(frozen=True)
+class RFTConfig:
+    """A rejection-sampling run.
+
+    Attributes:
+        model: Hugging Face directory to start from.
+        traces: ``traces.jsonl`` of a run that sampled and graded.
+        phase: its trajectories that are read; empty for all of them, those of an evaluation too.
+        min_reward: what a trajectory needs to be learnt.
+        per_task: at most so many of one task, so that easy tasks do not crowd out the others.
+        seed: order of the data.
+        batch_size: trajectories of an update.
+        rows: rows of a micro-batch.
+        row_length: tokens of a row; longer trajectories are left out and counted.
+        dtype: operands of products; parameters and their sums stay float32.
+        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
+        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
+        checkpoint_every: updates between two checkpoints.
+        mesh: axes over which parameters and rows are sharded.
+        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+    """
+
+    model: str
+    traces: str
+    phase: str
+    min_reward: float
+    per_task: int
+    seed: int
+    batch_size: int
+    rows: int
+    row_length: int
+    dtype: str
+    remat: str
+    optimizer: OptimizerConfig
+    checkpoint_every: int
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: str = "auto"
+    validate_every: int = 1
+
+    def __post_init__(self) -> None:
+        policy_name(self.remat, "rft config: remat")
+        if self.per_task < 1:
+            raise UserError(f"rft config: per_task is {self.per_task}; give at least 1")
+
+
+def train(config: RFTConfig, run: RunDir, output: Path) -> None:
+    """Fine-tunes on the trajectories that were right and writes the model to ``output``."""
+    mesh = training_mesh(config.mesh)
+    graded = read_graded(config.traces, config.phase)
+    chosen = select(graded, config.min_reward, config.per_task, config.row_length)
+    if not chosen:
+        raise UserError(
+            f"{config.traces}: none of {len(graded)} graded trajectories has a reward of at least "
+            f"{config.min_reward} and at most {config.row_length} tokens: lower min_reward, raise "
+            "row_length, or sample more"
+        )
+    tasks = len({trajectory.task_id for trajectory in chosen})
+    print(f"{len(chosen)} of {len(graded)} graded trajectories, of {tasks} tasks", flush=True)
+    model = load_model(config.model, mesh=mesh)
+    examples = [trajectory_example(trajectory, 0.0) for trajectory in chosen]
+    stream = grain.MapDataset.source(examples).seed(config.seed).shuffle().repeat()
+    attention = choose(config.attention, model.config, config.dtype, mesh)
+
+    def batches_from(cursor: int) -> tuple[list[Batch], int]:
+        return next_batches(
+            stream,
+            cursor,
+            batch_size=config.batch_size,
+            rows=config.rows,
+            length=config.row_length,
+        )
+
+    fit(
+        config,
+        run,
+        output,
+        model,
+        loss_fn=bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention),
+        batches_from=batches_from,
+        epoch=len(examples),
+        phase="rft",
+        mesh=mesh,
+    )
+
+
+def read_graded(path: str, phase: str) -> list[Trajectory]:
+    """The trajectories of a phase that have a reward and tokens of the policy.
+
+    Raises:
+        UserError: there is no such file, or nothing of that kind in it.
+    """
+    every = read_trajectories(path)
+    found = [
+        t
+        for t in every
+        if (not phase or t.metadata.get("phase") == phase)
+        and t.reward is not None
+        and t.reward.value is not None
+        and t.num_policy_tokens
+    ]
+    if not found:
+        phases = Counter(str(t.metadata.get("phase")) for t in every)
+        raise UserError(
+            f"{path}: no graded trajectory of phase {phase!r}; the file has "
+            f"{dict(phases) or 'none at all'}: set config.phase, or give another file"
+        )
+    return found
+
+
+def value(trajectory: Trajectory) -> float:
+    """The reward of a graded trajectory."""
+    assert trajectory.reward is not None
+    assert trajectory.reward.value is not None
+    return trajectory.reward.value
+
+
+def select(
+    trajectories: Sequence[Trajectory], min_reward: float, per_task: int, length: int
+) -> list[Trajectory]:
+    """The first ``per_task`` different trajectories of each task that are good enough.
+
+    Args:
+        trajectories: graded.
+        min_reward: what is good enough.
+        per_task: bound for one task.
+        length: longer ones are left out and counted in a warning.
+    """
+    kept: dict[str, dict[bytes, Trajectory]] = defaultdict(dict)
+    long = 0
+    for trajectory in trajectories:
+        if value(trajectory) < min_reward:
+            continue
+        if len(trajectory.tokens) > length:
+            long += 1
+            continue
+        same_task = kept[trajectory.task_id]
+        if len(same_task) < per_task:
+            same_task.setdefault(trajectory.tokens.tobytes(), trajectory)
+    if long:
+        logging.warning("%d trajectories have more than %d tokens and are left out", long, length)
+    return [trajectory for members in kept.values() for trajectory in members.values()]

@@ -1,0 +1,50 @@
+r"""Teaches the small policy to prefer its right trajectories to its wrong ones: a baseline of RL.
+
+    python -m coa_jax.dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
+
+Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of it: those that
+configs/rl/factbook.py left in runs/rl/traces.jsonl, or those of an evaluation on the training split
+(then set ``config.phase`` to its phase).
+Takes: no figure: the length of a run is ``config.optimizer.total_steps``.
+Gives: runs/dpo/model.  Read in metrics.jsonl: ``dpo/accuracy`` (share of pairs in the right order,
+rises from a half) and ``dpo/chosen_log_ratio`` (if it falls far below 0, right trajectories get
+less likely as well: lower the rate or raise ``beta``).
+
+Choices: rows hold two trajectories of up to 416 tokens; a task gives at most four pairs.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.preference import DPOConfig
+from coa_jax.settings import complete
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    return complete(
+        DPOConfig,
+        {
+            "model": "runs/sft/model",
+            "traces": "runs/rl/traces.jsonl",
+            "phase": "rl",
+            "beta": 0.1,
+            "min_gap": 0.5,
+            "per_task": 4,
+            "seed": 0,
+            "batch_size": 16,
+            "rows": 4,
+            "row_length": 832,
+            "dtype": "float32",
+            "remat": "none",
+            "optimizer": {
+                "learning_rate": 3e-5,
+                "total_steps": 60,
+                "warmup_steps": 3,
+                "final_ratio": 0.1,
+                "weight_decay": 0.0,
+            },
+            "checkpoint_every": 20,
+        },
+    )

@@ -1,0 +1,48 @@
+r"""Fine-tunes the small policy on its own right trajectories: a baseline of RL.
+
+    python -m coa_jax.rft --config=configs/rft/factbook.py --workdir=runs/rft
+
+Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of it: those that
+configs/rl/factbook.py left in runs/rl/traces.jsonl, or those of an evaluation on the training split
+(then set ``config.phase`` to its phase).
+Takes: no figure: the length of a run is ``config.optimizer.total_steps``.
+Gives: runs/rft/model.
+
+Choices: trajectories of the whole RL run are read, so most were sampled by policies that were
+better than the one that learns here.  A task gives at most four, or easy tasks would crowd out the
+others.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.learn.rejection import RFTConfig
+from coa_jax.settings import complete
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    return complete(
+        RFTConfig,
+        {
+            "model": "runs/sft/model",
+            "traces": "runs/rl/traces.jsonl",
+            "phase": "rl",
+            "min_reward": 1.0,
+            "per_task": 4,
+            "seed": 0,
+            "batch_size": 32,
+            "rows": 4,
+            "row_length": 512,
+            "dtype": "float32",
+            "remat": "none",
+            "optimizer": {
+                "learning_rate": 1e-4,
+                "total_steps": 60,
+                "warmup_steps": 3,
+                "final_ratio": 0.1,
+            },
+            "checkpoint_every": 20,
+        },
+    )

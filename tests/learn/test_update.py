@@ -1,0 +1,247 @@
+"""Updates of each algorithm on trajectories whose rewards are known."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.engine.config import EngineConfig
+from coa_jax.errors import UserError
+from coa_jax.learn.algorithms import Algorithm, presets
+from coa_jax.learn.batch import pack, trajectory_example
+from coa_jax.learn.experience import complete_experience, score
+from coa_jax.learn.step import OptimizerConfig, init_state
+from coa_jax.learn.update import critic_state, group_examples, reference_params, update
+from coa_jax.model.api import Model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import init_params
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from tests.learn.test_gae import reference_gae
+from tests.learn.tiny_runs import rl_config
+
+MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
+LENGTH = 40
+SCORING = (("dtype", "float32"), ("remat", False), ("temperature", 1.2))
+DEFAULT = ("grpo", "gspo", "reinforce++", "ppo")
+NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in presets(LENGTH)]
+
+
+def config(name, **changes):
+    knobs = changes.pop("knobs", {})
+    return rl_config(
+        Path("unused"),
+        Path("unused"),
+        **{
+            "algorithm": Algorithm(name, **knobs),
+            "row_length": LENGTH,
+            "rollout": RolloutConfig(LENGTH, 3, 16),
+            "engine": EngineConfig(4, LENGTH, 8, (32,)),
+            "optimizer": OptimizerConfig(3e-3, 8, final_ratio=1.0, weight_decay=0.0),
+            **changes,
+        },
+    )
+
+
+@functools.cache
+def params():
+    return init_params(MODEL, jax.random.key(2))
+
+
+def logps(parameters, examples):
+    batch = pack(examples, LENGTH)
+    found = score(parameters, batch, model=MODEL, options=SCORING)
+    return batch, np.asarray(found, np.float64)
+
+
+@functools.cache
+def groups():
+    """Two groups of four; two of each are right.  The policy itself has sampled them."""
+    rng, made = np.random.default_rng(7), []
+    for task in range(2):
+        group = []
+        for sample in range(4):
+            size = int(rng.integers(9, 18))
+            author = rng.choice([Author.POLICY, Author.ENVIRONMENT], size, p=[0.7, 0.3])
+            author[:2], author[2] = Author.PROMPT, Author.POLICY
+            group.append(
+                Trajectory(
+                    task_id=f"t{task}",
+                    sample_id=sample,
+                    question="",
+                    protocol="generalist",
+                    tokens=rng.integers(0, 61, size),
+                    author=author,
+                    logp=np.zeros(size, np.float32),
+                    text="",
+                    segments=(),
+                    tool_calls=(),
+                    stop_reason=StopReason.LENGTH,
+                    reward=Reward(float(sample % 2)),
+                    gold=(),
+                )
+            )
+        made.append(group)
+    for group in made:
+        for trajectory in group:
+            _, own = logps(params(), [trajectory_example(trajectory, 0.0)])
+            trajectory.logp[:] = np.where(
+                trajectory.author == Author.POLICY, own[0, : len(trajectory.tokens)], 0
+            )
+    return made
+
+
+def preference(parameters):
+    """How much likelier right trajectories are than wrong ones."""
+    found = {0.0: 0.0, 1.0: 0.0}
+    for group in groups():
+        for trajectory in group:
+            batch, own = logps(parameters, [trajectory_example(trajectory, 0.0)])
+            found[trajectory.reward.value] += float((own * batch.mask).sum() / batch.mask.sum())
+    return found[1.0] - found[0.0]
+
+
+def run(settings, steps=1):
+    start = jax.tree.map(jnp.copy, params())
+    model = Model(MODEL, start, None)
+    reference, critic = reference_params(settings, start), critic_state(settings, start)
+    state, history = init_state(start, settings.optimizer), []
+    for _ in range(steps):
+        state, critic, stats = update(
+            settings, state, model, groups(), critic=critic, reference=reference
+        )
+        history.append(stats)
+    return state, critic, history
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_algorithm_makes_what_was_right_likelier(name):
+    before = preference(params())
+    state, critic, history = run(config(name), 4)
+    assert all(np.isfinite(value) for stats in history for value in stats.values())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert preference(state.params) > before + 0.01
+    # Before the first update the policy is the one that sampled.
+    first = history[0]
+    assert first["policy/clip_low"] == first["policy/clip_high"] == 0
+    assert first["mismatch/abs_logp_max"] < 1e-5
+    assert first["policy/kl_old"] < 1e-9
+    assert history[-1]["policy/kl_old"] > 1e-6
+    assert ("policy/kl_ref" in first) == (Algorithm(name).resolve(LENGTH).kl_coef > 0)
+    if name == "ppo":
+        assert critic is not None and int(critic.step) == 4
+        assert history[-1]["critic/loss"] < history[0]["critic/loss"]
+        assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-6)  # values are 0
+    else:
+        assert critic is None
+
+
+def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
+    """With log-probabilities of the trainer the sampler's mismatch is measured, not clipped."""
+    shifted = [
+        [t.__class__(**{**vars(t), "logp": t.logp + np.float32(0.4)}) for t in group]
+        for group in groups()
+    ]
+    settings = config("dapo", knobs={"old_logp": "trainer", "tis_cap": 1.5}, updates=2)
+    start = jax.tree.map(jnp.copy, params())
+    state = init_state(start, settings.optimizer)
+    state, _, stats = update(settings, state, Model(MODEL, start, None), shifted)
+    assert int(state.step) == 2
+    assert stats["policy/clip_low"] == stats["policy/clip_high"] == 0
+    assert stats["policy/kl_old"] < 1e-9
+    gap = stats["mismatch/abs_logp_mean"]
+    assert gap == pytest.approx(0.4, rel=1e-4)  # every policy token is that far off
+    assert stats["mismatch/kl"] == pytest.approx(np.exp(-0.4) - 1 + 0.4, rel=1e-3)
+    assert stats["mismatch/frac_clipped"] == 0
+
+
+def experience(settings, reference=None, critic=None):
+    algorithm = settings.chosen
+    examples = [e for group in groups() for e in group_examples(algorithm.advantage, group, None)]
+    batch = pack(examples, LENGTH)
+    ((filled,),), stats = complete_experience(
+        algorithm,
+        [[batch]],
+        MODEL,
+        params(),
+        critic=critic,
+        reference=reference,
+        temperature=settings.temperature,
+        options={"dtype": "float32", "remat": "none"},
+    )
+    return batch, filled, stats
+
+
+def sequences(batch):
+    for row in range(batch.tokens.shape[0]):
+        for segment in range(1, batch.segment_ids[row].max() + 1):
+            yield row, np.flatnonzero(batch.segment_ids[row] == segment)
+
+
+def test_a_penalty_in_the_reward_counts_for_the_tokens_before_it():
+    reference = init_params(MODEL, jax.random.key(9))
+    settings = config("reinforce++", knobs={"kl_coef": 0.3})
+    batch, filled, _ = experience(settings, reference)
+    other = np.asarray(score(reference, batch, model=MODEL, options=SCORING), np.float64)
+    expected = np.zeros(batch.mask.shape)
+    for row, at in sequences(batch):
+        mask = batch.mask[row, at]
+        rewards = batch.advantage[row, at] - 0.3 * (batch.logp[row, at] - other[row, at])
+        expected[row, at] = reference_gae(rewards, np.zeros(len(at)), mask, 1.0, 1.0)
+    on = batch.mask > 0
+    expected = (expected - expected[on].mean()) / expected[on].std() * on
+    np.testing.assert_allclose(filled.advantage, expected, rtol=1e-4, atol=1e-5)
+    # The reward of a trajectory is that of its last token.
+    assert np.count_nonzero(batch.advantage) == sum(
+        t.reward.value > 0 for group in groups() for t in group
+    )
+
+
+def test_ppo_learns_returns_and_takes_values_off():
+    settings = config("ppo", knobs={"gamma": 0.98, "lam": 0.9, "kl_coef": 0.0})
+    critic = critic_state(settings, params()).params
+    critic = {**critic, "value_head": jax.random.normal(jax.random.key(1), (16,))}
+    batch, filled, stats = experience(settings, critic=critic)
+    values = np.asarray(filled.value, np.float64)
+    assert values.any()
+    advantages = np.zeros(batch.mask.shape)
+    for row, at in sequences(batch):
+        advantages[row, at] = reference_gae(
+            batch.advantage[row, at], values[row, at], batch.mask[row, at], 0.98, 0.9
+        )
+    on = batch.mask > 0
+    returns = advantages + values
+    np.testing.assert_allclose(np.asarray(filled.returns)[on], returns[on], rtol=1e-4, atol=1e-5)
+    whitened = (advantages - advantages[on].mean()) / advantages[on].std() * on
+    np.testing.assert_allclose(filled.advantage, whitened, rtol=1e-4, atol=1e-4)
+    explained = 1 - (returns - values)[on].var() / returns[on].var()
+    assert stats["critic/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-4)
+
+
+def test_a_value_reads_nothing_after_its_state():
+    """The value of token t is that of the tokens before it: changing t changes no earlier value."""
+    from coa_jax.learn.value import init_critic, token_values
+
+    critic = {**init_critic(params()), "value_head": jax.random.normal(jax.random.key(1), (16,))}
+    batch = pack([trajectory_example(groups()[0][0], 0.0)], LENGTH)
+    changed = batch._replace(tokens=batch.tokens.copy())
+    changed.tokens[0, 5] = (changed.tokens[0, 5] + 1) % 61
+    left, right = (
+        np.asarray(token_values(critic, MODEL, b, dtype="float32", remat=False))
+        for b in (batch, changed)
+    )
+    np.testing.assert_array_equal(left[:, :6], right[:, :6])
+    assert (left[0, 6:8] != right[0, 6:8]).all()
+
+
+def test_groups_of_one_need_an_algorithm_that_does_not_compare():
+    assert config("ppo", group_size=1).group_size == 1
+    with pytest.raises(UserError, match="group_size is 1; samples of one task are compared"):
+        config("grpo", group_size=1)
+    with pytest.raises(UserError, match="group_size is 1"):
+        config("ppo", knobs={"learn_from": "signal"}, group_size=1)
