@@ -10,7 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
+from coa_jax.learn import groups as groups_module
 from coa_jax.learn import rl
+from coa_jax.learn.algorithms import Algorithm, presets
+from coa_jax.learn.groups import sample_groups
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.api import Model, save_model
@@ -95,31 +98,117 @@ def test_every_trajectory_is_kept_with_its_grade(finished):
     assert len(samples) == len(kept)  # nothing was sampled twice
 
 
-def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder):
+def interrupt(folder, name, after, **changes):
+    """A run that is stopped in the middle of a step and started again."""
+
     class Stopped(Exception):
         pass
 
     def stop(self, step, phase, **scalars):
         original(self, step, phase, **scalars)
-        if step == 2:
+        if step == after:
             raise Stopped
 
     with pytest.MonkeyPatch.context() as patch:
         original = RunDir.metrics
         patch.setattr(RunDir, "metrics", stop)
         with pytest.raises(Stopped):
-            train(folder, "parts", checkpoint_every=1)
-    train(folder, "parts")
-    left, right = (
-        load_file(p / "model" / "model.safetensors") for p in (folder / "parts", finished)
-    )
+            train(folder, name, **changes)
+    return train(folder, name, **changes)
+
+
+def assert_same_run(one, other):
+    left, right = (load_file(p / "model" / "model.safetensors") for p in (one, other))
     for name in left:
         np.testing.assert_array_equal(left[name], right[name])
     tokens = [
         [(t.task_id, t.sample_id, t.tokens.tolist()) for t in read_trajectories(p / "traces.jsonl")]
-        for p in (folder / "parts", finished)
+        for p in (one, other)
     ]
     assert tokens[0] == tokens[1]
+
+
+def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder):
+    assert_same_run(finished, interrupt(folder, "parts", 2, checkpoint_every=1))
+
+
+def leave_one_over(*args):
+    """Samples as ever, and keeps one group more for the next step."""
+    sampled = sample_groups(*args)
+    if len(sampled.used) < 2:
+        return sampled
+    *used, last = sampled.used
+    return dataclasses.replace(sampled, used=used, surplus=[last, *sampled.surplus])
+
+
+def test_groups_that_are_left_over_are_learnt_by_the_next_step_and_outlive_an_interruption(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "sample_groups", leave_one_over)
+        whole = train(folder, "surplus")
+        history = rows(whole, "rl")
+        left = [row["group/surplus"] for row in history]
+        assert any(left[:-1])
+        for before, row in zip(left, history[1:], strict=False):
+            assert row["stale/frac"] == before / max(row["group/used"], 1)
+        # No group with a signal is lost or learnt twice.
+        useful = sum(r["group/sampled"] * (1 - r.get("group/frac_zero_std", 0)) for r in history)
+        assert sum(row["group/used"] for row in history) + left[-1] == pytest.approx(useful)
+        # Stopped in the step after the one that left some over.
+        after = next(i for i, number in enumerate(left) if number) + 2
+        assert_same_run(whole, interrupt(folder, "surplus-parts", after))
+
+
+@pytest.mark.parametrize(
+    ("useful", "surplus", "sampled", "used", "left"),
+    [
+        # Which tasks have a signal; 3 groups are wanted, in at most 3 rounds.
+        ("111", 0, 3, 3, 0),
+        ("11011", 0, 5, 3, 1),  # one is missing at a rate of 2/3: two more tasks
+        ("100000111", 0, 9, 3, 1),
+        ("000000010", 0, 9, 1, 0),  # then the step learns from what there is
+        ("1", 2, 1, 3, 0),
+        ("", 3, 0, 3, 0),
+    ],
+)
+def test_sampling_goes_on_until_enough_groups_have_a_signal(
+    finished, folder, monkeypatch, useful, surplus, sampled, used, left
+):
+    (trajectory, *_) = read_trajectories(finished / "traces.jsonl")
+
+    def group(signal, number):
+        values = (0.0, 1.0) if signal else (1.0, 1.0)
+        return [
+            dataclasses.replace(trajectory, reward=Reward(v, {"format": 1.0}), sample_id=number)
+            for v in values
+        ]
+
+    def collect(runner, engine, tokenizer, requests, *rest):
+        return [group(useful[r.prompt_id] == "1", r.prompt_id) for r in requests]
+
+    # Rewards are written here; what samples and grades is tested elsewhere.
+    monkeypatch.setattr(groups_module, "collect", collect)
+    monkeypatch.setattr(groups_module, "grade", lambda task, t: t.reward)
+    config = rl_config(folder / "model", folder / "tasks.jsonl", groups=3, max_rounds=3)
+    kept = [group(True, 100 + i) for i in range(surplus)]
+    stream = [tiny_policy.TASKS[i % 3] for i in range(12)]
+    found = sample_groups(config, None, None, tiny_policy.policy(), stream, 0, (), kept)
+    assert len(found.everything) == found.cursor == sampled
+    assert (len(found.used), len(found.surplus), found.kept) == (used, left, surplus)
+    numbers = [members[0].sample_id for members in found.used + found.surplus]
+    expected = [i for i in range(sampled) if useful[i] == "1"]
+    assert numbers == [*range(100, 100 + surplus), *expected]  # the oldest first, none lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", presets(192))
+def test_each_algorithm_runs_with_live_tools_and_resumes_to_the_bit(folder, name):
+    changes = {"algorithm": Algorithm(name), "updates": 2, "groups": 3}
+    changes["optimizer"] = OptimizerConfig(2e-4, total_steps=4, final_ratio=1.0, weight_decay=0.0)
+    whole = train(folder, f"{name}", **changes)
+    for row in rows(whole, "rl"):
+        assert row["group/used"] == 0 or np.isfinite(row["optim/grad_norm"])
+        assert row.get("mismatch/abs_logp_max", 0) < 1e-4 or row["stale/frac"] > 0
+    assert_same_run(whole, interrupt(folder, f"{name}-parts", 2, **changes))
 
 
 def test_samples_without_a_grade_do_not_learn(finished, folder):
