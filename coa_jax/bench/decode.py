@@ -25,12 +25,12 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.measure import output_path, peak_flops, read_bandwidth, report, spread
-from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.bench.profile import profile_parts
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import Constraint
+from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.model.costs import decode_bytes, forward_flops
 from coa_jax.rollout.constrain import constraint_for

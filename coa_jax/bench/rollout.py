@@ -48,13 +48,13 @@ from coa_jax.bench.measure import (
     reset_peak_memory,
     spread,
 )
-from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.bench.shapes import define_shape_flags, given_shapes
 from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
+from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.rollout.loop import run_episodes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from coa_jax.bench import decode, sft
-from coa_jax.bench.meter import MeteredEngine
 from coa_jax.bench.models import Subject
 from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from tests import tiny_policy
 from tests.bench.small_workload import subject

@@ -1,4 +1,4 @@
-"""The engine of training with a clock around each of its calls."""
+"""The engine with a clock around each of its calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coa_jax.engine.programs import Chunk
 
 @dataclasses.dataclass
 class Meter:
-    """Seconds and counts since a repeat began; see `coa_jax.bench.rollout`."""
+    """Seconds and counts since the last `MeteredEngine.restart`."""
 
     decode_s: float = 0.0
     extend_s: float = 0.0
@@ -27,7 +27,7 @@ class Meter:
 
 
 class MeteredEngine(Engine):
-    """The engine with a clock around each call."""
+    """An engine that says where its time goes."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
