@@ -46,6 +46,8 @@ EXTRAS = {
     "serve": ["fastapi>=0.165", "uvicorn>=0.54", "prometheus-client>=0.26"],
     # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.
     "tfds": ["tensorflow-datasets>=4.9", "importlib-resources>=6.0"],
+    # Metrics at Weights & Biases (--wandb_project; WANDB_MODE=offline needs no account).
+    "wandb": ["wandb>=0.31"],
     # Accelerators: jax alone brings the CPU backend.
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.
@@ -67,6 +69,7 @@ TEST = [
     *EXTRAS["distill"],
     *EXTRAS["tfds"],
     "datasets>=5.2",
+    *EXTRAS["wandb"],
     "pytest>=9.2",
     "pytest-xdist>=3.8",
     "hypothesis>=6.170",

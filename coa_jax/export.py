@@ -21,9 +21,10 @@ from coa_jax import files
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.learn.abstract import abstract_state
-from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import Model, load_description, save_model
+from coa_jax.learn.checkpoint import Checkpoints, Damaged
+from coa_jax.learn.step import OptimizerConfig, init_state
+from coa_jax.model.api import Model, load_description, load_model, save_model
+from coa_jax.model.lora import LoraConfig, merge, split
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.settings import build
 
@@ -56,30 +57,50 @@ def export(
     if not directory.is_dir():
         raise UserError(f"{directory} does not exist: the run has no checkpoint of that phase yet")
     config = _phase_config(files.read_json_object(workdir / "config.json"), phase, workdir)
-    model, tokenizer = load_description(config["model"])
-    mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
-    state = abstract_state(
-        model,
-        build(OptimizerConfig, config["optimizer"], "config.optimizer"),
-        # One host may export what many have trained.
-        training_mesh(mesh) if jax.device_count() > 1 else None,
-    )
-    checkpoints = Checkpoints(directory)
-    newest = checkpoints.latest()
-    if newest is None:
+    checkpoints = Checkpoints(directory, read_only=True)
+    steps = checkpoints.steps()
+    if not steps:
         raise UserError(f"{directory} holds no checkpoint yet: wait for one, or train further")
-    step = newest if step is None else step
-    try:
-        restored, _ = checkpoints.restore(step, state)
-    except FileNotFoundError:
+    step = steps[-1] if step is None else step
+    if step not in steps:
         raise UserError(
-            f"{directory} holds no checkpoint {step}: the newest is {newest}, and older ones are "
-            "removed as a run goes on"
-        ) from None
+            f"{directory} holds no checkpoint {step}: the newest is {steps[-1]}, and older ones "
+            "are removed as a run goes on"
+        )
+    mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
+    # One host may export what many have trained.
+    model = _restored(
+        checkpoints, step, config, training_mesh(mesh) if jax.device_count() > 1 else None
+    )
+    save_model(model, output, dtype=dtype)
+    return phase, step
+
+
+def _restored(
+    checkpoints: Checkpoints, step: int, config: Mapping[str, Any], mesh: jax.sharding.Mesh | None
+) -> Model:
+    """The model of a checkpoint, adapters merged."""
+    optimizer = build(OptimizerConfig, config["optimizer"], "config.optimizer")
+    lora = build(LoraConfig, config.get("lora", {}), "config.lora")
+    base = None
+    if lora.rank:
+        whole = load_model(config["model"], mesh=mesh)
+        model, tokenizer = whole.config, whole.tokenizer
+        adapters, base = split(whole.params, model, lora, 0, mesh)
+        state = init_state(adapters, optimizer)
+    else:
+        model, tokenizer = load_description(config["model"])
+        state = abstract_state(model, optimizer, mesh)
+    try:
+        restored = checkpoints.restore(step, state)
+    except Damaged as error:
+        raise UserError(
+            f"{checkpoints.directory}: checkpoint {step} is damaged ({error}); choose another one "
+            "with --step"
+        ) from error
     finally:
         checkpoints.close()
-    save_model(Model(model, restored.params, tokenizer), output, dtype=dtype)
-    return phase, step
+    return Model(model, merge(base, restored.state.params), tokenizer)
 
 
 def _only_phase(workdir: Path) -> str:

@@ -25,6 +25,7 @@ def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/rl/factbook.py")
     flags.DEFINE_string("workdir", None, "where the run is written", required=True)
+    flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
 
 
 def main(argv: list[str]) -> None:
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> None:
     tools = build(ToolsConfig, take(values, "tools"), "config.tools")
     config = build(RLConfig, values)
     workdir = Path(flags.FLAGS.workdir)
-    with RunDir(workdir, active=processes.index() == 0) as run:
+    active, project = processes.index() == 0, flags.FLAGS.wandb_project
+    with RunDir(workdir, active=active, wandb_project=project) as run:
         run.write_config(flags.FLAGS.config)
         train(config, run, workdir / "model", make_tools(tools))
     print(f"model -> {workdir / 'model'}")

@@ -25,6 +25,7 @@ from absl import logging
 from coa_jax import files, jsonl
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
+from coa_jax.wandb_run import WandbRun
 
 # Descriptors of locks this process holds.  A forked worker closes its copies: a lock must end
 # with the process that took it, or a killed run could not be started again while workers live.
@@ -50,8 +51,15 @@ class RunDir:
             one is active; calls on the others do nothing.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, active: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, active: bool = True, wandb_project: str = ""
+    ) -> None:
         """Makes the directory and locks it.
+
+        Args:
+            path: the directory.
+            active: see above.
+            wandb_project: project of W&B that gets the metrics too; empty for none.
 
         Raises:
             UserError: the directory cannot be written, or another run is writing it.
@@ -62,6 +70,8 @@ class RunDir:
         self.active = active
         self._events: dict[str, EventFile] = {}
         self._purge_from: dict[str, int] = {}
+        self._wandb_project = wandb_project
+        self._wandb: WandbRun | None = None
         self._lock: int | None = None
         if active:
             self._lock = _open_locked(self.path)
@@ -86,6 +96,9 @@ class RunDir:
 
     def close(self) -> None:
         """Lets other runs have the directory."""
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
         if self._lock is not None:
             _held_locks.discard(self._lock)
             os.close(self._lock)
@@ -116,7 +129,7 @@ class RunDir:
         return changes
 
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:
-        """Appends a row to `metrics.jsonl` and to the TensorBoard events of the phase.
+        """Appends a row to `metrics.jsonl`, to the phase's TensorBoard events and to W&B.
 
         Args:
             step: step of the phase that the row describes.
@@ -134,6 +147,18 @@ class RunDir:
             directory = self.path / "tensorboard" / phase
             self._events[phase] = EventFile(directory, self._purge_from.pop(phase, None))
         self._events[phase].scalars(int(step), values)
+        if self._wandb_project and self._wandb is None:
+            config = self.path / "config.json"
+            known = files.read_json_object(config) if config.exists() else {}
+            self._wandb = WandbRun(self.path, self._wandb_project, known)
+        if self._wandb is not None:
+            self._wandb.scalars(phase, int(step), values)
+
+    def rows(self, phase: str) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl` that a phase has written."""
+        path = self.path / "metrics.jsonl"
+        rows = files.read_jsonl(path) if path.exists() else []
+        return [row for row in rows if row.get("phase") == phase]
 
     def traces(self, step: int, phase: str, rows: Iterable[Mapping[str, Any] | str]) -> None:
         """Appends trajectories to `traces.jsonl`.

@@ -22,13 +22,15 @@ def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/sft/factbook.py")
     flags.DEFINE_string("workdir", None, "where the run is written", required=True)
+    flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
     config = build(SFTConfig, flags.FLAGS.config)
     workdir = Path(flags.FLAGS.workdir)
-    with RunDir(workdir, active=processes.index() == 0) as run:
+    active, project = processes.index() == 0, flags.FLAGS.wandb_project
+    with RunDir(workdir, active=active, wandb_project=project) as run:
         run.write_config(flags.FLAGS.config)
         train(config, run, workdir / "model")
     print(f"model -> {workdir / 'model'}")

@@ -22,7 +22,7 @@ ROOMS = (
     ("errors",),
     ("files", "progress"),
     ("parallel",),
-    ("event_file", "cli", "jsonl", "settings"),
+    ("event_file", "wandb_run", "cli", "jsonl", "settings"),
     ("run_dir",),
     ("protocol",),
     ("trajectory",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -354,6 +354,9 @@ def check_shapes(config: EngineConfig) -> None:
         )
 
 
+E = TypeVar("E", bound=Engine)
+
+
 def make_engines(
     params: Params,
     model: ModelConfig,
@@ -361,16 +364,18 @@ def make_engines(
     stop_tokens: Sequence[int] = (),
     constraint: Constraint | None = None,
     tensor: int = 0,
-) -> list[Engine]:
+    kind: type[E] = Engine,  # type: ignore[assignment]
+) -> list[E]:
     """An engine for each group of this process's devices; ``config`` is that of each of them.
 
     Args:
         params: of training, on one device or a mesh.
         model, config, stop_tokens, constraint: see `Engine`.
         tensor: devices of a group, see `layout.decode_mesh`.
+        kind: class of the engines.
     """
     parts = layout.publish(params, model, config.dtype, tensor)
-    return [Engine(part, model, config, stop_tokens, constraint) for part in parts]
+    return [kind(part, model, config, stop_tokens, constraint) for part in parts]
 
 
 def publish_all(engines: Sequence[Engine], params: Params) -> None:

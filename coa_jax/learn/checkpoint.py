@@ -1,77 +1,306 @@
-"""Checkpoints of a run: everything that its next step depends on."""
+"""Checkpoints of a run: everything that its next step depends on.
+
+A checkpoint is written in the background while the run goes on, and appears under its number only
+when it is whole.  It carries a fingerprint of its arrays, taken on their devices before the save:
+what was damaged later (a torn file after a power cut, a flipped bit, a copy cut short) is told from
+what was saved, on any mesh, and the checkpoint before it is used.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
+from orbax.checkpoint import checkpoint_managers
 
 from coa_jax.errors import UserError
 from coa_jax.learn.step import TrainState
 
+_FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 
-class Checkpoints:
-    """The newest states of a run in ``directory``, each written whole or not at all.
 
-    A state goes with a small JSON dict (the data cursor and what else is not an array).
+class Damaged(Exception):
+    """A checkpoint that is not what was saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint.
+
+    Attributes:
+        step: its number.
+        state: parameters and optimiser.
+        extra: what is not an array: the data cursor and what else was saved.
+        more: the further trees that were asked for and that it has.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 2):
-        """Opens the directory, which is made when it does not exist."""
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+    more: dict[str, Any]
+
+
+class Checkpoints:
+    """The newest states of a run in ``directory``, and the best one."""
+
+    def __init__(
+        self, directory: str | Path, keep: int = 2, best: str = "", *, read_only: bool = False
+    ):
+        """Opens the directory, which is made when it does not exist.
+
+        What a killed run left half written is removed.
+
+        Args:
+            directory: of nothing but checkpoints.
+            keep: how many of the newest stay.
+            best: a metric; the checkpoint with its best value stays too, the lowest for a name that
+                ends in ``loss`` and the highest for any other.  Empty for none.
+            read_only: whether nothing is changed, not even by a cleaning up: a run may be writing.
+        """
+        if keep < 1:
+            raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
+        self.best_metric, self._sign = best, -1.0 if best.endswith("loss") else 1.0
+        policy: Any = checkpoint_managers.LatestN(keep)
+        if best:
+            highest = checkpoint_managers.BestN(
+                get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False
+            )
+            policy = checkpoint_managers.AnyPreservationPolicy([policy, highest])
+        self.directory = Path(directory).resolve()
         self._manager = ocp.CheckpointManager(
-            Path(directory).resolve(),
+            self.directory,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=True, enable_async_checkpointing=False
+                preservation_policy=policy,
+                best_fn=self._quality if best else None,
+                create=not read_only,
+                read_only=read_only,
+                cleanup_tmp_directories=not read_only,
+                enable_async_checkpointing=True,
             ),
         )
 
-    def latest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
-        return self._manager.latest_step()
+    def _quality(self, metrics: Mapping[str, float]) -> float:
+        return self._sign * metrics[self.best_metric]
+
+    def steps(self) -> list[int]:
+        """Numbers of the complete checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int | None:
+        """Number of the checkpoint with the best value of the metric."""
+        return self._manager.best_step() if self.best_metric else None
 
     def save(
         self,
         step: int,
         state: TrainState,
         extra: dict[str, Any],
-        critic: TrainState | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes a checkpoint; returns when it is on disk."""
-        items = {"state": ocp.args.StandardSave(state._asdict()), "extra": ocp.args.JsonSave(extra)}
-        if critic is not None:
-            items["critic"] = ocp.args.StandardSave(critic._asdict())
-        self._manager.save(step, args=ocp.args.Composite(**items))
-        self._manager.wait_until_finished()
+        """Begins to write a checkpoint; returns when the arrays may be changed or donated.
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        Args:
+            step: its number, above all earlier ones.
+            state: parameters and optimiser.
+            extra: a JSON dict.
+            metrics: of the step; without a finite value of the metric that decides which
+                checkpoint is best, this one is not among those to choose from.
+            more: further trees of arrays by name, each in a folder of its own.
+
+        Raises:
+            OSError: an earlier checkpoint could not be written, for a full disk perhaps; those
+                before it are there.
+        """
+        self.wait()
+        trees = {_STATE: state, **(more or {})}
+        marks = {name: fingerprint(tree) for name, tree in trees.items()}
+        value = (metrics or {}).get(self.best_metric, math.nan)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                **{name: ocp.args.StandardSave(_plain(tree)) for name, tree in trees.items()},
+                extra=ocp.args.JsonSave(extra),
+                fingerprint=ocp.args.JsonSave(marks),
+            ),
+            metrics={self.best_metric: float(value)} if math.isfinite(value) else None,
+            force=True,
+        )
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is on the disk.
+
+        Raises:
+            OSError: it is not.
+        """
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
+        """Reads the newest checkpoint that is whole; None if there is none.
+
+        Those after it that are damaged are set aside under another name, with a warning.
+
+        Raises:
+            UserError: it holds another model or optimiser, or every checkpoint is damaged.
+        """
+        faults: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            try:
+                restored = self.restore(step, like, more)
+            except Damaged as error:
+                faults[step] = str(error)
+                continue
+            self._set_aside(faults, step)
+            return restored
+        if faults:
+            newest, fault = next(iter(faults.items()))
+            raise UserError(
+                f"{self.directory}: every checkpoint is damaged ({newest}: {fault}); restore the "
+                "directory from a copy, or remove it to begin anew"
+            )
+        return None
+
+    def _set_aside(self, faults: Mapping[int, str], good: int) -> None:
+        for step, fault in faults.items():
+            aside = self.directory / f"damaged-{step}"
+            while aside.exists():
+                aside = aside.with_name(aside.name + "-again")
+            logging.warning(
+                "%s: checkpoint %d is damaged (%s); going on from checkpoint %d, moved it to %s",
+                self.directory,
+                step,
+                fault,
+                good,
+                aside.name,
+            )
+            if jax.process_index() == 0:
+                os.rename(self.directory / str(step), aside)
+        if faults:
+            self._manager.reload()
+
+    def restore(
+        self, step: int, like: TrainState, more: Mapping[str, Any] | None = None
+    ) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of ``like``.
+
+        Args:
+            step: its number.
+            like: a state, or its shapes with shardings; the mesh may be another than it was.
+            more: further trees; one that the checkpoint does not have is left out.
 
         Raises:
             UserError: it holds another model or another optimiser.
+            Damaged: it is not what was saved.
         """
-        restored = self._read(step, state=_restore_as(like), extra=ocp.args.JsonRestore())
-        return TrainState(**restored["state"]), restored["extra"]
-
-    def restore_critic(self, step: int, like: TrainState) -> TrainState:
-        """The critic of a checkpoint, as `restore`."""
-        return TrainState(**self._read(step, critic=_restore_as(like))["critic"])
-
-    def _read(self, step: int, **items: Any) -> Any:
+        path = self.directory / str(step)
+        likes = {_STATE: like, **(more or {})}
+        likes = {
+            name: tree for name, tree in likes.items() if name == _STATE or (path / name).is_dir()
+        }
+        abstract = {
+            name: jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(tree))
+            for name, tree in likes.items()
+        }
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (ValueError, KeyError) as error:
-            raise UserError(
-                f"{self._manager.directory}: checkpoint {step} does not fit this configuration "
-                f"({str(error).splitlines()[0][:200]}); use the configuration that it was written "
-                "with, or another workdir"
-            ) from error
+            for name, tree in abstract.items():
+                self._check_fit(step, name, tree)
+            read = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    **{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()},
+                    extra=ocp.args.JsonRestore(),
+                    fingerprint=ocp.args.JsonRestore(),
+                ),
+            )
+        except UserError:
+            raise
+        # Whatever a torn file makes the readers of JSON, zarr and OCDBT raise.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:160]
+            raise Damaged(f"cannot be read: {type(error).__name__}: {reason}") from error
+        for name in likes:
+            if fingerprint(read[name]) != read[_FINGERPRINT][name]:
+                raise Damaged(f"the arrays of its {name} are not those that were saved")
+        trees = {
+            name: tree._replace(**read[name]) if hasattr(tree, "_asdict") else read[name]
+            for name, tree in likes.items()
+        }
+        return Restored(step, trees.pop(_STATE), read[_EXTRA], trees)
+
+    def _check_fit(self, step: int, name: str, abstract: Any) -> None:
+        """Compares names, shapes and dtypes, which are read without the arrays."""
+        there = _leaves(ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name))
+        here = _leaves(abstract)
+        for key in sorted(there.keys() | here.keys()):
+            old, new = there.get(key, "nothing"), here.get(key, "nothing")
+            if old != new:
+                raise UserError(
+                    f"{self.directory}: checkpoint {step} does not fit this configuration ({name}."
+                    f"{key} is {old} there and {new} here); use the configuration that it was "
+                    "written with, or another workdir"
+                )
 
     def close(self) -> None:
-        """Releases the directory."""
+        """Waits for the last checkpoint and releases the directory."""
+        self.wait()
         self._manager.close()
 
 
-def _restore_as(like: TrainState) -> Any:
-    return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict()))
+def _plain(tree: Any) -> Any:
+    return tree._asdict() if hasattr(tree, "_asdict") else tree
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Dotted names of the leaves to shape and dtype."""
+    tree = getattr(tree, "tree", tree)
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in path]
+        found[".".join(keys)] = f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
+    return found
+
+
+# --- fingerprints --------------------------------------------------------------------------
+
+
+def fingerprint(tree: Any) -> list[int]:
+    """Checksums of the leaves of a tree; they depend on every bit and on no sharding."""
+    return [int(value) for value in np.asarray(_fingerprints(_plain(tree)))]
+
+
+@jax.jit
+def _fingerprints(tree: Any) -> jax.Array:
+    return jnp.stack([_checksum(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    """Sum of an array's elements modulo 2^32, each scrambled together with its place.
+
+    A sum of integers is the same in any order, so each device sums what it has.  For a place the
+    scrambling (the finalizer of MurmurHash3) is one to one: no change of one element is missed.
+    """
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    width = min(array.dtype.itemsize * 8, 32)
+    bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
+    for axis in range(bits.ndim):
+        place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        bits = _scramble(bits + (place + 1) * jnp.uint32(0x9E3779B1))
+    return jnp.sum(_scramble(bits), dtype=jnp.uint32)
+
+
+def _scramble(bits: jax.Array) -> jax.Array:
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)

@@ -14,6 +14,7 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.batch import prompt_ids
+from coa_jax.learn.clock import Clock
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model
@@ -52,6 +53,7 @@ def sample_groups(
     stream: grain.MapDataset,
     cursor: int,
     tools: Sequence[Tool],
+    clock: Clock,
     surplus: Sequence[list[Trajectory]] = (),
 ) -> Sampled:
     """Samples tasks from ``cursor`` on until there are ``groups`` groups to learn from.
@@ -60,7 +62,7 @@ def sample_groups(
     sampling, arXiv 2503.14476 §3.2).  It begins with the ``surplus`` of earlier steps, the oldest
     first, and samples in at most ``max_rounds`` rounds: the first as many tasks as are missing, a
     later one as many as the rate of the earlier rounds makes necessary.  Other algorithms take
-    every group of one round.
+    every group of one round.  The time of grading goes to ``clock``.
     """
     everything: list[list[Trajectory]] = []
     learnable = list(surplus)
@@ -78,17 +80,15 @@ def sample_groups(
         cursor += wanted
         # Each process samples and grades its part; what follows depends on what all have gathered.
         mine = processes.share(requests)
-        groups = [
-            [
-                dataclasses.replace(t, reward=_shaped(config, grade(request.task, t), t))
-                for t in group
+        sampled = collect(runner, engines, model.tokenizer, mine, tools, config.rollout)
+        with clock("reward"):
+            groups = [
+                [
+                    dataclasses.replace(t, reward=_shaped(config, grade(request.task, t), t))
+                    for t in group
+                ]
+                for request, group in zip(mine, sampled, strict=True)
             ]
-            for request, group in zip(
-                mine,
-                collect(runner, engines, model.tokenizer, mine, tools, config.rollout),
-                strict=True,
-            )
-        ]
         for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
             everything.append(graded)
             if config.chosen.learn_from == "all" or has_signal(rewards(graded)):
@@ -140,7 +140,7 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "len/max": float(np.max(lengths)),
         "tool/calls": len(calls) / len(flat),
         "tool/fail_frac": sum(not call.ok for call in calls) / max(len(calls), 1),
-        "time/tool_wait": sum(call.end - call.start for call in calls) / len(flat),
+        "tool/seconds": sum(call.end - call.start for call in calls) / len(flat),
         "format/valid": float(np.mean([format_valid(trajectory) for trajectory in flat])),
         **{f"stop/{reason}": count / len(flat) for reason, count in sorted(stops.items())},
     }

@@ -18,8 +18,8 @@ from absl import logging
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, trajectory_example
 from coa_jax.learn.data import next_batches
+from coa_jax.learn.fit import fit
 from coa_jax.learn.losses import bind, sft_loss
-from coa_jax.learn.sft import fit
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
@@ -49,6 +49,9 @@ class RFTConfig:
         checkpoint_every: updates between two checkpoints.
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+        keep_last: newest checkpoints that stay.
+        keep_best: metric of an update whose best checkpoint stays too; empty for none.
+        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
     model: str
@@ -67,6 +70,9 @@ class RFTConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: str = "auto"
     validate_every: int = 1
+    keep_last: int = 2
+    keep_best: str = ""
+    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         policy_name(self.remat, "rft config: remat")

@@ -42,6 +42,13 @@ class RLConfig:
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         lora: adapters to train in place of the whole model, see `model.lora`.
+        rollouts_ahead: 0 samples every batch with the newest policy.  1 samples the next batch
+            while a batch is learned, with the policy before that update: rollouts and updates
+            overlap, and the ratio to the sampler's log-probabilities, clipped as ``algorithm``
+            says, corrects for the one step between the two.
+        keep_last: newest checkpoints that stay.
+        keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``.
+        profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
     """
 
     model: str
@@ -66,6 +73,10 @@ class RLConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: str = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    rollouts_ahead: int = 0
+    keep_last: int = 2
+    keep_best: str = ""
+    profile_steps: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -100,3 +111,8 @@ class RLConfig:
         for name in ("groups", "group_size", "max_rounds", "updates", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"rl config: {name} is {getattr(self, name)}; give at least 1")
+        if self.rollouts_ahead not in (0, 1):
+            raise UserError(
+                f"rl config: rollouts_ahead is {self.rollouts_ahead}; give 0 or 1, the ratio does "
+                "not correct for older policies"
+            )

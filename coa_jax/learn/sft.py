@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, split_rows
-from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.data import example_stream, next_batches, tokenize_records
+from coa_jax.learn.fit import fit
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.scratch import template_words
-from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
-from coa_jax.model.api import Model, load_model
+from coa_jax.learn.step import OptimizerConfig, TrainState
+from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
-from coa_jax.model.peft_io import save_trained
 from coa_jax.model.remat import policy_name
 from coa_jax.model.weights import Params
-from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
-from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import read_records
 
@@ -57,6 +54,9 @@ class SFTConfig:
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         lora: adapters to train in place of the whole model, see `model.lora`.
+        keep_last: newest checkpoints that stay.
+        keep_best: metric of an update whose best checkpoint stays too, as ``validation/loss``.
+        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
     model: str
@@ -76,9 +76,20 @@ class SFTConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: str = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    keep_last: int = 2
+    keep_best: str = ""
+    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         policy_name(self.remat, "sft config: remat")
+        if self.keep_best.startswith("validation/") and (
+            not self.validation or self.checkpoint_every % self.validate_every
+        ):
+            raise UserError(
+                f"sft config: keep_best is {self.keep_best}, which is not known at every "
+                "checkpoint; give validation, and make checkpoint_every a multiple of "
+                "validate_every"
+            )
 
 
 def train(config: SFTConfig, run: RunDir, output: Path) -> None:
@@ -144,115 +155,6 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         validate=validate if validation else None,
         mesh=mesh,
     )
-
-
-class FitConfig(Protocol):
-    """What `fit` reads of a run's settings."""
-
-    @property
-    def model(self) -> str:
-        """Hugging Face directory to start from."""
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences, or pairs of them, of an update."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of a micro-batch."""
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """AdamW and its schedule; ``total_steps`` is the length of the run."""
-
-    @property
-    def validate_every(self) -> int:
-        """Updates between two measurements of the validation loss."""
-
-    @property
-    def checkpoint_every(self) -> int:
-        """Updates between two checkpoints."""
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """How long to wait for other processes."""
-
-
-def fit(
-    config: FitConfig,
-    run: RunDir,
-    output: Path,
-    model: Model,
-    base: LoraBase | None = None,
-    *,
-    loss_fn: Any,
-    batches_from: Callable[[int], tuple[list[Batch], int]],
-    epoch: int,
-    phase: str = "sft",
-    validate: Callable[[TrainState], float] | None = None,
-    mesh: jax.sharding.Mesh | None = None,
-) -> None:
-    """The loop of every run over a fixed set of examples: updates, metrics, checkpoints, the model.
-
-    Args:
-        config: settings.
-        run: where metrics and checkpoints go; a run that was interrupted goes on.
-        output: directory of the model.
-        model: what the run begins with; its parameters, those that are trained, are donated.
-        base: the model whose adapters they are; None where all is trained.
-        loss_fn: of an update.
-        batches_from: micro-batches of the update that begins at a cursor, on the host, and the
-            cursor of the next.
-        epoch: examples of one pass.
-        phase: name in metrics and checkpoints.
-        validate: a figure of held-out data.
-        mesh: over which rows are split.
-    """
-    state, cursor, checkpoints = _resume(config, run, model.params, phase)
-    total, step = config.optimizer.total_steps, int(state.step)
-    with progress(phase.upper(), total=total, initial=step) as bar:
-        while step < total:
-            began = time.monotonic()
-            batches, cursor = batches_from(cursor)
-            processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
-            state, stats = train_step(
-                state,
-                batches,
-                loss_fn=loss_fn,
-                model=model.config,
-                optimizer=config.optimizer,
-                base=base,
-                mesh=mesh,
-                capacity=-(-config.batch_size // config.rows),
-            )
-            step += 1
-            stats["epoch"] = cursor / epoch
-            stats["time/step"] = time.monotonic() - began
-            if validate is not None and (step % config.validate_every == 0 or step == total):
-                stats["validation/loss"] = validate(state)
-            run.metrics(step, phase, **stats)
-            bar.update(loss=stats["loss"])
-            error = check_updates(stats, config.optimizer)
-            if step % config.checkpoint_every == 0 or step == total or error:
-                checkpoints.save(step, state, {"cursor": cursor})
-            if error:
-                raise error
-    checkpoints.close()
-    save_trained(model, state.params, base, config.model, output)
-
-
-def _resume(
-    config: FitConfig, run: RunDir, params: Params, phase: str
-) -> tuple[TrainState, int, Checkpoints]:
-    state = init_state(params, config.optimizer)
-    checkpoints = Checkpoints(run.checkpoints / phase)
-    step = checkpoints.latest()
-    if step is None:
-        run.rewind(phase, 0)
-        return state, 0, checkpoints
-    state, extra = checkpoints.restore(step, state)
-    run.rewind(phase, step)
-    return state, int(extra["cursor"]), checkpoints
 
 
 def mean_loss(

@@ -21,7 +21,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, read_trajectories
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config, rows
+from tests.learn.tiny_runs import rl_config, rows, run_rl
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,7 @@ def folder(tmp_path_factory):
 
 
 def train(folder, name, **changes):
-    config = rl_config(folder / "model", folder / "tasks.jsonl", **changes)
-    with RunDir(folder / name) as run:
-        rl.train(config, run, folder / name / "model", list(tiny_policy.tools().values()))
+    run_rl(folder / name, rl_config(folder / "model", folder / "tasks.jsonl", **changes))
     return folder / name
 
 
@@ -191,7 +189,7 @@ def test_sampling_goes_on_until_enough_groups_have_a_signal(
     config = rl_config(folder / "model", folder / "tasks.jsonl", groups=3, max_rounds=3)
     kept = [group(True, 100 + i) for i in range(surplus)]
     stream = [tiny_policy.TASKS[i % 3] for i in range(12)]
-    found = sample_groups(config, None, None, tiny_policy.policy(), stream, 0, (), kept)
+    found = sample_groups(config, None, None, tiny_policy.policy(), stream, 0, (), Clock(), kept)
     assert len(found.everything) == found.cursor == sampled
     assert (len(found.used), len(found.surplus), found.kept) == (used, left, surplus)
     numbers = [members[0].sample_id for members in found.used + found.surplus]

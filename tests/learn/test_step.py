@@ -101,10 +101,10 @@ def test_a_run_that_cannot_go_on_saves_its_state_and_says_so(tmp_path):
     )
     with pytest.raises(UserError, match="the last 3 updates"):
         run_sft(tmp_path / "run", config)
-    step = Checkpoints(tmp_path / "run" / "checkpoints" / "sft").latest()
+    step = Checkpoints(tmp_path / "run" / "checkpoints" / "sft").steps()[-1]
     assert step is not None and 3 < step < 30
     like = init_state(load_model(tmp_path / "base").params, optimizer)
-    state, _ = Checkpoints(tmp_path / "run" / "checkpoints" / "sft").restore(step, like)
+    state = Checkpoints(tmp_path / "run" / "checkpoints" / "sft").restore(step, like).state
     assert int(state.skipped_in_a_row) == 3
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 

@@ -1,21 +1,22 @@
-"""Short SFT and RL runs of the tiny policy; as a program, an SFT run that may be killed.
+"""Short SFT and RL runs of the tiny policy; as a program, a run that may be killed.
 
-python -m tests.learn.tiny_runs WORKDIR
+python -m tests.learn.tiny_runs {sft,rl,ahead} FOLDER RUN
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn import sft
+from coa_jax.learn import rl, sft
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
+from tests import tiny_policy
 
 SFT_STEPS = 24
 
@@ -80,6 +81,27 @@ def rows(workdir: Path, phase: str) -> list[dict[str, float]]:
     return [row for row in map(json.loads, lines) if row["phase"] == phase]
 
 
+def run_rl(workdir: Path, config: RLConfig) -> None:
+    with RunDir(workdir) as run:
+        rl.train(config, run, workdir / "model", list(tiny_policy.tools().values()))
+
+
+def config_of(kind: str, folder: Path) -> sft.SFTConfig | RLConfig:
+    """The run of a kind: SFT, RL, or RL with rollouts ahead."""
+    if kind == "sft":
+        return sft_config(folder / "base", folder / "data.jsonl")
+    ahead = int(kind == "ahead")
+    return rl_config(folder / "model", folder / "tasks.jsonl", rollouts_ahead=ahead)
+
+
+def main(argv: list[str]) -> None:
+    kind, folder, name = argv[1], Path(argv[2]), argv[3]
+    config = config_of(kind, folder)
+    if isinstance(config, RLConfig):
+        run_rl(folder / name, config)
+    else:
+        run_sft(folder / name, config)
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    run_sft(folder / "run", sft_config(folder / "base", folder / "data.jsonl"))
+    run_main(main, positional=True)

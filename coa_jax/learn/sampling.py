@@ -1,0 +1,87 @@
+"""The batches of a run, each sampled in the background while something else is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """One computation at a time on an event loop in a thread that lives as long as this does.
+
+    The thread stays, because programs of tools die with the thread that started them.
+    """
+
+    def __init__(self, compute: Callable[..., T], *, lazy: bool = False):
+        """Takes what to compute.
+
+        Args:
+            compute: a function of a runner for its coroutines and of more.
+            lazy: whether a computation waits until its result is asked for.  With several
+                processes it has to: what they do together they must do in one order.
+        """
+        self._compute, self._lazy = compute, lazy
+        self._started: tuple[Any, ...] = ()
+        self._pool = ThreadPoolExecutor(1, "rollouts")
+        self._runner = asyncio.Runner(loop_factory=self._new_loop)
+        self._future: Future[T] | None = None
+        self._outermost: asyncio.Task[Any] | None = None
+        self._abandoned = False
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        loop.set_task_factory(self._new_task)
+        return loop
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
+        """Remembers what the runner runs, which alone is cancelled; it ends what it has begun."""
+        task = asyncio.Task(coro, loop=loop, **options)
+        if not loop.is_running():
+            self._outermost = task
+            if self._abandoned:
+                task.cancel()
+        return task
+
+    def start(self, *arguments: Any) -> None:
+        """Begins a computation; the one before has been fetched."""
+        assert self._future is None
+        self._started = arguments
+        if not self._lazy:
+            self._submit()
+
+    def _submit(self) -> None:
+        self._future = self._pool.submit(self._compute, self._runner, *self._started)
+
+    def result(self) -> T:
+        """Waits for the computation.
+
+        Raises:
+            asyncio.CancelledError: it was abandoned.
+        """
+        if self._future is None:
+            self._submit()
+        assert self._future is not None
+        result = self._future.result()
+        self._future = None
+        return result
+
+    def abandon(self) -> None:
+        """Ends the computation, and every later one, as soon as it can be left; does not wait."""
+        self._abandoned = True
+        task = self._outermost
+        if task is not None and not task.done():
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def close(self) -> None:
+        """Abandons what runs and waits for its end."""
+        self.abandon()
+        self._pool.submit(self._close)
+        self._pool.shutdown()
+
+    def _close(self) -> None:
+        self._runner.get_loop().set_task_factory(None)
+        self._runner.close()

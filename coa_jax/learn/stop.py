@@ -1,0 +1,69 @@
+"""SIGTERM, which a cluster sends before it takes a machine away: the run saves and ends well."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+class Stop:
+    """Whether the run has been asked to stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def agreed(self) -> bool:
+        """Whether a process of the run has been asked; the same in all of them.
+
+        Every process calls it at the same step: one that stopped alone would leave the others
+        waiting for it.
+        """
+        if jax.process_count() == 1:
+            return self.requested
+        return bool(np.any(multihost_utils.process_allgather(np.int32(self.requested))))
+
+
+@contextlib.contextmanager
+def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+    """Takes the first SIGTERM as a request; a second one ends the process at once.
+
+    Args:
+        hurry: called with the request, to cut short what the run waits for.  It runs in a signal
+            handler.
+    """
+    stop = Stop()
+
+    def request(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stop.requested = True
+        hurry()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, request)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_run(step: int, total: int) -> NoReturn:
+    """Ends a command that was asked to stop and has saved its state, with exit code 0."""
+    if jax.process_index() == 0:
+        print(
+            f"stopped by SIGTERM after step {step} of {total}, which is saved; "
+            "run the same command again to continue",
+            file=sys.stderr,
+            flush=True,
+        )
+    raise SystemExit(0)

@@ -1,0 +1,309 @@
+"""Checkpoints: whole or not there, right although the state is donated, found again damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.cli import explain
+from coa_jax.errors import UserError
+from coa_jax.learn.checkpoint import Checkpoints, Damaged, fingerprint
+from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.parallel.mesh import make_mesh, sharding_for
+
+ROOT = Path(__file__).parents[2]
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, total_steps=10)
+
+
+def made(seed: int, rows: int = 64) -> TrainState:
+    rng = np.random.default_rng(seed)
+    params = {
+        "embed": jnp.asarray(rng.normal(size=(rows, 32)), jnp.float32),
+        "layers": {"down": jnp.asarray(rng.normal(size=(2, 8, 32)), jnp.float32)},
+    }
+    return init_state(params, OPTIMIZER)._replace(step=jnp.int32(seed))
+
+
+def same(left, right) -> None:
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def advance(tree):
+    return jax.tree.map(lambda x: x + 1, tree)
+
+
+@contextlib.contextmanager
+def opened(path, **options):
+    checkpoints = Checkpoints(path, **options)
+    with contextlib.closing(checkpoints):
+        yield checkpoints
+
+
+def numbers(path) -> set[str]:
+    return {p.name for p in path.iterdir()}
+
+
+def test_what_is_saved_is_the_state_of_that_step_although_it_is_donated_at_once(tmp_path):
+    state = made(0, rows=20_000)  # large enough that writing takes longer than the next update
+    kept = {}
+    with opened(tmp_path / "c", keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            kept[step] = jax.tree.map(lambda x: np.array(x, copy=True), state)
+            checkpoints.save(step, state, {"cursor": 10 * step})
+            for _ in range(3):
+                state = advance(state)
+    with opened(tmp_path / "c", keep=3) as checkpoints:
+        assert checkpoints.steps() == [1, 2, 3]
+        for step in (1, 2, 3):
+            restored = checkpoints.restore(step, state)
+            assert restored.extra == {"cursor": 10 * step}
+            same(restored.state, kept[step])
+
+
+def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
+    critic, sampler = made(5), {"layers": ({"w": jnp.ones((4,), jnp.bfloat16)},)}
+    with opened(tmp_path / "c") as checkpoints:
+        checkpoints.save(1, made(1), {}, more={"critic": critic})
+        checkpoints.save(2, made(2), {}, more={"critic": critic, "sampler": sampler})
+        first = checkpoints.restore(1, made(0), {"critic": made(0), "sampler": sampler})
+        second = checkpoints.newest(made(0), {"critic": made(0), "sampler": sampler})
+    assert first.more.keys() == {"critic"} and isinstance(first.more["critic"], TrainState)
+    same(first.more["critic"], critic)
+    assert second is not None and second.step == 2
+    same(second.more["sampler"], sampler)
+    assert second.more["sampler"]["layers"][0]["w"].dtype == jnp.bfloat16
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    losses = {1: 0.9, 2: 0.2, 3: float("nan"), 4: 0.5, 5: 0.4}
+    with opened(tmp_path / "c", keep=2, best="validation/loss") as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.save(step, made(step), {}, metrics={"validation/loss": loss, "x": 1.0})
+        checkpoints.save(6, made(6), {}, metrics={"x": 1.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5, 6]
+        assert checkpoints.best() == 2
+    with opened(tmp_path / "c", keep=2, best="validation/loss") as checkpoints:
+        checkpoints.save(7, made(7), {}, metrics={"validation/loss": 0.1})
+        checkpoints.wait()
+        assert (checkpoints.steps(), checkpoints.best()) == ([6, 7], 7)
+    with opened(tmp_path / "r", keep=1, best="reward/mean") as checkpoints:
+        for step, reward in enumerate((0.1, 0.7, 0.3), 1):
+            checkpoints.save(step, made(step), {}, metrics={"reward/mean": reward})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3]
+
+
+# --- damage --------------------------------------------------------------------------------
+
+
+def two_checkpoints(path) -> None:
+    with opened(path, keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, made(step), {"cursor": step})
+
+
+def largest(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(folder):
+    os.truncate(largest(folder), largest(folder).stat().st_size // 2)
+
+
+def flip(folder):
+    data = bytearray(largest(folder).read_bytes())
+    data[len(data) // 2] ^= 4
+    largest(folder).write_bytes(data)
+
+
+def lose_data(folder):
+    largest(folder).unlink()
+
+
+def empty_json(folder):
+    (folder / "extra" / "metadata").write_bytes(b"")
+
+
+def empty_tree(folder):
+    (folder / "state" / "_METADATA").write_bytes(b"")
+
+
+def wrong_print(folder):
+    path = folder / "fingerprint" / "metadata"
+    marks = json.loads(path.read_bytes())
+    marks["state"][1] ^= 1
+    path.write_text(json.dumps(marks))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [truncate, flip, lose_data, empty_json, empty_tree, wrong_print],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_checkpoint_is_never_used(tmp_path, caplog, harm):
+    two_checkpoints(tmp_path / "c")
+    harm(tmp_path / "c" / "2")
+    with opened(tmp_path / "c") as checkpoints:
+        with pytest.raises(Damaged):
+            checkpoints.restore(2, made(0))
+        restored = checkpoints.newest(made(0))
+        assert restored is not None and restored.step == 1
+        same(restored.state, made(1))
+        assert "checkpoint 2 is damaged" in caplog.text
+        assert "going on from checkpoint 1" in caplog.text
+        # The run writes its second step again.
+        checkpoints.save(2, made(2), {"cursor": 2})
+    assert {"1", "2", "damaged-2"} <= numbers(tmp_path / "c")
+    with opened(tmp_path / "c") as checkpoints:
+        restored = checkpoints.newest(made(0))
+        assert restored is not None and (restored.step, restored.extra) == (2, {"cursor": 2})
+
+
+def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_by_itself(tmp_path):
+    two_checkpoints(tmp_path / "c")
+    for step in ("1", "2"):
+        truncate(tmp_path / "c" / step)
+    with (
+        opened(tmp_path / "c") as checkpoints,
+        pytest.raises(UserError, match="every checkpoint is damaged"),
+    ):
+        checkpoints.newest(made(0))
+    assert {"1", "2"} <= numbers(tmp_path / "c")
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
+    two_checkpoints(tmp_path / "c")
+    torn = tmp_path / "c" / "3.orbax-checkpoint-tmp"
+    (torn / "state").mkdir(parents=True)
+    (torn / "state" / "d").write_bytes(b"x" * 1000)
+    with opened(tmp_path / "c") as checkpoints:
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, made(3), {})  # waits for what is removed in the background
+    assert numbers(tmp_path / "c") == {"2", "3"}
+
+
+def test_a_full_disk_leaves_the_checkpoints_that_were_there(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        checkpoints = Checkpoints(disk / "c")
+        checkpoints.save(1, made(1), {"cursor": 1})
+        checkpoints.wait()
+        (disk / "ballast").write_bytes(os.urandom(1_300_000))
+        with pytest.raises(Exception) as raised:
+            checkpoints.save(2, made(2, rows=6000), {"cursor": 2})
+            checkpoints.wait()
+        assert "disk full" in (explain(raised.value) or ""), raised.value
+        (disk / "ballast").unlink()
+        with opened(disk / "c") as checkpoints:
+            restored = checkpoints.newest(made(0))
+            assert restored is not None and restored.step == 1
+            same(restored.state, made(1))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# --- fingerprints --------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(["float32", "bfloat16", "int32", "bool", "int8"]),
+    st.sampled_from([(6,), (3, 4), (2, 3, 2)]),
+    st.integers(0, 2**31),
+)
+def test_a_fingerprint_tells_changes_and_moves(dtype, shape, seed):
+    rng = np.random.default_rng(seed)
+    array = rng.integers(0, 2 if dtype == "bool" else 100, shape).astype(jnp.dtype(dtype))
+    mark = fingerprint({"a": array})
+    changed = array.copy()
+    place = tuple(rng.integers(0, n) for n in shape)
+    changed[place] = (not changed[place]) if dtype == "bool" else changed[place] + 1
+    assert fingerprint({"a": changed}) != mark
+    moved = np.roll(array, 1, axis=0)
+    assert (fingerprint({"a": moved}) == mark) == bool((moved == array).all())
+
+
+def scrambled(bits: int) -> int:
+    """The finalizer of MurmurHash3 as its author gives it."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = ((bits ^ (bits >> shift)) * factor) % 2**32
+    return bits ^ (bits >> 16)
+
+
+def test_a_fingerprint_is_a_sum_of_scrambled_elements():
+    array = np.asarray([[1.5, -2.0], [0.0, 3.25]], np.float32)
+    wanted = 0
+    for (row, column), value in np.ndenumerate(array):
+        bits = int(value.view(np.uint32))
+        for place in (row, column):
+            bits = scrambled((bits + (place + 1) * 0x9E3779B1) % 2**32)
+        wanted += scrambled(bits)
+    assert fingerprint({"a": jnp.asarray(array)}) == [wanted % 2**32]
+
+
+# --- other meshes --------------------------------------------------------------------------
+
+
+def on_mesh(state: TrainState, **axes: int) -> TrainState:
+    mesh = make_mesh(axes.get("data", 1), axes.get("fsdp", 1), axes.get("tensor", 1))
+    names = {"embed": ("vocab", "embed"), "layers": {"down": ("layers", "mlp", "embed")}}
+    params = jax.tree.map(
+        lambda axes, x: jax.device_put(x, sharding_for(mesh, axes, shape=x.shape)),
+        names,
+        state.params,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    placed = init_state(params, OPTIMIZER)
+    return placed._replace(step=jax.device_put(state.step, placed.step.sharding))
+
+
+def restart_on_other_meshes(path: str) -> None:
+    """The part of the test below that needs eight devices."""
+    written = on_mesh(made(1), fsdp=4, tensor=2)
+    assert len(written.params["embed"].sharding.device_set) == 8
+    with opened(path) as checkpoints:
+        checkpoints.save(1, written, {"cursor": 7})
+    for axes in ({"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4}):
+        like = on_mesh(made(0), **axes)
+        with opened(path) as checkpoints:
+            restored = checkpoints.newest(like)
+        same(restored.state, made(1))
+        for leaf, wanted in zip(
+            jax.tree.leaves(restored.state.params), jax.tree.leaves(like.params), strict=True
+        ):
+            assert leaf.sharding == wanted.sharding
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    code = (
+        "from tests.learn.test_checkpoint import restart_on_other_meshes as f; "
+        f"f({str(tmp_path / 'c')!r})"
+    )
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    # Eight devices wrote it; one reads it.
+    with opened(tmp_path / "c") as checkpoints:
+        restored = checkpoints.newest(made(0))
+    assert restored is not None and restored.extra == {"cursor": 7}
+    same(restored.state, made(1))

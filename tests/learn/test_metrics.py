@@ -1,0 +1,69 @@
+"""docs/metrics.md names what runs write, all of it and nothing else."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from coa_jax.learn import flops, metrics
+from coa_jax.model.api import Model, save_model
+from coa_jax.trajectory import write_records
+from tests import tiny_policy
+from tests.learn.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def documented() -> dict[str, set[str]]:
+    """Names of the table to the phases that have them."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    table = re.findall(r"^\| `([^`]+)` \| ([a-z, ]+) \|", text, re.MULTILINE)
+    assert len(table) == len({name for name, _ in table})
+    return {name: set(phases.split(", ")) for name, phases in table}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[str, set[str]]:
+    """Names of the metrics of a tiny SFT and a tiny RL run, on a device with a known peak."""
+    folder = tmp_path_factory.mktemp("metrics")
+    tiny_policy.write_untrained(folder / "base")
+    write_records(folder / "data.jsonl", tiny_policy.records())
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), folder / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(flops.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+        # A CPU does not report its memory; everything else is as the run has it.
+        known = {"mem/device_peak_gb": 1.0} if not jax.devices()[0].memory_stats() else {}
+        own = metrics.memory
+        for module in ("rl", "sft"):
+            patch.setattr(f"coa_jax.learn.{module}.memory", lambda: {**own(), **known})
+        config = sft_config(
+            folder / "base", folder / "data.jsonl", validate_every=1, profile_steps=(2, 3)
+        )
+        run_sft(folder / "sft", config)
+        run_rl(folder / "rl", rl_config(folder / "model", folder / "tasks.jsonl"))
+    profiles = list((folder / "sft" / "profile").rglob("*.xplane.pb"))
+    assert len(profiles) == 1 and profiles[0].stat().st_size > 0
+    return {
+        phase: {name for row in rows(folder / phase, phase) for name in row} - {"step", "phase"}
+        for phase in ("sft", "rl")
+    }
+
+
+@pytest.mark.parametrize("phase", ["sft", "rl"])
+def test_every_metric_is_documented_and_every_documented_metric_is_written(written, phase):
+    names = {name for name, phases in documented().items() if phase in phases}
+    unknown = {n for n in written[phase] if not any(fnmatch.fnmatch(n, name) for name in names)}
+    assert unknown == set()
+    missing = {name for name in names if not fnmatch.filter(written[phase], name)}
+    assert missing == set()

@@ -1,0 +1,78 @@
+"""Warnings come once per episode, name the cause, and are found again in the rows of a run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.learn.watch import QUIET, Watch, warnings_of
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"len/cut_off_frac": 0.3, "stop/turns": 0.25, "stop/length": 0.05}, "max_tool_calls"),
+        ({"len/cut_off_frac": 0.3, "stop/length": 0.3}, "30% .* rollout.max_tokens"),
+        ({"tool/calls": 0.0}, "no trajectory called a tool"),
+        ({"tool/fail_frac": 0.75}, "75% of the tool calls failed"),
+        ({"group/frac_all_pass": 1.0}, "harder tasks"),
+        ({"group/frac_all_fail": 0.95}, "easier tasks"),
+        ({"reward/masked_frac": 0.06}, "6% of the trajectories have no grade"),
+        ({"loss": None}, "not a number"),
+    ],
+)
+def test_a_row_that_is_bad_is_warned_of_and_its_neighbour_is_not(row, words):
+    (text,) = Watch().see(row)
+    assert re.search(words, text)
+    good = {
+        "len/cut_off_frac": 0.2,
+        "tool/calls": 0.1,
+        "tool/fail_frac": 0.5,
+        "group/frac_all_pass": 0.9,
+        "group/frac_all_fail": 0.9,
+        "reward/masked_frac": 0.05,
+        "loss": 1.0,
+    }
+    assert Watch().see(good) == []
+
+
+def steady(name: str, *values: float) -> list[dict[str, float]]:
+    return [{name: value, "step": step} for step, value in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "step", "words"),
+    [
+        (steady("policy/entropy", *[1.0] * 5, 0.3, 0.19), 7, "entropy fell from 1 to 0.19"),
+        (steady("mismatch/abs_logp_mean", *[0.01] * 5, 0.029, 0.031), 7, "0.01 at first"),
+        (steady("validation/loss", 2.0, 1.0, 1.09, 1.2), 4, "its best 1 of step 2"),
+    ],
+)
+def test_what_is_bad_beside_the_beginning_is_warned_of(rows, step, words):
+    ((_, found, text),) = warnings_of(rows)
+    assert (found, words in text) == (step, True), text
+
+
+def test_a_tiny_mismatch_may_grow():
+    assert warnings_of(steady("mismatch/abs_logp_mean", *[1e-7] * 5, 9e-4)) == []
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(0, 40))
+def test_an_episode_warns_once_and_a_resumed_run_does_not_warn_again(bad, cut):
+    rows = [{"phase": "rl", "step": i, "tool/calls": float(not b)} for i, b in enumerate(bad)]
+    expected, quiet = [], QUIET
+    for step, is_bad in enumerate(bad):
+        if is_bad and quiet >= QUIET:
+            expected.append(step)
+        quiet = 0 if is_bad else quiet + 1
+    assert [step for _, step, _ in warnings_of(rows)] == expected
+    resumed = Watch(rows[:cut])
+    assert [r["step"] for r in rows[cut:] if resumed.see(r)] == [s for s in expected if s >= cut]
+
+
+def test_phases_are_watched_apart():
+    rows = [{"phase": phase, "step": 1, "tool/calls": 0.0} for phase in ("a", "b")]
+    assert [phase for phase, _, _ in warnings_of(rows)] == ["a", "b"]
