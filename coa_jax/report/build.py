@@ -17,6 +17,7 @@ from typing import Any
 
 from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.learn.watch import warnings_of
 from coa_jax.report.assets import SCRIPT, STYLE
 from coa_jax.report.breakdown import breakdown
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
@@ -87,6 +88,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
         name,
         [
             _header(name, config, rows, sample),
+            _warnings(rows),
             _results(summary),
             _curves(rows),
             _traces(sample),
@@ -138,6 +140,18 @@ def _header(
         '<nav><a href="#results">Results</a><a href="#curves">Curves</a>'
         f'<a href="#traces">Traces</a></nav>{shown}</header>'
     )
+
+
+def _warnings(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the run was warned of, if it was."""
+    found = warnings_of(rows)
+    if not found:
+        return ""
+    items = "".join(
+        f"<li><b>{escape(phase)}, step {number(step)}</b>: {escape(text)}</li>"
+        for phase, step, text in found
+    )
+    return f'<h2 id="warnings">Warnings</h2><ul>{items}</ul>'
 
 
 def _results(summary: Mapping[str, Any]) -> str:

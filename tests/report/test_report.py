@@ -75,6 +75,14 @@ def page(page_path) -> Page:
     return Page(page_path.read_text())
 
 
+def test_warnings_are_shown_above_the_results(tmp_path):
+    rows = [{"phase": "rl", "step": step, "tool/calls": 0.0} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = build_report(tmp_path).read_text()
+    assert source.count("no trajectory called a tool") == 1
+    assert source.index("rl, step 1") < source.index('id="results"')
+
+
 def test_results_curves_and_traces_are_there(page):
     text = " ".join(page.texts)
     for expected in ("After RL", "0.710", "0.647 \u2013 0.773", "Mean reward", "SmolLM2-135M",
