@@ -43,7 +43,13 @@ EXTRAS = {
     # Teachers behind an endpoint or in process, and near-duplicates in what they leave.
     "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
     # An OpenAI-compatible server (python -m coa_jax.serve).
-    "serve": ["fastapi>=0.165", "uvicorn>=0.54", "prometheus-client>=0.26"],
+    "serve": [
+        "fastapi>=0.165",
+        "starlette>=1.10",
+        "pydantic>=2.14",
+        "uvicorn>=0.54",
+        "prometheus-client>=0.26",
+    ],
     # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.
     "tfds": ["tensorflow-datasets>=4.9", "importlib-resources>=6.0"],
     # Metrics at Weights & Biases (--wandb_project; WANDB_MODE=offline needs no account).

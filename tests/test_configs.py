@@ -222,7 +222,7 @@ def test_a_debug_form_differs_in_size_only():
     tiny = load_config("configs/rl/tiny.py")
     assert small.algorithm == large.algorithm
     assert small.format_reward and large.format_reward and not tiny.format_reward
-    assert (small.dtype, small.remat) == (large.dtype, large.remat) == ("bfloat16", True)
+    assert (small.dtype, small.remat) == (large.dtype, large.remat) == ("bfloat16", "full")
     assert small.optimizer.learning_rate == large.optimizer.learning_rate
     assert small.engine == tiny.engine
     assert small.tools == large.tools

@@ -110,6 +110,7 @@ def fit(
     total, step = config.optimizer.total_steps, int(state.step)
     watch = Watch(run.rows(phase))
     with (
+        contextlib.closing(checkpoints),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
         stop_on_sigterm() as stop,
         progress(phase.upper(), total=total, initial=step) as bar,
@@ -149,9 +150,7 @@ def fit(
                 with clock("checkpoint"):
                     checkpoints.save(step, state, {"cursor": cursor}, metrics=stats)
             if error:
-                checkpoints.close()
                 raise error
-    checkpoints.close()
     if step < total:
         end_run(step, total)
     save_trained(model, state.params, base, config.model, output)

@@ -128,6 +128,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         checkpoints.save(step, state, extra, metrics=metrics, more=more)
 
     with (
+        contextlib.closing(checkpoints),
         contextlib.closing(batches),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
         # A process that left its rollouts alone would leave the others waiting.
@@ -184,14 +185,12 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
                     save(row)
                 saved = step
             if error:
-                checkpoints.close()
                 raise error
             bar.update(reward=float(np.mean(graded_values(sampled.everything) or [0.0])))
             if stopping:
                 break
-    if saved < step:
-        save(row)
-    checkpoints.close()
+        if saved < step:
+            save(row)
     if step < total:
         end_run(step, total)
     save_trained(model, state.params, base, config.model, output)

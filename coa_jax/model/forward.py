@@ -101,7 +101,10 @@ def _layer(
     # Where an operand lies also says where its gradient does.
     attended = constrain(attended.astype(dtype), mesh, "batch", None, "kv_heads", None, None)
     with jax.named_scope("out"):
-        x = x + constrain(project("btngk,ngkd->btd", attended, layer["out"], dtype), mesh, *STREAM)
+        # As one contracted axis: einsum would sort three by their letters, and copy the weights
+        # into that order in every call.
+        whole, out = attended.reshape(*x.shape[:2], -1), layer["out"].reshape(-1, c.hidden_size)
+        x = x + constrain(project("bth,hd->btd", whole, out, dtype), mesh, *STREAM)
         if "lora" in layer:
             x = lora.add_one("o", "btngk,ngkd->btd", x, attended, layer, dtype)
     with jax.named_scope("norm"):

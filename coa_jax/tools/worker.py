@@ -20,6 +20,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from typing import Any
@@ -153,11 +154,19 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process, whatever it is at, once the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def serve() -> None:
     """Answers calls on standard input until it ends: the main function of a worker."""
     function, memory_mb = sys.argv[1:3]
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an answer
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     limit = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     module, _, name = function.partition(":")

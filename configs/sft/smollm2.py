@@ -10,7 +10,7 @@ them are worth their time where there is more of it.
 Choices: the brief prompt saves some 700 tokens a trajectory against the full one, two thirds of
 the work; rows of 704 tokens hold all but the longest trajectories in this tokenizer, which splits
 numbers into digits; products in bfloat16 are faster than in float32 on CPUs that have them; what
-is not a product is computed again in the backward pass, which is faster here than to keep it.
+is not a product is computed again in the backward pass, which saves a third of the memory.
 """
 
 from __future__ import annotations

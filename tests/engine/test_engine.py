@@ -1,6 +1,8 @@
 """Decoding equals transformers, and no bookkeeping of slots changes what is decoded."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -300,3 +302,13 @@ def test_decoding_compiles_once_for_all_chunk_sizes_and_lengths():
             begin(engine, 0, PROMPT[:length], 40, SamplingParams(top_p=0.9, top_k=chunk))
             run(engine, [0])
     assert programs.decode_chunk._cache_size() == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes on a CPU")
+def test_no_step_copies_weights():
+    engine = make(slots=2, decode_programs=1)
+    program = engine.lower_decode().compile().as_text() or ""
+    copies = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", program)
+    copied = {math.prod(map(int, shape.split(","))) for shape in copies}
+    matrices = {x.size for x in jax.tree.leaves(engine.params["layers"]) if x.ndim > 1}
+    assert not copied & matrices

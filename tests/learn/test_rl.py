@@ -13,6 +13,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn import groups as groups_module
 from coa_jax.learn import rl
 from coa_jax.learn.algorithms import Algorithm, presets
+from coa_jax.learn.clock import Clock
 from coa_jax.learn.groups import sample_groups
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update

@@ -7,9 +7,10 @@ import pytest
 
 from coa_jax.bench.measure import compile_count
 from coa_jax.errors import UserError
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss
+from coa_jax.learn.losses import bind, policy_loss
 from coa_jax.learn.step import OptimizerConfig, check_updates, init_state, train_step
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
@@ -19,7 +20,8 @@ from tests import tiny_policy
 from tests.learn.tiny_runs import run_sft, sft_config
 
 MODEL = ModelConfig("llama", 97, 32, 48, 1, 4, 2, 8)
-LOSS = bind(policy_loss, clip=PolicyLossConfig(), temperature=1.0, dtype="float32", remat="none")
+DAPO = Algorithm("dapo", overlong_buffer=0).resolve(64)
+LOSS = bind(policy_loss, algorithm=DAPO, temperature=1.0, dtype="float32", remat="none")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, total_steps=20, warmup_steps=4, max_skipped=2)
 
 

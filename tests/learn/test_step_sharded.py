@@ -19,7 +19,8 @@ CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
 PROGRAM = """
 import sys, jax, numpy as np
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.losses import PolicyLossConfig, bind, policy_loss, sft_loss
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.losses import bind, policy_loss, sft_loss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.choice import Attention
@@ -45,7 +46,8 @@ optimizer = OptimizerConfig(
 def run(mesh, kind):
     options = dict(dtype="float32", remat=False, attention=Attention("xla", mesh))
     loss = bind(sft_loss, **options) if kind == "sft" else bind(
-        policy_loss, clip=PolicyLossConfig(), temperature=1.3, **options
+        policy_loss, algorithm=Algorithm("dapo", overlong_buffer=0).resolve(64), temperature=1.3,
+        **options
     )
     model = load_model(sys.argv[1], mesh=mesh)
     before = jax.tree.map(np.array, model.params)
