@@ -33,7 +33,8 @@ EXTRAS = {
     # Generated reasoning tasks and parquet question files.
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
     # crawl_page: main content of pages, PDF files, what sites allow robots.
-    "web": ["trafilatura>=2.3", "pypdf>=7.1", "protego>=0.7"],
+    # (trafilatura needs lxml_html_clean, which pip does not find behind an extra of lxml.)
+    "web": ["trafilatura>=2.3", "lxml_html_clean>=0.4", "pypdf>=7.1", "protego>=0.7"],
     # Tools of Model Context Protocol servers.
     "mcp": ["mcp>=2.3"],
     # Grading of mathematical answers.

@@ -108,7 +108,7 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 # coa_install EXTRA...: installs the package with these extras and those installed before.
 coa_install() {
   local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
-  local extras hash implied="distill gguf maths mcp notebook serve tasks test tfds web" what="coa_jax"
+  local extras hash implied="" what="coa_jax"
   hash="$(coa_hash)" || return 1
   # What setup.py includes in these two, so that a later request for a part installs nothing.
   case " $* " in *" test "* | *" dev "*) implied="distill gguf maths mcp notebook serve tasks test tfds web" ;; esac

@@ -258,13 +258,8 @@ def debug_files(tmp_path_factory):
     return folder
 
 
-DEFAULT = ("configs/rl/web.py",)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [p if p in DEFAULT else pytest.param(p, marks=pytest.mark.slow) for p in SMALL],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SMALL)
 def test_a_debug_form_runs(path, debug_files, tmp_path):
     stage = Path(path).parts[1]
     config = load_config(f"{path}:debug")

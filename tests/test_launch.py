@@ -261,11 +261,11 @@ def test_quickstart_without_a_directory_after_workdir_is_refused(echoing):
 def test_test_sh_runs_all_parts_and_fails_if_one_does(echoing):
     result = echoing("test.sh", "-k", "a b")
     assert result.returncode == 0
-    assert "[-m][pytest][-k][a b]" in result.stdout
+    assert "[-m][pytest][-n][2][--dist][worksteal][-k][a b]" in result.stdout
     for part in ("ruff", "mypy", "pytest"):
         result = echoing("test.sh", "--slow", FAIL=part)
         assert result.returncode == 1
-        assert "[-m][pytest][-m][slow or not slow]" in result.stdout
+        assert "[-m][pytest][-n][2][--dist][worksteal][-m][slow or not slow]" in result.stdout
         assert f"error: failed: {part}" in result.stderr
 
 

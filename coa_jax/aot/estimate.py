@@ -56,7 +56,7 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
         The result of the command; ``fits`` says whether all programs do.
     """
     chip, config = setup.where.chip, setup.config
-    rows, total = [], {"gradients": 0.0, "update": 0.0, "publish": 0.0}
+    rows, total = [], {"train": 0.0, "publish": 0.0}
     for program in all_programs(setup):
         row = _compiled(program, chip, reserve)
         rows.append(row)
@@ -159,14 +159,10 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     config, chip = setup.config, setup.where.chip
     tokens = micro_batches(config) * config.rows * config.row_length
     useful = tokens * train_flops(setup.model, config.row_length)
-    seconds = total["gradients"] + total["update"]
-    serial = sum(
-        row["runs_per_step"] * row["roofline"]["serial_s"]
-        for row in rows
-        if row["roofline"] and row["name"] in ("gradients", "update")
-    )
+    train = next(row for row in rows if row["name"] == "train")
+    seconds, known = total["train"], train["roofline"] is not None
+    serial = train["runs_per_step"] * train["roofline"]["serial_s"] if known else 0.0
     peak = setup.where.count * chip.flops
-    known = all(r["roofline"] for r in rows if r["name"] in ("gradients", "update"))
     step: dict[str, Any] = {
         "assumes": "every row is full, one sequence a row; MFU counts 6 FLOPs a parameter and "
         "token and causal attention, not what is computed again",

@@ -37,7 +37,7 @@ class Program:
     """A program to compile.
 
     Attributes:
-        name: such as ``gradients``.
+        name: such as ``train``.
         lower: makes what XLA compiles.
         runs: how often a step runs it; 0 for programs whose number depends on the data.
         lying: bytes of a chip that other arrays take meanwhile.
@@ -86,8 +86,8 @@ def set_up(
     Raises:
         UserError: the sizes of the mesh do not fit the slice.
     """
-    sizes = dataclasses.asdict(config.mesh)
-    mesh = make_mesh(**sizes, devices=devices)
+    sizes = config.mesh
+    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices=devices)
     chips = 0
     if isinstance(config, RLConfig):
         chips = math.gcd(model.num_kv_heads, min(where.chip.host, where.count))
@@ -115,6 +115,7 @@ def all_programs(setup: Setup) -> list[Program]:
 def _training(setup: Setup) -> list[Program]:
     config, model, mesh = setup.config, setup.model, setup.mesh
     number = micro_batches(config)
+    updates = 1 if isinstance(config, SFTConfig) else config.updates
     shape = (number, config.rows, config.row_length)
     kinds = (*["int32"] * 3, *["float32"] * 3)
     arrays: list[Any] = [_array(mesh, shape, kind, None, "batch", None) for kind in kinds]
@@ -128,11 +129,11 @@ def _training(setup: Setup) -> list[Program]:
                 state, Batch(*arrays), count, tokens,
                 loss_fn=loss_fn, model=model, optimizer=config.optimizer,
             ),
-            1 if isinstance(config, SFTConfig) else config.updates,
+            updates,
             _engine_bytes(setup),
             setup.where.count,
-            (float(number), -(-config.row_length // _HEAD_POSITIONS)),
-            0.0 if setup.where.tpu else number * _attention_flops(setup),
+            (number / updates, -(-config.row_length // _HEAD_POSITIONS)),
+            0.0 if setup.where.tpu else number / updates * _attention_flops(setup),
         )
     ]  # fmt: skip
 

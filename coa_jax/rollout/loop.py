@@ -120,7 +120,7 @@ class _Loop:
         self.held: dict[int, Request] = {}
         self.waiting: deque[tuple[Request, int]] = deque()
         self.refused: list[Trajectory] = []
-        self.ending: set[asyncio.Task[Any]] = set()  # tools of cancelled samples
+        self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but not over yet
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
@@ -185,10 +185,14 @@ class _Loop:
                 self.refused.append(self._refuse(*waiting, StopReason.CANCELLED))
             for run in [run for run in self.running.values() if run.request is request]:
                 if run.tool is not None:
-                    run.tool.cancel()
-                    self.ending.add(run.tool)
-                    run.tool.add_done_callback(self.ending.discard)
+                    self._end(run.tool)
                 self.refused.append(self._finish(run, StopReason.CANCELLED))
+
+    def _end(self, task: asyncio.Future[Any]) -> None:
+        """Cancels a task; `close` waits until it has ended."""
+        task.cancel()
+        self.ending.add(task)
+        task.add_done_callback(self.ending.discard)
 
     def _reserve(self, slot: int, limit: int, source: int | None, length: int) -> bool:
         """Makes room in a slot; the prompts that free slots still hold give way to it."""
@@ -257,8 +261,10 @@ class _Loop:
         elif not finished and self.running:
             calls = {run.tool for run in self.running.values() if run.tool is not None}
             news = asyncio.ensure_future(self.inbox.changed())
-            await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
-            news.cancel()
+            try:
+                await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._end(news)
         return finished
 
     def _advance(
@@ -401,11 +407,10 @@ class _Loop:
         """Cancels tools that still run, and leaves every slot free."""
         if self.device_call is not None:
             await asyncio.wait([self.device_call])
-        calls = [run.tool for run in self.running.values() if run.tool is not None]
-        calls += self.ending
-        for task in calls:
-            task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        for run in self.running.values():
+            if run.tool is not None:
+                self._end(run.tool)
+        await asyncio.gather(*self.ending, return_exceptions=True)
         for slot in list(self.running):
             self.engine.set_active(slot, False)
         self.running.clear()

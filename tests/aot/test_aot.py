@@ -47,7 +47,8 @@ def check(result, rows, length):
     forward = 2 * products + 4 * layers * heads * width * length / 2
     # Norms are counted as parameters in it.
     assert result["step"]["model_flops"] == pytest.approx(3 * tokens * forward, rel=0.02)
-    done = programs["gradients"]["flops"] * result["chips"] * result["step"]["micro_batches"]
+    train = programs["train"]
+    done = train["flops"] * train["runs_per_step"] * result["chips"]
     assert done > result["step"]["model_flops"]
     for program in programs.values():
         memory = program["bytes_per_chip"]
@@ -65,8 +66,8 @@ def test_a_configuration_is_estimated_for_gpus():
     assert code == 0, err
     assert (result["estimate"], result["chips"], result["mesh"]["fsdp"]) == (True, 8, 8)
     programs = check(result, 8, 2048)
-    assert set(programs) == {"gradients", "update"}
-    sent = programs["gradients"]["collective_bytes"]
+    assert set(programs) == {"train"}
+    sent = programs["train"]["collective_bytes"]
     assert sent["all-gather"] + sent["all-reduce"] > 0
 
 
@@ -75,11 +76,11 @@ def test_a_configuration_of_rl_is_estimated_for_gpus():
     code, result, err = aot("--config=configs/rl/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL)
     assert code == 0, err
     programs = check(result, 8, 128)
-    assert set(programs) == {"gradients", "update", "publish", "extend", "decode", "fork"}
+    assert set(programs) == {"train", "publish", "extend", "decode", "fork"}
     # Float32 parameters, their two moments, and what lies there of the engine: exact.
-    state = programs["update"]["bytes_per_chip"]
+    state = programs["train"]["bytes_per_chip"]
     parameters = result["params"] * 4 // 8
-    assert state["arguments"] == pytest.approx(4 * parameters, rel=0.05)
+    assert state["arguments"] == pytest.approx(3 * parameters, rel=0.1)
     assert result["step"]["decode_tokens_per_s"] > 0
 
 
@@ -97,13 +98,14 @@ def test_what_does_not_fit_is_refused_with_the_figure_and_the_setting():
 def test_a_configuration_compiles_for_a_tpu_slice():
     code, result, err = aot(
         "--config=configs/rl/tiny.py", "--topology=v5e:2x2", *TINY_MODEL, "--config.dtype=bfloat16",
-        "--config.remat=True", "--config.row_length=512",
+        "--config.remat=full", "--config.row_length=512",
     )  # fmt: skip
     assert code == 0, err
     assert (result["estimate"], result["chips"]) == (False, 4)
     programs = check(result, 8, 512)
     assert programs["decode"]["bytes_per_chip"]["aliased"] > 0
-    assert programs["gradients"]["loops_ended_by_data"] == 0
+    # Micro-batches, and the chunks of the head forward and backward.
+    assert programs["train"]["loops_ended_by_data"] == 3
 
 
 @needs_tpu_compiler
@@ -114,7 +116,7 @@ def test_the_compiler_of_tpus_refuses_what_does_not_fit():
     assert code == 1
     assert result["programs"][0]["refused"]
     assert result["programs"][0]["bytes_per_chip"]["total"] > CHIPS["v5e"].hbm_bytes
-    assert "gradients needs" in err
+    assert "train needs" in err
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def assert_same_run(kind: str, folder: Path, name: str) -> None:
         assert tokens[0] == tokens[1]
 
 
-@kinds("sft", "rl")
+@kinds("sft")
 def test_a_killed_run_ends_with_bit_identical_parameters(kind, folder):
     assert kill_once(kind, folder, f"{kind}-killed", random.Random(7))
     run_here(kind, folder, f"{kind}-killed")
@@ -169,7 +169,7 @@ def test_a_run_killed_at_twenty_random_moments_ends_with_bit_identical_parameter
     assert_same_run(kind, folder, name)
 
 
-@kinds("ahead")
+@kinds("rl")
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_parameters(kind, folder):
     name = f"{kind}-stopped"
     with started(kind, folder, name) as process:
