@@ -76,7 +76,16 @@ while [ "$alive" -gt 0 ]; do
   ended=""
   { wait -n -p ended "${pids[@]}" ${timer:+"$timer"}; } 2>/dev/null # bash has its own words
   code=$?
-  [ -n "${ended:-}" ] || continue # a signal was forwarded
+  if [ -z "${ended:-}" ]; then
+    # A signal was forwarded, or several ended together: `wait -n` does not tell of all of them.
+    ended=""
+    for pid in "${pids[@]}"; do
+      kill -0 "$pid" 2>/dev/null || ended="$pid"
+    done
+    [ -n "$ended" ] || continue
+    wait "$ended" 2>/dev/null
+    code=$?
+  fi
   if [ "$ended" = "$timer" ]; then
     timer=""
     echo "error: ending the other processes" >&2

@@ -54,7 +54,7 @@ async def crowd(address: str, seconds: float, clients: list[Client]) -> list[int
     async def client(number: int) -> None:
         async with httpx.AsyncClient(timeout=120) as http:
             turn = 0
-            while time.monotonic() < end:
+            while not turn or time.monotonic() < end:
                 began = time.monotonic()
                 await stream(http, address, number, turn)
                 turn += 1
