@@ -142,9 +142,10 @@ def join() -> None:
             seconds,
         )
         _joined.tell()
-        threading.Thread(target=_watch, args=(_joined,), daemon=True, name="watch").start()
+        watch = threading.Thread(target=_watch, args=(_joined,), daemon=True, name="watch")
+        watch.start()
         # Handlers run in reverse order, so this one before that of JAX.
-        atexit.register(_finish, _joined)
+        atexit.register(_finish, _joined, watch)
 
 
 def _number(name: str, default: float | None = None) -> float:
@@ -263,10 +264,12 @@ def fail(error: BaseException, reason: str, code: int) -> NoReturn:
     _exit(code)
 
 
-def _finish(here: _Joined) -> None:
+def _finish(here: _Joined, watch: threading.Thread) -> None:
     here.doing, here.ending = _FINISHED, True
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.tell()
+    # A thread that waits in the client while the interpreter ends would abort the process.
+    watch.join(2 * _interval(here) + 1)
 
 
 def _say(here: _Joined, verdict: str) -> None:
