@@ -293,13 +293,54 @@ REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.
 
 
 @pytest.mark.parametrize(
-    "script", ["quickstart.sh", "test.sh", "fetch_smollm2.sh", "debug_files.sh", *REMOTE]
+    "script",
+    ["quickstart.sh", "test.sh", "fetch_smollm2.sh", "debug_files.sh", "algorithms.sh", *REMOTE],
 )
 def test_help_is_the_head_of_the_script(tree, script):
     result = tree(script, "--help")
     assert result.returncode == 0
     assert f"bash launch/{script}" in result.stdout
     assert "#" not in result.stdout
+
+
+# --- algorithms.sh -------------------------------------------------------------------------
+
+
+def test_every_algorithm_is_trained_and_measured_with_every_seed(tree):
+    flags = ("--algorithms=grpo,ppo", "--seeds", "0,7", "--steps=5", "--config.groups=4")
+    result = tree("algorithms.sh", "--dry-run", *flags)
+    assert result.returncode == 0, result.stderr
+    start, *runs, table = result.stdout.splitlines()
+    assert "coa_jax.evaluate" in start and "--config.model=runs/sft/model" in start
+    assert "coa_jax.report.compare --workdir=runs/algorithms" in table
+    wanted = [(a, s, c) for s in (0, 7) for a in ("grpo", "ppo") for c in ("rl", "evaluate")]
+    assert len(runs) == len(wanted)
+    for line, (algorithm, seed, command) in zip(runs, wanted, strict=True):
+        assert f"coa_jax.{command} " in line
+        assert f"runs/algorithms/{algorithm}-{seed}" in line
+        if command == "rl":
+            assert f"algorithm.name={algorithm} --config.seed={seed} " in line
+            assert "total_steps=5" in line and "--config.groups=4" in line
+
+
+def test_what_has_been_measured_is_not_repeated(tree, tmp_path):
+    done = tmp_path / "repo" / "runs" / "algorithms" / "grpo-0" / "evaluate"
+    done.mkdir(parents=True)
+    (done / "summary.json").write_text("{}")
+    flags = ("--algorithms=grpo,rloo", "--seeds=0")
+    lines = tree("algorithms.sh", "--dry-run", *flags).stdout.splitlines()
+    assert not any("grpo-0" in line for line in lines)
+    assert sum("rloo-0" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--seeds=a"], "--seeds a"), (["--steps=0"], "--steps 0"), (["--fast"], "--fast")],
+)
+def test_a_wrong_argument_of_the_comparison_is_one_line(tree, arguments, said):
+    result = tree("algorithms.sh", "--dry-run", *arguments)
+    assert result.returncode == 2
+    assert said in result.stderr and result.stderr.count("\n") == 1
 
 
 # --- tpu_pod.sh ----------------------------------------------------------------------------

@@ -6,9 +6,6 @@ wrote so far.  The page is one file, works offline, and may be sent to somebody.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,9 +15,9 @@ from typing import Any
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.learn.watch import warnings_of
-from coa_jax.report.assets import SCRIPT, STYLE
 from coa_jax.report.breakdown import breakdown
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
+from coa_jax.report.page import as_number, facts, fixed, series_of, step_of, whole_page
 from coa_jax.report.traces import (
     STAGES,
     Sample,
@@ -84,7 +81,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     traces = root / "traces.jsonl"
     sample = sample_traces(traces, per_stage) if "traces.jsonl" in there else Sample({}, {})
     name = root.resolve().name
-    page = _page(
+    page = whole_page(
         name,
         [
             _header(name, config, rows, sample),
@@ -100,29 +97,13 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     return path
 
 
-def _page(name: str, sections: Sequence[str]) -> str:
-    # Only this very script may run, wherever in the page markup might slip through.
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy, quote=False)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}</style></head>\n<body>"
-        f"{''.join(sections)}\n<script>{SCRIPT}</script></body></html>\n"
-    )
-
-
 def _header(
     name: str, config: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]], sample: Sample
 ) -> str:
     phases = dict.fromkeys(str(row.get("phase", "run")) for row in rows)
     steps = [
         f"{phase} to step "
-        f"{number(max(_step(r) for r in rows if str(r.get('phase', 'run')) == phase))}"
+        f"{number(max(step_of(r) for r in rows if str(r.get('phase', 'run')) == phase))}"
         for phase in phases
     ]
     total = sum(sum(count.values()) for count in sample.counts.values())
@@ -171,18 +152,18 @@ def _results(summary: Mapping[str, Any]) -> str:
         parts.append('<p class="dim">No evaluation in summary.json yet.</p>')
     times = summary.get("timings_s")
     if isinstance(times, dict) and times:
-        parts.append("<h3>Wall time in seconds</h3>" + _facts(times))
+        parts.append("<h3>Wall time in seconds</h3>" + facts(times))
     others = {
         k: v for k, v in summary.items() if isinstance(v, str | int | float) and k != "timings_s"
     }
-    return "".join(parts) + (_facts(others) if others else "")
+    return "".join(parts) + (facts(others) if others else "")
 
 
 def _result_row(name: str, block: Mapping[str, Any]) -> str:
-    value, interval = _share(block.get("pass_at_1")), block.get("ci95")
+    value, interval = as_number(block.get("pass_at_1")), block.get("ci95")
     shown = "\u2013" if value is None else f"{value:.3f}"
-    ends = [_share(end) for end in interval] if isinstance(interval, list) else []
-    valid = _share(block.get("format_valid"))
+    ends = [as_number(end) for end in interval] if isinstance(interval, list) else []
+    valid = as_number(block.get("format_valid"))
     plot = span = ""
     if value is not None and len(ends) == 2 and ends[0] is not None and ends[1] is not None:
         plot = interval_bar(Interval(name, value, ends[0], ends[1]))
@@ -192,36 +173,12 @@ def _result_row(name: str, block: Mapping[str, Any]) -> str:
         f"<td><strong>{shown}</strong></td>",
         f"<td>{span}</td>",
         f'<td class="plot">{plot}</td>',
-        f"<td>{_fixed(block.get('n'), 0)}</td>",
-        f"<td>{_fixed(block.get('tokens_per_task'), 1)}</td>",
-        f"<td>{_fixed(block.get('tool_calls_per_task'), 2)}</td>",
+        f"<td>{fixed(block.get('n'), 0)}</td>",
+        f"<td>{fixed(block.get('tokens_per_task'), 1)}</td>",
+        f"<td>{fixed(block.get('tool_calls_per_task'), 2)}</td>",
         f"<td>{'' if valid is None else f'{valid:.1%}'}</td>",
     ]
     return f"<tr>{''.join(cells)}</tr>"
-
-
-def _share(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else None
-
-
-def _fixed(value: Any, digits: int) -> str:
-    """A figure of a column, which all have the same digits; nothing if there is none."""
-    figure = _share(value)
-    return "" if figure is None else f"{figure:,.{digits}f}"
-
-
-def _facts(values: Mapping[str, Any]) -> str:
-    items = "".join(
-        f"<div><dt>{escape(str(key))}</dt><dd>"
-        f"{escape(number(value) if _share(value) is not None else str(value))}</dd></div>"
-        for key, value in values.items()
-    )
-    return f'<dl class="facts">{items}</dl>'
-
-
-def _step(row: Mapping[str, Any]) -> float:
-    return _share(row.get("step")) or 0.0
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -231,7 +188,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
     phases = dict.fromkeys(str(row.get("phase", "run")) for row in rows)
     for phase in phases:
         mine = [row for row in rows if str(row.get("phase", "run")) == phase]
-        parts.append(_phase_curves(phase, sorted(mine, key=_step)))
+        parts.append(_phase_curves(phase, sorted(mine, key=step_of)))
     return "".join(parts)
 
 
@@ -241,9 +198,9 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
         name
         for row in rows
         for name, value in row.items()
-        if name not in ("step", "phase") and (value is None or _share(value) is not None)
+        if name not in ("step", "phase") and (value is None or as_number(value) is not None)
     )
-    series = {name: _series(name, rows) for name in names}
+    series = {name: series_of(name, rows) for name in names}
     charts, used = [], set()
     for title, wanted in _CHARTS:
         group = [n for n in names if n in wanted or any(w[-1] == "/" and n.startswith(w)
@@ -260,11 +217,6 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
             f'</summary><div class="charts">{"".join(others)}</div></details>'
         )
     return f'{heading}<div class="charts">{"".join(charts)}</div>{more}'
-
-
-def _series(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
-    points = [(_step(row), _share(row[name])) for row in rows if name in row]
-    return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points))
 
 
 def _short_name(series: Series, wanted: Sequence[str]) -> Series:

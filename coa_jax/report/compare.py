@@ -1,0 +1,287 @@
+"""Sets runs beside each other: ``python -m coa_jax.report.compare --workdir=runs/algorithms``.
+
+The directory holds runs as subdirectories ``NAME-SEED``; runs of one name are repetitions of one
+setting.  A run's evaluation is in its ``summary.json`` or in ``evaluate/summary.json`` below it.
+Prints the table and writes ``report/index.html`` and ``comparison.json`` beside the runs, with the
+curves of training, averaged over the repetitions.  Runs may still be under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from coa_jax import files
+from coa_jax.cli import run_main
+from coa_jax.errors import UserError
+from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
+from coa_jax.report.page import as_number, fixed, series_of, step_of, whole_page
+from coa_jax.report.traces import STAGES, escape
+
+_CHARTS = (
+    ("Mean reward", "reward/mean"),
+    ("Episodes that obey the protocol (share)", "format/valid"),
+    ("Entropy of the policy (nats)", "policy/entropy"),
+    ("Episode length (tokens)", "len/mean"),
+    ("Tool calls per episode", "tool/calls"),
+    ("Groups without a signal (share)", "group/frac_zero_std"),
+    ("Gradient norm", "optim/grad_norm"),
+    ("Largest sampler against trainer |log p| gap", "mismatch/abs_logp_max"),
+    ("Loss", "loss"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run left.
+
+    Attributes:
+        name, seed: of its directory ``NAME-SEED``; without a number at the end the seed is empty.
+        rows: of metrics.jsonl, by step.
+        result: the block of its last stage in summary.json; None before it was measured.
+    """
+
+    name: str
+    seed: str
+    rows: tuple[Mapping[str, Any], ...]
+    result: Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A setting: the mean over its runs, and their lowest and highest.
+
+    Attributes:
+        name: of the setting.
+        runs, measured: how many there are, and how many have been evaluated.
+        pass_at_1, low, high: of the measured runs; None without one.
+        deviation: standard deviation over the measured runs; None below two.
+        tasks: tasks of an evaluation.
+        tokens_per_task, format_valid: means over the measured runs.
+        reward: mean reward over the last quarter of the steps.
+        steps: steps that every run of the setting has reached.
+        gap: largest difference of log-probabilities between sampler and trainer in any step.
+    """
+
+    name: str
+    runs: int
+    measured: int
+    pass_at_1: float | None
+    low: float | None
+    high: float | None
+    deviation: float | None
+    tasks: int | None
+    tokens_per_task: float | None
+    format_valid: float | None
+    reward: float | None
+    steps: int
+    gap: float | None
+
+
+def read_runs(parent: Path) -> list[Run]:
+    """The runs below a directory, by name and seed.
+
+    Raises:
+        UserError: there is no such directory, or no run in it.
+    """
+    if not parent.is_dir():
+        raise UserError(f"{parent}: no such directory; give the one that holds the runs")
+    runs = [run for path in sorted(parent.iterdir()) if (run := _read(path)) is not None]
+    if not runs:
+        raise UserError(
+            f"{parent}: no run in it; runs are subdirectories NAME-SEED with metrics.jsonl or "
+            "summary.json"
+        )
+    return runs
+
+
+def _read(path: Path) -> Run | None:
+    metrics = path / "metrics.jsonl"
+    summaries = [
+        p for p in (path / "evaluate" / "summary.json", path / "summary.json") if p.exists()
+    ]
+    if not summaries and not metrics.exists():
+        return None
+    blocks = files.read_json_object(summaries[0]) if summaries else {}
+    measured = {k: v for k, v in blocks.items() if isinstance(v, Mapping) and "pass_at_1" in v}
+    # The last stage of a pipeline is what the run is about.
+    last = max(measured, key=lambda k: STAGES.index(k) if k in STAGES else len(STAGES), default="")
+    name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
+    rows = files.read_jsonl(metrics) if metrics.exists() else []
+    return Run(name, seed, tuple(sorted(rows, key=step_of)), measured.get(last))
+
+
+def summarize(runs: Sequence[Run]) -> list[Row]:
+    """A row for each name, the best first; names without an evaluation come last."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.name].append(run)
+    rows = [_row(name, mine) for name, mine in groups.items()]
+    return sorted(rows, key=lambda row: (row.pass_at_1 is None, -(row.pass_at_1 or 0.0), row.name))
+
+
+def _row(name: str, runs: Sequence[Run]) -> Row:
+    results = [run.result for run in runs if run.result is not None]
+    rates = _values(results, "pass_at_1")
+    tasks = _values(results, "n")
+    rewards = [value for run in runs if (value := _late_mean(run.rows, "reward/mean")) is not None]
+    gaps = _values([row for run in runs for row in run.rows], "mismatch/abs_logp_max")
+    return Row(
+        name=name,
+        runs=len(runs),
+        measured=len(results),
+        pass_at_1=_mean(rates),
+        low=min(rates, default=None),
+        high=max(rates, default=None),
+        deviation=statistics.stdev(rates) if len(rates) > 1 else None,
+        tasks=int(max(tasks)) if tasks else None,
+        tokens_per_task=_mean(_values(results, "tokens_per_task")),
+        format_valid=_mean(_values(results, "format_valid")),
+        reward=_mean(rewards),
+        steps=int(min((step_of(run.rows[-1]) for run in runs if run.rows), default=0)),
+        gap=max(gaps, default=None),
+    )
+
+
+def curves(runs: Sequence[Run], metric: str) -> list[Series]:
+    """A metric over the steps, a line for each name: the mean of the runs that have the step."""
+    lines = []
+    for name in dict.fromkeys(run.name for run in runs):
+        points: dict[float, list[float]] = defaultdict(list)
+        for run in runs:
+            if run.name == name:
+                one = series_of(metric, run.rows)
+                for x, y in zip(one.x, one.y, strict=True):
+                    if y is not None and math.isfinite(y):
+                        points[x].append(y)
+        if points:
+            steps = sorted(points)
+            lines.append(Series(name, tuple(steps), tuple(_mean(points[x]) for x in steps)))
+    return lines
+
+
+def build_comparison(parent: Path) -> tuple[Path, list[Row]]:
+    """Writes the page and ``comparison.json``.
+
+    Returns:
+        The page's path, and the rows of its table.
+    """
+    runs = read_runs(parent)
+    rows = summarize(runs)
+    listed = {row.name: index for index, row in enumerate(rows)}
+    runs = sorted(runs, key=lambda run: (listed[run.name], run.seed))  # colours as in the table
+    charts = [
+        line_chart(title, lines) for title, metric in _CHARTS if (lines := curves(runs, metric))
+    ]
+    name = parent.resolve().name
+    page = whole_page(
+        name,
+        [
+            f"<h1>{escape(name)}</h1>",
+            '<h2 id="results">Results</h2>',
+            _html_table(rows),
+            '<p class="dim">Means over the repetitions; the bar reaches from the lowest to the '
+            "highest of them. Training reward: over the last quarter of the steps.</p>",
+            '<h2 id="curves">Curves</h2><p class="dim">By step, averaged over the repetitions.</p>',
+            f'<div class="charts">{"".join(charts)}</div>',
+        ],
+    )
+    path = parent / "report" / "index.html"
+    path.parent.mkdir(exist_ok=True)
+    files.replace(path, page.encode("utf-8", "replace"))
+    result = [dataclasses.asdict(row) for row in rows]
+    files.replace(parent / "comparison.json", (json.dumps(result, indent=1) + "\n").encode())
+    return path, rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for a terminal."""
+    width = max(4, *(len(row.name) for row in rows))
+    lines = [
+        f"{'name':{width}}  runs  pass@1  lowest  highest  tokens  format  training reward  gap",
+    ]
+    for row in rows:
+        cells = (
+            f"{row.name:{width}}",
+            f"{row.measured:2d}/{row.runs}",
+            f"{fixed(row.pass_at_1, 3):>6}",
+            f"{fixed(row.low, 3):>6}",
+            f"{fixed(row.high, 3):>7}",
+            f"{fixed(row.tokens_per_task, 0):>6}",
+            f"{fixed(row.format_valid, 3):>6}",
+            f"{fixed(row.reward, 3):>15}",
+            "" if row.gap is None else f"{row.gap:.1e}",
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _html_table(rows: Sequence[Row]) -> str:
+    body = []
+    for row in rows:
+        bar = ""
+        if row.pass_at_1 is not None and row.low is not None and row.high is not None:
+            bar = interval_bar(Interval(row.name, row.pass_at_1, row.low, row.high))
+        cells = (
+            escape(row.name),
+            f"{row.measured} of {row.runs}",
+            f"<strong>{fixed(row.pass_at_1, 3)}</strong>",
+            f"{fixed(row.low, 3)} \u2013 {fixed(row.high, 3)}" if bar else "",
+            bar,
+            fixed(row.deviation, 3),
+            number(row.tasks),
+            fixed(row.tokens_per_task, 1),
+            fixed(row.format_valid, 3),
+            number(row.steps),
+            fixed(row.reward, 3),
+            "" if row.gap is None else f"{row.gap:.1e}",
+        )
+        body.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    heads = (
+        "Name", "runs measured", "pass@1", "lowest \u2013 highest", "", "deviation", "tasks",
+        "tokens per task", "format valid", "steps", "training reward", "largest |log p| gap",
+    )  # fmt: skip
+    head = "".join(f"<th>{title}</th>" for title in heads)
+    return (
+        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _late_mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    values = _values(rows, metric)
+    return _mean(values[-math.ceil(len(values) / 4) :]) if values else None
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    found = (as_number(row.get(name)) for row in rows)
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("workdir", None, "directory whose subdirectories are runs", required=True)
+
+
+def main(argv: list[str]) -> None:
+    """Builds the page and prints the table."""
+    path, rows = build_comparison(Path(flags.FLAGS.workdir))
+    print(table(rows))
+    print(f"report -> {path}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

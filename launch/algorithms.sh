@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Compares RL algorithms: from one fine-tuned policy, on the same number of samples, with seeds.
+#
+#   bash launch/algorithms.sh [--workdir DIR] [--model DIR] [--algorithms A,B] [--seeds 0,1,2]
+#                             [--steps N] [--questions N] [--dry-run] [--config.KEY=VALUE ...]
+#
+# Default: six algorithms, three seeds, 16 steps of 192 samples, 400 held-out questions each, from
+# the policy that configs/sft/factbook.py leaves in runs/sft/model, into runs/algorithms.  The same
+# command goes on where it was interrupted; a run that has been measured is not repeated.  Ends with
+# the table of coa_jax.report.compare, which can be asked for at any time.
+set -euo pipefail
+# shellcheck source=launch/remote.sh
+source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+
+workdir=runs/algorithms model=runs/sft/model algorithms=grpo,dapo,dr_grpo,rloo,gspo,ppo
+seeds=0,1,2 steps=16 questions=400 dry_run=no settings=()
+while [ $# -gt 0 ]; do
+  flag="${1%%=*}"
+  case "$flag" in
+    -h | --help) usage; exit 0 ;;
+    --dry-run) dry_run=yes ;;
+    --config.*) settings+=("$1") ;;
+    --workdir | --model | --algorithms | --seeds | --steps | --questions)
+      if [ "$flag" = "$1" ]; then
+        [ $# -ge 2 ] || fail "$flag needs a value"
+        value="$2"
+        shift
+      else
+        value="${1#*=}"
+      fi
+      [ -n "$value" ] || fail "$flag needs a value"
+      printf -v "${flag#--}" %s "$value"
+      ;;
+    *) fail "unknown argument $1; see --help" ;;
+  esac
+  shift
+done
+for name in steps questions; do
+  [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || fail "--$name ${!name}: give a number above 0"
+done
+IFS=, read -ra seed_list <<<"$seeds"
+for seed in "${seed_list[@]}"; do
+  [[ "$seed" =~ ^[0-9]+$ ]] || fail "--seeds $seeds: give numbers with commas between them"
+done
+IFS=, read -ra algorithm_list <<<"$algorithms"
+
+cd "$COA_ROOT"
+python=python
+[ ! -x .venv/bin/python ] || python=.venv/bin/python
+# As in quickstart.sh: large buffers stay mapped between steps.
+export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
+export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
+
+# measure MODEL RUN: evaluates a policy on the questions that are the same for all.
+measure() {
+  [ ! -f "$2/evaluate/summary.json" ] || return 0
+  do_it "$python" -u -m coa_jax.evaluate --config=configs/evaluate/factbook.py \
+    --workdir="$2/evaluate" --config.model="$1" --config.num_tasks="$questions"
+}
+
+measure "$model" "$workdir/start"
+for seed in "${seed_list[@]}"; do
+  for algorithm in "${algorithm_list[@]}"; do
+    run="$workdir/$algorithm-$seed"
+    [ ! -f "$run/evaluate/summary.json" ] || continue
+    knobs=()
+    # The preset's rate is for a critic that starts from a pretrained model of billions.
+    [ "$algorithm" != ppo ] || knobs=(--config.algorithm.critic_learning_rate=1e-3)
+    do_it "$python" -u -m coa_jax.rl --config=configs/rl/factbook.py --workdir="$run" \
+      --config.model="$model" --config.algorithm.name="$algorithm" --config.seed="$seed" \
+      --config.optimizer.total_steps="$steps" ${knobs[@]+"${knobs[@]}"} \
+      ${settings[@]+"${settings[@]}"}
+    measure "$run/model" "$run"
+  done
+done
+do_it "$python" -m coa_jax.report.compare --workdir="$workdir"
