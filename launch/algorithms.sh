@@ -9,32 +9,13 @@
 # command goes on where it was interrupted; a run that has been measured is not repeated.  Ends with
 # the table of coa_jax.report.compare, which can be asked for at any time.
 set -euo pipefail
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 workdir=runs/algorithms model=runs/sft/model algorithms=grpo,dapo,dr_grpo,rloo,gspo,ppo
-seeds=0,1,2 steps=16 questions=400 dry_run=no settings=()
-while [ $# -gt 0 ]; do
-  flag="${1%%=*}"
-  case "$flag" in
-    -h | --help) usage; exit 0 ;;
-    --dry-run) dry_run=yes ;;
-    --config.*) settings+=("$1") ;;
-    --workdir | --model | --algorithms | --seeds | --steps | --questions)
-      if [ "$flag" = "$1" ]; then
-        [ $# -ge 2 ] || fail "$flag needs a value"
-        value="$2"
-        shift
-      else
-        value="${1#*=}"
-      fi
-      [ -n "$value" ] || fail "$flag needs a value"
-      printf -v "${flag#--}" %s "$value"
-      ;;
-    *) fail "unknown argument $1; see --help" ;;
-  esac
-  shift
-done
+seeds=0,1,2 steps=16 questions=400 dry_run=no
+parse_flags "workdir model algorithms seeds steps questions config.*" "" "$@"
+[ -z "$action" ] || fail "unknown argument $action; --help lists the flags"
 for name in steps questions; do
   [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || fail "--$name ${!name}: give a number above 0"
 done

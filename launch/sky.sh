@@ -15,28 +15,11 @@
 # A managed job: SkyPilot finds new machines when they are taken away, and the run continues from its
 # work directory.  The code of this checkout is copied, uncommitted changes included.
 set -euo pipefail
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name=coa-jax gpus=H100:8 nodes=1 bucket="" spot=no dry_run=no
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) usage; exit 0 ;;
-    --spot) spot=yes ;;
-    --dry-run) dry_run=yes ;;
-    --name | --gpus | --nodes | --bucket)
-      [ $# -ge 2 ] || fail "$1 needs a value"
-      plain "$2" "$1"
-      printf -v "${1#--}" %s "$2"
-      shift
-      ;;
-    -*) fail "unknown flag $1; --help lists the flags" ;;
-    *) break ;;
-  esac
-  shift
-done
-action="${1:-}"
-[ $# -eq 0 ] || shift
+parse_flags "name gpus nodes bucket" "spot" "$@"
 [ "$action" = run ] || fail "what to do? run COMMAND ARG... (--help explains)"
 [ -n "$bucket" ] || fail "--bucket is missing: where the work directory is kept, e.g. gs://mine"
 [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || fail "--nodes is a whole number from 1"
@@ -44,7 +27,7 @@ needs sky
 
 extra=cuda
 [[ "$gpus" != tpu* ]] || extra=tpu
-command="$(coa_command "$@")"
+command="$(coa_command ${words[@]+"${words[@]}"})"
 # On GPU machines nothing tells JAX about the others; SkyPilot knows them.
 if [ "$extra" = cuda ]; then
   others="COA_JAX_COORDINATOR=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"

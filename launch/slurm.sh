@@ -18,27 +18,11 @@
 # A node has one process for all of its GPUs.  A job that a node failure or a preemption ends is
 # queued again and continues; two minutes before its limit it is told to save (SIGTERM).
 set -euo pipefail
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 nodes=1 gpus=8 cpus=64 time=24:00:00 name=coa_jax partition="" account="" dry_run=no
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) usage; exit 0 ;;
-    --dry-run) dry_run=yes ;;
-    --nodes | --gpus | --cpus | --time | --name | --partition | --account)
-      [ $# -ge 2 ] || fail "$1 needs a value"
-      plain "$2" "$1"
-      printf -v "${1#--}" %s "$2"
-      shift
-      ;;
-    -*) fail "unknown flag $1; --help lists the flags" ;;
-    *) break ;;
-  esac
-  shift
-done
-action="${1:-}"
-[ $# -eq 0 ] || shift
+parse_flags "nodes gpus cpus time name partition account" "" "$@"
 [ -n "$action" ] || fail "what to do? setup or run (--help explains)"
 for number in "$nodes" "$gpus" "$cpus"; do
   [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--nodes, --gpus and --cpus are whole numbers from 1"
@@ -48,7 +32,7 @@ case "$action" in
   setup) do_it bash "$COA_ROOT/launch/setup_env.sh" cuda gguf ;;
   run)
     needs sbatch
-    command="$(coa_command "$@")"
+    command="$(coa_command ${words[@]+"${words[@]}"})"
     local_devices="$(seq -s, 0 $((gpus - 1)))"
     submit=(sbatch "--job-name=$name" "--nodes=$nodes" --ntasks-per-node=1
       "--gpus-per-node=$gpus" "--cpus-per-task=$cpus" "--time=$time" --requeue --open-mode=append

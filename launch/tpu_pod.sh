@@ -20,36 +20,15 @@
 # continue after a preemption.  What is committed is what runs: uncommitted changes stay here.
 set -euo pipefail
 
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-name="" zone="" project="" directory=coa_jax detach=no dry_run=no
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) usage; exit 0 ;;
-    --detach) detach=yes ;;
-    --dry-run) dry_run=yes ;;
-    --name | --zone | --project | --dir)
-      [ $# -ge 2 ] || fail "$1 needs a value"
-      case "$1" in
-        --name) name="$2" ;;
-        --zone) zone="$2" ;;
-        --project) project="$2" ;;
-        --dir) directory="$2" ;;
-      esac
-      shift
-      ;;
-    -*) fail "unknown flag $1; --help lists the flags" ;;
-    *) break ;;
-  esac
-  shift
-done
-action="${1:-}"
-[ $# -eq 0 ] || shift
+name="" zone="" project="" dir=coa_jax detach=no dry_run=no
+parse_flags "name zone project dir" "detach" "$@"
 [ -n "$action" ] || fail "what to do? setup, run, logs or stop (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
-[[ "$directory" =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--dir $directory: only letters, digits, . _ - /"
+[[ "$dir" =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--dir $dir: only letters, digits, . _ - /"
 needs gcloud
 
 where=("$name" "--zone=$zone" --worker=all)
@@ -62,20 +41,20 @@ case "$action" in
     archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$COA_ROOT" rev-parse --short HEAD).tar.gz"
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
-    on_all "mkdir -p $directory && tar -xzf coa_jax.tar.gz -C $directory && \
-bash $directory/launch/setup_env.sh tpu gguf"
+    on_all "mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && \
+bash $dir/launch/setup_env.sh tpu gguf"
     ;;
   run)
-    command="$(coa_command "$@")"
+    command="$(coa_command ${words[@]+"${words[@]}"})"
     if [ "$detach" = yes ]; then
-      on_all "cd $directory && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
+      on_all "cd $dir && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
     else
       # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.
-      on_all "cd $directory && bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
+      on_all "cd $dir && bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
 exec env \"\$@\"' run $command"
     fi
     ;;
-  logs) on_all "tail -n 20 $directory/run.log" ;;
-  stop) on_all "kill \$(cat $directory/run.pid)" ;;
+  logs) on_all "tail -n 20 $dir/run.log" ;;
+  stop) on_all "kill \$(cat $dir/run.pid)" ;;
   *) fail "unknown action $action; setup, run, logs or stop" ;;
 esac

@@ -20,28 +20,11 @@
 # The work directory must outlive the slice and be one that all hosts share (a mounted file share or
 # bucket).  A command that fails while its slice is there is not repeated: its exit code is returned.
 set -euo pipefail
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name="" zone="" type="" project="" version=v2-alpha-tpuv5 spot=no retries=20 poll=60 dry_run=no
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) usage; exit 0 ;;
-    --spot) spot=yes ;;
-    --dry-run) dry_run=yes ;;
-    --name | --zone | --type | --version | --project | --retries | --poll)
-      [ $# -ge 2 ] || fail "$1 needs a value"
-      plain "$2" "$1"
-      printf -v "${1#--}" %s "$2"
-      shift
-      ;;
-    -*) fail "unknown flag $1; --help lists the flags" ;;
-    *) break ;;
-  esac
-  shift
-done
-action="${1:-}"
-[ $# -eq 0 ] || shift
+parse_flags "name zone type version project retries poll" "spot" "$@"
 [ -n "$action" ] || fail "what to do? run or delete (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the request"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the slice"
@@ -89,14 +72,14 @@ wait_for_slice() {
 case "$action" in
   run)
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
-    coa_command "$@" >/dev/null
+    coa_command ${words[@]+"${words[@]}"} >/dev/null
     for ((attempt = 0; attempt <= retries; attempt++)); do
       # A slice of an interrupted launch is taken over.
       [ "$dry_run" = no ] && [ "$(state)" = ACTIVE ] || ask
       status=75
       if wait_for_slice; then
         status=0
-        { do_it "${pod[@]}" setup && do_it "${pod[@]}" run "$@"; } || status=$?
+        { do_it "${pod[@]}" setup && do_it "${pod[@]}" run ${words[@]+"${words[@]}"}; } || status=$?
         [ "$status" -ne 0 ] || exit 0
         [ "$(state)" != ACTIVE ] || exit "$status"
       fi

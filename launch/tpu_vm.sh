@@ -17,28 +17,11 @@
 #
 # Give the same `run` again to continue.  What is committed is what runs.
 set -euo pipefail
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name="" zone="" project="" type=v5litepod-8 version=v2-alpha-tpuv5-lite spot=no dry_run=no
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) usage; exit 0 ;;
-    --spot) spot=yes ;;
-    --dry-run) dry_run=yes ;;
-    --name | --zone | --project | --type | --version)
-      [ $# -ge 2 ] || fail "$1 needs a value"
-      plain "$2" "$1"
-      printf -v "${1#--}" %s "$2"
-      shift
-      ;;
-    -*) fail "unknown flag $1; --help lists the flags" ;;
-    *) break ;;
-  esac
-  shift
-done
-action="${1:-}"
-[ $# -eq 0 ] || shift
+parse_flags "name zone project type version" "spot" "$@"
 [ -n "$action" ] || fail "what to do? run, logs or delete (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
@@ -51,7 +34,7 @@ pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
 
 case "$action" in
   run)
-    coa_command "$@" >/dev/null
+    coa_command ${words[@]+"${words[@]}"} >/dev/null
     if [ "$dry_run" = yes ] ||
       ! gcloud compute tpus tpu-vm describe "$name" "${where[@]}" >/dev/null 2>&1; then
       create=(gcloud compute tpus tpu-vm create "$name" "${where[@]}"
@@ -60,7 +43,7 @@ case "$action" in
       do_it "${create[@]}"
     fi
     do_it "${pod[@]}" setup
-    do_it "${pod[@]}" run "$@"
+    do_it "${pod[@]}" run ${words[@]+"${words[@]}"}
     ;;
   logs) do_it "${pod[@]}" logs ;;
   delete) do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet ;;

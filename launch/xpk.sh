@@ -19,27 +19,11 @@
 #
 # The code of this checkout goes into the image, uncommitted changes included.
 set -euo pipefail
-# shellcheck source=launch/remote.sh
-source "$(dirname "${BASH_SOURCE[0]}")/remote.sh"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cluster="" zone="" name="" type="" project="" image=python:3.11 storage="" restarts=20 dry_run=no
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) usage; exit 0 ;;
-    --dry-run) dry_run=yes ;;
-    --cluster | --zone | --name | --type | --project | --image | --storage | --restarts)
-      [ $# -ge 2 ] || fail "$1 needs a value"
-      plain "$2" "$1"
-      printf -v "${1#--}" %s "$2"
-      shift
-      ;;
-    -*) fail "unknown flag $1; --help lists the flags" ;;
-    *) break ;;
-  esac
-  shift
-done
-action="${1:-}"
-[ $# -eq 0 ] || shift
+parse_flags "cluster zone name type project image storage restarts" "" "$@"
 [ -n "$action" ] || fail "what to do? run, list or delete (--help explains)"
 [ -n "$cluster" ] || fail "--cluster is missing: the name of the GKE cluster"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the cluster"
@@ -52,7 +36,7 @@ where=("--cluster=$cluster" "--zone=$zone")
 case "$action" in
   run)
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
-    command="bash launch/setup_env.sh tpu gguf && exec env $(coa_command "$@")"
+    command="bash launch/setup_env.sh tpu gguf && exec env $(coa_command ${words[@]+"${words[@]}"})"
     create=(xpk workload create "--workload=$name" "${where[@]}" "--tpu-type=$type" --num-slices=1
       "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts")
     [ -z "$storage" ] || create+=("--storage=$storage")
