@@ -112,6 +112,7 @@ coa_install() {
   hash="$(coa_hash)" || return 1
   # What setup.py includes in these two, so that a later request for a part installs nothing.
   case " $* " in *" test "* | *" dev "*) implied="distill gguf maths mcp notebook serve tasks test tfds web" ;; esac
+  # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
     sort -u | grep . | paste -sd ' ' -)"
   rm -f "$COA_VENV/.coa_jax"
