@@ -1,0 +1,233 @@
+"""Measures a whole step of GRPO: publish, rollouts, rewards, update.
+
+    python -m coa_jax.bench.workload --rollouts=32 --group_size=4 --prompt_tokens=48 --turns=0 \
+        --final_tokens=64,64 --out=w.json
+    python -m coa_jax.bench.rl --model=DIR --workload=w.json
+
+`coa_jax/bench/workload.py` describes the file; with turns it has calls of tools.  The parts are
+those of `coa_jax.rl`: the engine, the agent loop, the training step, on-policy, without a KL term.
+Groups are the rollouts of one prompt; the reward is the share of sampled ids that are even, which
+any model can learn.  The first step compiles and is given apart.  Prints one JSON object; what is
+measured in each step is given as its median, smallest and largest value:
+
+    step_s                   seconds of a step, which are, added up:
+    publish_s                  the parameters, brought into the layout of decoding
+    rollout_s                  of which decode_s and extend_s in the programs of the engine
+    update_s                   packing, forward and backward pass, optimiser
+    tokens_per_s             sampled tokens, by step_s
+    logp_gap_max             largest difference between a token's log-probability when it was
+                             sampled and in the update, before it changes anything
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from coa_jax.bench.measure import (
+    compile_count,
+    output_path,
+    peak_memory_mb,
+    report,
+    reset_peak_memory,
+    spread,
+)
+from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.rollout import run_workload
+from coa_jax.bench.shapes import define_shape_flags, given_shapes
+from coa_jax.bench.workload import Workload, read_workload
+from coa_jax.cli import run_main
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import make_engines, publish_all
+from coa_jax.engine.meter import MeteredEngine
+from coa_jax.errors import UserError
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.learn.update import update
+from coa_jax.model.api import Model
+from coa_jax.model.attention.causal import choose
+from coa_jax.model.remat import POLICIES
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.trajectory import Author, Reward, Trajectory
+
+
+def rl_config(
+    workload: Workload,
+    shapes: EngineConfig,
+    *,
+    rows: int,
+    row_length: int,
+    remat: str,
+    steps: int,
+) -> RLConfig:
+    """Settings of a run of ``steps`` updates over the workload's groups.
+
+    Args:
+        workload: its groups have one size.
+        shapes: of the engine.
+        rows: of a micro-batch; 0 for as many as trajectories fill.
+        row_length: tokens of a row; 0 for the least multiple of 128 from 512 on that holds any.
+        remat, steps: see `RLConfig`.
+
+    Raises:
+        UserError: groups of different sizes, or of one.
+    """
+    members = np.bincount([script.prompt for script in workload.scripts])
+    if len(set(members)) > 1 or members[0] < 2:
+        raise UserError(
+            f"workload {workload.name}: its groups have {sorted(set(members.tolist()))} rollouts; "
+            "give groups of one size, at least 2"
+        )
+    row_length = row_length or max(512, shapes.max_length)
+    per_row = max(1, row_length // workload.longest)
+    return RLConfig(
+        model="",
+        tasks="",
+        num_tasks=len(members),
+        seed=workload.seed,
+        groups=len(members),
+        group_size=int(members[0]),
+        max_rounds=1,
+        updates=1,
+        format_reward=False,
+        temperature=1.0,
+        rows=rows or -(-len(workload.scripts) // per_row),
+        row_length=row_length,
+        dtype=shapes.dtype,
+        remat=remat,
+        algorithm=Algorithm(name="grpo", kl_coef=0.0),
+        optimizer=OptimizerConfig(learning_rate=1e-6, total_steps=steps),
+        engine=shapes,
+        rollout=RolloutConfig(max_tokens=shapes.max_length),
+        checkpoint_every=steps,
+    )
+
+
+def graded(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Trajectory]]:
+    """Groups, with the share of even ids among what the policy wrote as the reward."""
+    with_reward = [
+        dataclasses.replace(
+            t, reward=Reward(float(np.mean(t.tokens[t.author == Author.POLICY] % 2 == 0)))
+        )
+        for t in trajectories
+    ]
+    return [with_reward[i : i + group_size] for i in range(0, len(with_reward), group_size)]
+
+
+def measure(
+    subject: Subject,
+    workload: Workload,
+    shapes: EngineConfig,
+    *,
+    rows: int = 0,
+    row_length: int = 0,
+    remat: str = "none",
+    steps: int = 3,
+    attention: str = "auto",
+) -> dict[str, Any]:
+    """The result of the command.
+
+    Args:
+        subject: the model, with float32 parameters; they are used up.
+        workload, shapes, rows, row_length, remat: see `rl_config`.
+        steps: measured steps.
+        attention: see `RLConfig`.
+    """
+    config = rl_config(
+        workload, shapes, rows=rows, row_length=row_length, remat=remat, steps=steps + 1
+    )
+    model = Model(subject.config, subject.params, subject.tokenizer)
+    chosen = choose(attention, subject.config, config.dtype)
+    state = init_state(subject.params, config.optimizer)
+    engines = make_engines(state.params, subject.config, shapes, kind=MeteredEngine)
+    order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
+
+    def step(state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        (engine,) = engines
+        times = [time.perf_counter()]
+        publish_all(engines, state.params)
+        times.append(time.perf_counter())
+        engine.restart()
+        trajectories = run_workload(engine, workload)
+        groups = graded([trajectories[i] for i in order], config.group_size)
+        times.append(time.perf_counter())
+        # The statistics are on the host when it returns, so the step is done.
+        state, _, stats = update(config, state, model, groups, attention=chosen)
+        times.append(time.perf_counter())
+        publish_s, rollout_s, update_s = np.diff(times).tolist()
+        step_s = times[-1] - times[0]
+        return state, {
+            "step_s": step_s,
+            "publish_s": publish_s,
+            "rollout_s": rollout_s,
+            "decode_s": engine.meter.decode_s,
+            "extend_s": engine.meter.extend_s,
+            "update_s": update_s,
+            "tokens_per_s": workload.generated_tokens / step_s,
+            "logp_gap_max": stats["mismatch/abs_logp_max"],
+        }
+
+    state, first = step(state)
+    compile_count()
+    reset_peak_memory()
+    compiled, measured = compile_count(), []
+    for _ in range(steps):
+        state, figures = step(state)
+        measured.append(figures)
+    return {
+        "bench": "rl",
+        "model": subject.name,
+        "workload": workload.name,
+        "rollouts": len(workload.scripts),
+        "group_size": config.group_size,
+        "generated_tokens": workload.generated_tokens,
+        **dataclasses.asdict(shapes),
+        "rows": config.rows,
+        "row_length": config.row_length,
+        "remat": remat,
+        "steps": steps,
+        "first_step_s": round(first["step_s"], 2),
+        **{name: spread(figures[name] for figures in measured) for name in measured[0]},
+        "compiles_after_warmup": compile_count() - compiled,
+        "peak_rss_mb": round(peak_memory_mb(), 1),
+    }
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    define_model_flags()
+    define_shape_flags()
+    flags.DEFINE_integer("rows", 0, "rows of a micro-batch; 0 for all", lower_bound=0)
+    flags.DEFINE_integer("row_length", 0, "tokens of a row; 0 for 512 or more", lower_bound=0)
+    flags.DEFINE_enum("remat", "none", list(POLICIES), "what the backward pass computes again")
+    flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    out = output_path(values.out)
+    # As in `coa_jax.rl`, parameters are float32 whatever the products are computed in.
+    subject = load_subject(values.model, values.random, "float32")
+    workload = read_workload(values.workload, subject.config.vocab_size)
+    result = measure(
+        subject,
+        workload,
+        given_shapes(values, workload),
+        rows=values.rows,
+        row_length=values.row_length,
+        remat=values.remat,
+        steps=values.repeats,
+        attention=values.attention,
+    )
+    report(result, out)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,58 @@
+"""A whole step of reinforcement learning is measured over the work that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from coa_jax.bench import rl
+from coa_jax.bench.rollout import run_workload
+from coa_jax.bench.shapes import engine_shapes
+from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
+from coa_jax.trajectory import Author
+from tests.bench.small_workload import rollout, subject, workload
+
+
+def own():
+    """A subject whose parameters the step may use up."""
+    return dataclasses.replace(subject(), params=jax.tree.map(jax.numpy.copy, subject().params))
+
+
+def test_a_step_is_measured_in_parts_and_without_its_compilation(tmp_path):
+    work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 1, 0, 1)))
+    shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")
+    result = rl.measure(own(), work, shapes, steps=2)
+    assert result["compiles_after_warmup"] == 0
+    assert (result["group_size"], result["rollouts"], result["generated_tokens"]) == (2, 4, 32)
+    parts = sum(result[name]["min"] for name in ("publish_s", "rollout_s", "update_s"))
+    assert parts <= result["step_s"]["min"] + 1e-6
+    assert result["decode_s"]["max"] < result["rollout_s"]["max"]
+    assert result["tokens_per_s"]["max"] == pytest.approx(32 / result["step_s"]["min"], rel=1e-3)
+    assert 0 < result["logp_gap_max"]["max"] < 1e-4
+
+
+def test_groups_are_those_of_the_prompts_and_rewards_count_even_ids(tmp_path):
+    work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 0, 1, 1)))
+    shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")
+    engine = Engine(subject().params, subject().config, shapes)
+    groups = rl.graded(run_workload(engine, work), 2)
+    assert [{t.task_id for t in group} for group in groups] == [{"prompt-0"}, {"prompt-1"}]
+    for trajectory in (t for group in groups for t in group):
+        ids = [
+            int(token)
+            for token, author in zip(trajectory.tokens, trajectory.author, strict=True)
+            if author == Author.POLICY
+        ]
+        assert trajectory.reward.value == pytest.approx(np.mean([i % 2 == 0 for i in ids]))
+
+
+@pytest.mark.parametrize("prompts", [(0, 0, 1), (0, 1)])
+def test_groups_of_one_or_of_several_sizes_are_refused(tmp_path, prompts):
+    work = workload(tmp_path, *(rollout(prompt) for prompt in prompts))
+    shapes = engine_shapes(work, slots=2, chunk=4, dtype="float32")
+    with pytest.raises(UserError, match="groups of one size, at least 2"):
+        rl.measure(subject(), work, shapes)
