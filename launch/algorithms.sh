@@ -7,7 +7,7 @@
 # Default: six algorithms, three seeds, 16 steps of 192 samples, 400 held-out questions each, from
 # the policy that configs/sft/factbook.py leaves in runs/sft/model, into runs/algorithms.  The same
 # command goes on where it was interrupted; a run that has been measured is not repeated.  Ends with
-# the table of coa_jax.report.compare, which can be asked for at any time.
+# the table of coa_jax.report.sweep, which can be asked for at any time.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -54,4 +54,4 @@ for seed in "${seed_list[@]}"; do
     measure "$run/model" "$run"
   done
 done
-do_it "$python" -m coa_jax.report.compare --workdir="$workdir"
+do_it "$python" -m coa_jax.report.sweep --workdir="$workdir"

@@ -312,7 +312,7 @@ def test_every_algorithm_is_trained_and_measured_with_every_seed(tree):
     assert result.returncode == 0, result.stderr
     start, *runs, table = result.stdout.splitlines()
     assert "coa_jax.evaluate" in start and "--config.model=runs/sft/model" in start
-    assert "coa_jax.report.compare --workdir=runs/algorithms" in table
+    assert "coa_jax.report.sweep --workdir=runs/algorithms" in table
     wanted = [(a, s, c) for s in (0, 7) for a in ("grpo", "ppo") for c in ("rl", "evaluate")]
     assert len(runs) == len(wanted)
     for line, (algorithm, seed, command) in zip(runs, wanted, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.report.compare import Run, build_comparison, curves, read_runs, summarize, table
+from coa_jax.report.sweep import Run, build_sweep, curves, read_runs, summarize, table
 
 
 def write_run(path, rewards, pass_at_1=None, below="", **block):
@@ -55,12 +55,12 @@ def test_a_curve_is_the_mean_of_the_runs_that_have_the_step(tmp_path):
 def test_the_page_names_every_setting_in_table_and_curves(tmp_path):
     write_run(tmp_path / "grpo-0", [0.1, 0.2], 0.3)
     write_run(tmp_path / "<b>-0", [0.1, 0.4], 0.2)
-    path, rows = build_comparison(tmp_path)
+    path, rows = build_sweep(tmp_path)
     page = path.read_text()
     assert "&lt;b&gt;" in page and "<b>-0" not in page
     assert page.count("<svg") >= 3  # a bar for each setting, and the chart of the reward
     assert "0.300" in table(rows)
-    saved = json.loads((tmp_path / "comparison.json").read_text())
+    saved = json.loads((tmp_path / "sweep.json").read_text())
     assert [entry["name"] for entry in saved] == ["grpo", "<b>"]
 
 

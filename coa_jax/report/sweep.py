@@ -1,8 +1,8 @@
-"""Sets runs beside each other: ``python -m coa_jax.report.compare --workdir=runs/algorithms``.
+"""Sets the runs of a sweep beside each other: ``python -m coa_jax.report.sweep --workdir=DIR``.
 
 The directory holds runs as subdirectories ``NAME-SEED``; runs of one name are repetitions of one
 setting.  A run's evaluation is in its ``summary.json`` or in ``evaluate/summary.json`` below it.
-Prints the table and writes ``report/index.html`` and ``comparison.json`` beside the runs, with the
+Prints the table and writes ``report/index.html`` and ``sweep.json`` beside the runs, with the
 curves of training, averaged over the repetitions.  Runs may still be under way.
 """
 
@@ -169,8 +169,8 @@ def curves(runs: Sequence[Run], metric: str) -> list[Series]:
     return lines
 
 
-def build_comparison(parent: Path) -> tuple[Path, list[Row]]:
-    """Writes the page and ``comparison.json``.
+def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
+    """Writes the page and ``sweep.json``.
 
     Returns:
         The page's path, and the rows of its table.
@@ -199,7 +199,7 @@ def build_comparison(parent: Path) -> tuple[Path, list[Row]]:
     path.parent.mkdir(exist_ok=True)
     files.replace(path, page.encode("utf-8", "replace"))
     result = [dataclasses.asdict(row) for row in rows]
-    files.replace(parent / "comparison.json", (json.dumps(result, indent=1) + "\n").encode())
+    files.replace(parent / "sweep.json", (json.dumps(result, indent=1) + "\n").encode())
     return path, rows
 
 
@@ -278,7 +278,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Builds the page and prints the table."""
-    path, rows = build_comparison(Path(flags.FLAGS.workdir))
+    path, rows = build_sweep(Path(flags.FLAGS.workdir))
     print(table(rows))
     print(f"report -> {path}")
 
