@@ -8,24 +8,16 @@ Writes metrics, every trajectory and checkpoints to the work directory and the m
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 from absl import flags
 
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import run_main
+from coa_jax.learn.command import define_flags, open_run
 from coa_jax.learn.rl import train
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.parallel import processes
-from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, take
 from coa_jax.tools.make import ToolsConfig, make_tools
-
-
-def define_flags() -> None:
-    """The flags of the command."""
-    config_flag("configs/rl/factbook.py")
-    flags.DEFINE_string("workdir", None, "where the run is written", required=True)
-    flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
 
 
 def main(argv: list[str]) -> None:
@@ -33,13 +25,9 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS.config.to_dict()
     tools = build(ToolsConfig, take(values, "tools"), "config.tools")
     config = build(RLConfig, values)
-    workdir = Path(flags.FLAGS.workdir)
-    active, project = processes.index() == 0, flags.FLAGS.wandb_project
-    with RunDir(workdir, active=active, wandb_project=project) as run:
-        run.write_config(flags.FLAGS.config)
-        train(config, run, workdir / "model", make_tools(tools))
-    print(f"model -> {workdir / 'model'}")
+    with open_run() as (run, output):
+        train(config, run, output, make_tools(tools))
 
 
 if __name__ == "__main__":
-    run_main(main, define_flags)
+    run_main(main, functools.partial(define_flags, "configs/rl/factbook.py"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from absl import logging
@@ -21,6 +22,7 @@ from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
 from coa_jax.model.lora import LoraBase
 from coa_jax.model.peft_io import save_trained
+from coa_jax.model.remat import policy_name
 from coa_jax.model.weights import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
@@ -30,48 +32,46 @@ from coa_jax.run_dir import RunDir
 _PARTS = ("data", "update", "validation", "checkpoint")
 
 
-class FitConfig(Protocol):
-    """What `fit` reads of a run's settings."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """What all runs over a fixed set of examples have in common.
 
-    @property
-    def model(self) -> str:
-        """Hugging Face directory to start from."""
+    Attributes:
+        model: Hugging Face directory to start from.
+        seed: order of the data.
+        batch_size: examples of an update.
+        rows: rows of a micro-batch.
+        row_length: tokens of a row; longer examples are left out and counted.
+        dtype: operands of products; parameters and their sums stay float32.
+        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
+        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
+        validate_every: updates between two measurements of the validation loss, where there is one.
+        checkpoint_every: updates between two checkpoints.
+        mesh: axes over which parameters and rows are sharded.
+        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
+        keep_last: newest checkpoints that stay.
+        keep_best: metric of an update whose best checkpoint stays too; empty for none.
+        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
+    """
 
-    @property
-    def batch_size(self) -> int:
-        """Sequences, or pairs of them, of an update."""
+    model: str
+    seed: int
+    batch_size: int
+    rows: int
+    row_length: int
+    dtype: str
+    remat: str
+    optimizer: OptimizerConfig
+    validate_every: int = 1
+    checkpoint_every: int
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: str = "auto"
+    keep_last: int = 2
+    keep_best: str = ""
+    profile_steps: tuple[int, ...] = ()
 
-    @property
-    def rows(self) -> int:
-        """Rows of a micro-batch."""
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """AdamW and its schedule; ``total_steps`` is the length of the run."""
-
-    @property
-    def validate_every(self) -> int:
-        """Updates between two measurements of the validation loss."""
-
-    @property
-    def checkpoint_every(self) -> int:
-        """Updates between two checkpoints."""
-
-    @property
-    def keep_last(self) -> int:
-        """Newest checkpoints that stay."""
-
-    @property
-    def keep_best(self) -> str:
-        """Metric of an update whose best checkpoint stays too; empty for none."""
-
-    @property
-    def profile_steps(self) -> tuple[int, ...]:
-        """(first, last) update that `jax.profiler` records; () for none."""
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """How long to wait for other processes."""
+    def __post_init__(self) -> None:
+        policy_name(self.remat, "config: remat")
 
 
 def fit(

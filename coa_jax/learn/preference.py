@@ -22,19 +22,18 @@ from absl import logging
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import score
-from coa_jax.learn.fit import fit
+from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.logps import token_logps
 from coa_jax.learn.losses import Stats, bind
 from coa_jax.learn.rejection import read_graded, value
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
-from coa_jax.model.remat import Remat, policy_name
+from coa_jax.model.remat import Remat
 from coa_jax.model.weights import Params
-from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
+from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory
 
@@ -42,56 +41,29 @@ Pair = tuple[Trajectory, Trajectory]
 """The preferred trajectory and the other one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DPOConfig:
-    """A preference run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPOConfig(FitConfig):
+    """A preference run; see `FitConfig` for what is not named here.
+
+    An example is a pair, which has a row of its own; ``model`` is also the reference.
 
     Attributes:
-        model: Hugging Face directory to start from; its policy is also the reference.
         traces: ``traces.jsonl`` of a run that sampled and graded.
         phase: its trajectories that are read; empty for all of them, those of an evaluation too.
         beta: how much a difference of log-ratios counts; the smaller, the farther from the
             reference.
         min_gap: by how much the rewards of a pair differ at least.
         per_task: at most so many pairs of one task.
-        seed: order of the data.
-        batch_size: pairs of an update.
-        rows: rows of a micro-batch, one pair each.
-        row_length: tokens of a row; pairs that are longer together are left out and counted.
-        dtype: operands of products; parameters and their sums stay float32.
-        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
-        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
-        checkpoint_every: updates between two checkpoints.
-        mesh: axes over which parameters and rows are sharded.
-        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
-        keep_last: newest checkpoints that stay.
-        keep_best: metric of an update whose best checkpoint stays too; empty for none.
-        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
-    model: str
     traces: str
     phase: str
     beta: float
     min_gap: float
     per_task: int
-    seed: int
-    batch_size: int
-    rows: int
-    row_length: int
-    dtype: str
-    remat: str
-    optimizer: OptimizerConfig
-    checkpoint_every: int
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention: str = "auto"
-    validate_every: int = 1
-    keep_last: int = 2
-    keep_best: str = ""
-    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        policy_name(self.remat, "dpo config: remat")
+        super().__post_init__()
         if self.per_task < 1:
             raise UserError(f"dpo config: per_task is {self.per_task}; give at least 1")
         for name in ("beta", "min_gap"):

@@ -18,64 +18,33 @@ from absl import logging
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, trajectory_example
 from coa_jax.learn.data import next_batches
-from coa_jax.learn.fit import fit
+from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import bind, sft_loss
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
-from coa_jax.model.remat import policy_name
-from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.parallel.placement import training_mesh
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory, read_trajectories
 
 
-@dataclasses.dataclass(frozen=True)
-class RFTConfig:
-    """A rejection-sampling run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RFTConfig(FitConfig):
+    """A rejection-sampling run; see `FitConfig` for what is not named here.
 
     Attributes:
-        model: Hugging Face directory to start from.
         traces: ``traces.jsonl`` of a run that sampled and graded.
         phase: its trajectories that are read; empty for all of them, those of an evaluation too.
         min_reward: what a trajectory needs to be learnt.
         per_task: at most so many of one task, so that easy tasks do not crowd out the others.
-        seed: order of the data.
-        batch_size: trajectories of an update.
-        rows: rows of a micro-batch.
-        row_length: tokens of a row; longer trajectories are left out and counted.
-        dtype: operands of products; parameters and their sums stay float32.
-        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
-        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
-        checkpoint_every: updates between two checkpoints.
-        mesh: axes over which parameters and rows are sharded.
-        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
-        keep_last: newest checkpoints that stay.
-        keep_best: metric of an update whose best checkpoint stays too; empty for none.
-        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
-    model: str
     traces: str
     phase: str
     min_reward: float
     per_task: int
-    seed: int
-    batch_size: int
-    rows: int
-    row_length: int
-    dtype: str
-    remat: str
-    optimizer: OptimizerConfig
-    checkpoint_every: int
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention: str = "auto"
-    validate_every: int = 1
-    keep_last: int = 2
-    keep_best: str = ""
-    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        policy_name(self.remat, "rft config: remat")
+        super().__post_init__()
         if self.per_task < 1:
             raise UserError(f"rft config: per_task is {self.per_task}; give at least 1")
 

@@ -16,72 +16,44 @@ from absl import logging
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, split_rows
 from coa_jax.learn.data import example_stream, next_batches, tokenize_records
-from coa_jax.learn.fit import fit
+from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.scratch import template_words
-from coa_jax.learn.step import OptimizerConfig, TrainState
+from coa_jax.learn.step import TrainState
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
-from coa_jax.model.remat import policy_name
 from coa_jax.model.weights import Params
-from coa_jax.parallel.placement import MeshConfig, put_batch, training_mesh
+from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import read_records
 
 
-@dataclasses.dataclass(frozen=True)
-class SFTConfig:
-    """A fine-tuning run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTConfig(FitConfig):
+    """A fine-tuning run; see `FitConfig` for what is not named here.
+
+    An example is a record (an update of the paper, §3.1, has 256); ``keep_best`` may be
+    ``validation/loss``.
 
     Attributes:
-        model: Hugging Face directory to start from.
         data: JSONL of distilled records to learn.
         validation: JSONL of records whose loss is measured; empty for none.
         prompt_style: ``full`` or ``brief``.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
             `augment.rename`; 0 unless the policy starts from nothing.
-        seed: order of the data.
-        batch_size: records of an update (paper §3.1: 256).
-        rows: rows of a micro-batch.
-        row_length: tokens of a row; longer records are left out and counted.
-        dtype: operands of products; parameters and their sums stay float32.
-        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
-        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
-        validate_every: updates between two measurements of the validation loss.
-        checkpoint_every: updates between two checkpoints.
-        mesh: axes over which parameters and rows are sharded.
-        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         lora: adapters to train in place of the whole model, see `model.lora`.
-        keep_last: newest checkpoints that stay.
-        keep_best: metric of an update whose best checkpoint stays too, as ``validation/loss``.
-        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
-    model: str
     data: str
     validation: str
     prompt_style: str
     rename_share: float
-    seed: int
-    batch_size: int
-    rows: int
-    row_length: int
-    dtype: str
-    remat: str
-    optimizer: OptimizerConfig
-    validate_every: int
-    checkpoint_every: int
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention: str = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    keep_last: int = 2
-    keep_best: str = ""
-    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        policy_name(self.remat, "sft config: remat")
+        super().__post_init__()
         if self.keep_best.startswith("validation/") and (
             not self.validation or self.checkpoint_every % self.validate_every
         ):
