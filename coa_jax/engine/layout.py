@@ -9,11 +9,14 @@ become the copies of all groups in one compiled program.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import (
+    AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
@@ -33,28 +36,84 @@ from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
 
 
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
-    """The devices of a training mesh as groups for decoding: axis ``data`` counts the groups.
+    """The devices of a training mesh as groups for decoding.
+
+    A group lies within a process, to which its engine and tools belong.  Along the torus of a TPU
+    slice, where training has its axes, the chips of a host are no neighbours of a row: a v5p host
+    has 2 x 2 chips of a 4 x 4 x 8 slice.  The order of the devices stays that of training, because
+    one program, `publish`, has one order; groups are made by the axes.
 
     Args:
         mesh: of training.
         tensor: devices of a group; 0 for as many as training splits a layer over.
 
+    Returns:
+        A mesh whose axes ``tensor0``, ``tensor1``, ... run through a group; the others, ``data0``,
+        ``data1``, ..., count the groups.
+
     Raises:
-        UserError: the devices cannot be split like that, or a group would span processes: an
-            engine and its tools belong to one process.
+        UserError: the devices cannot be split like that.
     """
     tensor = tensor or mesh.shape["tensor"]
     devices = mesh.devices.reshape(-1)
     if tensor < 1 or devices.size % tensor:
         raise UserError(f"mesh.decode_tensor is {tensor}: it must divide {devices.size} devices")
-    groups = devices.reshape(-1, 1, tensor)
-    for group in groups.reshape(-1, tensor):
-        if len({device.process_index for device in group}) > 1:
-            raise UserError(
-                f"{tensor} devices that decode together span processes: set mesh.decode_tensor to "
-                f"a divisor of the {jax.local_device_count()} devices of a process"
-            )
-    return Mesh(groups, AXES, axis_types=(AxisType.Auto,) * 3)
+    processes = np.array([device.process_index for device in devices])
+    shape, names = group_axes(processes, tensor)
+    if math.prod(shape) == devices.size:
+        groups = Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+        if all(len({d.process_index for d in group}) == 1 for group in groups_of(groups, tensor)):
+            return groups
+    raise UserError(
+        f"{tensor} devices that decode together span processes: set mesh.decode_tensor to "
+        f"a divisor of the {np.count_nonzero(processes == processes[0])} devices of a process"
+    )
+
+
+def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Sizes and names of axes of which some run through the devices of a process.
+
+    Args:
+        processes: int ``[N]``, of each device.
+        tensor: devices of a group.
+
+    Returns:
+        See `decode_mesh`.  Where processes have no regular places the sizes do not multiply to N,
+        or groups span processes.
+    """
+    shape, names, rest = [], [], processes.size
+    strides = _strides(np.flatnonzero(processes == processes[0])[:tensor].tolist())
+    for number, (stride, size) in enumerate(reversed(strides)):
+        shape += [rest // (stride * size), size]
+        names += [f"data{number}", f"tensor{number}"]
+        rest = stride
+    return (*shape, rest), (*names, f"data{len(strides)}")
+
+
+def groups_of(mesh: Mesh, tensor: int) -> np.ndarray:
+    """The groups of a mesh of `decode_mesh`, ``[groups, tensor]`` devices."""
+    last = [i for i, name in enumerate(mesh.axis_names) if name.startswith("tensor")]
+    first = [i for i in range(mesh.devices.ndim) if i not in last]
+    return mesh.devices.transpose(*first, *last).reshape(-1, tensor)
+
+
+def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
+    """(Distance, number) of each axis of a regular set of places that begins with 0.
+
+    Places 0, 1, 8, 9 are two at distance 1, and that twice at distance 8.  Of an irregular set what
+    is left over is no axis: the numbers multiply to less than there are places.
+    """
+    found, known = [], 1
+    while known < len(places):
+        distance, size = places[known] - places[0], 1
+        block = np.asarray(places[:known])
+        while np.array_equal(places[size * known : (size + 1) * known], block + size * distance):
+            size += 1
+        if size == 1:
+            break
+        found.append((distance, size))
+        known *= size
+    return found or [(1, 1)]
 
 
 def publish(params: Params, model: ModelConfig, dtype: str, tensor: int = 0) -> list[Params]:
@@ -70,36 +129,56 @@ def publish(params: Params, model: ModelConfig, dtype: str, tensor: int = 0) -> 
     """
     mesh = _mesh_of(params)
     if mesh is None:
-        return [_publish(model, dtype, None)(params)]
-    mesh = decode_mesh(mesh, tensor)
-    everywhere = _publish(model, dtype, mesh)(params)
+        return [publish_program(model, dtype, None)(params)]
+    size = tensor or mesh.shape["tensor"]
+    mesh = decode_mesh(mesh, size)
+    everywhere = publish_program(model, dtype, mesh)(params)
     return [
-        jax.tree.map(functools.partial(_part, devices=group), everywhere)
-        for group in mesh.devices.reshape(-1, mesh.shape["tensor"])
+        jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group)))
+        for group in groups_of(mesh, size)
         if group[0].process_index == jax.process_index()
     ]
 
 
 @functools.lru_cache
-def _publish(model: ModelConfig, dtype: str, mesh: Mesh | None) -> Any:
-    """One compiled program from the training layout to the decoding layout."""
+def publish_program(model: ModelConfig, dtype: str, mesh: Mesh | None) -> Any:
+    """One compiled program from the training layout to the decoding layout.
+
+    Args:
+        model: the architecture.
+        dtype: of the copies.
+        mesh: see `decode_mesh`; None on one device.
+    """
 
     def program(params: Params) -> Params:
         return jax.tree.map(lambda x: x.astype(dtype), unstack_layers(params, model))
 
-    places = None if mesh is None else decode_shardings(model, mesh)
+    if mesh is None:
+        return jax.jit(program)
+    names = tuple(name for name in mesh.axis_names if name.startswith("tensor"))
+    size = math.prod(mesh.shape[name] for name in names)
+
+    def everywhere(place: NamedSharding) -> NamedSharding:
+        spec = PartitionSpec(*(names if part == "tensor" else part for part in place.spec))
+        return NamedSharding(mesh, spec)
+
+    group = AbstractMesh((1, 1, size), AXES, axis_types=(AxisType.Auto,) * 3)
+    places = jax.tree.map(everywhere, decode_shardings(model, group))
     return jax.jit(program, out_shardings=places)
 
 
-def _part(array: jax.Array, devices: np.ndarray) -> jax.Array:
+def _group_mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
     """What of an array lies on one group, without a copy."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
+    devices = place.mesh.devices.reshape(-1)
     if devices.size == 1:
         return shards[devices[0]]
-    assert isinstance(array.sharding, NamedSharding)
-    group = Mesh(devices.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
     return jax.make_array_from_single_device_arrays(
-        array.shape, NamedSharding(group, array.sharding.spec), [shards[d] for d in devices]
+        array.shape, place, [shards[d] for d in devices]
     )
 
 

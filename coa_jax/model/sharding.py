@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import Params, from_paths, weight_table
@@ -25,7 +25,7 @@ def shard_params(params: Params, config: ModelConfig, mesh: Mesh, rules: Rules =
     return jax.device_put(params, param_shardings(config, mesh, rules))
 
 
-def decode_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Params:
     """Shardings of the decoding layout, see `weights.unstack_layers`, by the rules of decoding."""
 
     def place(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.sharding.NamedSharding:

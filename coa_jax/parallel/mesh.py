@@ -7,11 +7,12 @@ the logical axes of each array; a rules tuple says which mesh axes a logical axi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.errors import UserError
 
@@ -84,7 +85,7 @@ def make_mesh(
 
 
 def sharding_for(
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axes: Sequence[str | None],
     rules: Rules = RULES,
     shape: Sequence[int] | None = None,
@@ -120,3 +121,46 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, sharding_for(mesh, axes, shape=x.shape))
+
+
+def gather(
+    x: jax.Array,
+    mesh: Mesh | None,
+    axes: Sequence[str | None],
+    whole: Sequence[str],
+) -> jax.Array:
+    """A value split over some logical axes no longer, whose gradient is split over them again.
+
+    The gradient is a sum over the devices that have had the value.  Told only how the value lies
+    the compiler makes the whole sum on each of them; told this it leaves each one its part.
+
+    Args:
+        x: split as ``axes`` say.
+        mesh: None returns the value.
+        axes: logical axes, one a dimension.
+        whole: those of them that every device gets all of.
+    """
+    if mesh is None:
+        return x
+    kept = [None if axis in whole else axis for axis in axes]
+    before, after = (sharding_for(mesh, names, shape=x.shape) for names in (axes, kept))
+    return _moved(x, before, after)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
+    x = jax.lax.with_sharding_constraint(x, before)
+    return jax.lax.with_sharding_constraint(x, after)
+
+
+def _moved_fwd(x: jax.Array, before: NamedSharding, after: NamedSharding) -> tuple[jax.Array, None]:
+    return _moved(x, before, after), None
+
+
+def _moved_bwd(
+    before: NamedSharding, after: NamedSharding, saved: None, g: jax.Array
+) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(g, before),)
+
+
+_moved.defvjp(_moved_fwd, _moved_bwd)

@@ -74,7 +74,12 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "prompt_style": "full",
             },
             "checkpoint_every": 5,
-            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+            "mesh": {
+                "data": 1,
+                "fsdp": -1,
+                "tensor": 4 if size == "32b" else 1,
+                "decode_tensor": 2 if size == "3b" else 4,
+            },
         },
     )
     config.tools = complete(ToolsConfig, {"names": ("code",)})

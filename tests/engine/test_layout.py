@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from coa_jax.engine.layout import decode_mesh
+from coa_jax.engine.layout import decode_mesh, groups_of
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import Attention
 from coa_jax.model.cache import layer_axes
@@ -19,6 +20,22 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import decode_shardings
 from coa_jax.model.weights import init_params, unstack_layers
 from coa_jax.parallel.mesh import AXES, make_mesh
+
+
+def in_eight_devices(program, *arguments):
+    """Lines that a program prints."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
 
 PROGRAM = """
 import sys, jax, numpy as np
@@ -90,17 +107,7 @@ OTHERS = ["1,8,1,4", "8,1,1,0", "1,1,8,0"]
 
 @pytest.mark.parametrize("cases", [["2,2,2,0"], pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_engines_of_every_layout_sample_what_one_device_samples(cases):
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *cases],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    wanted = [case.replace(",", " ") for case in cases]
-    assert done.stdout.splitlines() == wanted, done.stderr[-3000:]
+    assert in_eight_devices(PROGRAM, *cases) == [case.replace(",", " ") for case in cases]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -133,15 +140,101 @@ def test_groups_that_cannot_be_made_are_refused():
     assert decode_mesh(make_mesh()).devices.shape == (1, 1, 1)
 
 
+class Device:
+    """What is read of a device."""
+
+    def __init__(self, number, process, coords=()):
+        self.id, self.process_index, self.coords = number, process, coords
+
+
+class Training:
+    """A mesh of training on devices that are not here."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.shape = dict(zip(AXES, devices.shape, strict=True))
+
+
 def test_a_group_is_of_one_process():
-    class Device:
-        def __init__(self, number, process):
-            self.id, self.process_index = number, process
-
-    class Training:
-        def __init__(self):
-            self.shape = {"tensor": 4}
-            self.devices = np.array([Device(n, n // 2) for n in range(8)]).reshape(1, 2, 4)
-
+    pairs = np.array([Device(n, n // 2) for n in range(8)]).reshape(1, 2, 4)
     with pytest.raises(UserError, match="4 devices that decode together span processes"):
-        decode_mesh(Training())
+        decode_mesh(Training(pairs))
+    # Of the first process two devices are as far apart as those of no other.
+    uneven = np.array([Device(n, p) for n, p in enumerate((0, 1, 0, 2, 1, 3, 2, 3))])
+    with pytest.raises(UserError, match="a divisor of the 2 devices of a process"):
+        decode_mesh(Training(uneven.reshape(1, 4, 2)))
+
+
+def torus(x, y, z):
+    """Chips of a slice whose hosts have 2 x 2 x 1 of them, ``[x, y, z]``."""
+    chips = np.empty((x, y, z), object)
+    for number, at in enumerate(np.ndindex(x, y, z)):
+        host = (at[0] // 2, at[1] // 2, at[2])
+        chips[at] = Device(number, int(np.ravel_multi_index(host, (x // 2, y // 2, z))), at)
+    return chips
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 8), (4, 4, 4), (8, 16, 16), (4, 4, 12), (2, 2, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_chips_that_decode_together_are_neighbours_in_one_host(shape, order, tensor):
+    chips = torus(*shape).transpose(order)
+    for axis in (1, 2):  # the last axes of the torus as tensor
+        sizes = (1, int(np.prod(chips.shape[:axis])), -1)
+        groups = groups_of(decode_mesh(Training(chips.reshape(sizes)), tensor), tensor)
+        assert groups.shape == (chips.size // tensor, tensor)
+        assert len({d.id for d in groups.flat}) == chips.size
+        for group in groups:
+            assert len({d.process_index for d in group}) == 1
+            extent = np.ptp([d.coords for d in group], axis=0) + 1
+            assert extent.prod() == tensor
+
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: bash launch/setup_env.sh tpu",
+)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("sizes", [(1, 32, 4), (1, 128, 1), (4, 8, 4), (1, 16, 8)])
+def test_engines_lie_within_the_hosts_of_a_slice(sizes):
+    from coa_jax.aot.chips import devices_of, parse_slice
+
+    devices = devices_of(parse_slice("v5p:4x4x8"))
+    groups = groups_of(decode_mesh(make_mesh(*sizes, devices=devices), 4), 4)
+    assert {len({d.process_index for d in group}) for group in groups} == {1}
+
+
+SCATTERED = """
+import jax, numpy as np
+from coa_jax.engine import layout
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import shard_params
+from coa_jax.model.weights import init_params
+from coa_jax.parallel.mesh import make_mesh
+
+config = ModelConfig("qwen2", 384, 48, 96, 2, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
+params = init_params(config, jax.random.key(0))
+(expected,) = layout.publish(params, config, "float32")
+# As on a slice: devices 0, 1, 4 and 5 are of one host, the rest of another.
+axes = layout.group_axes(np.array([0, 0, 1, 1, 0, 0, 1, 1]), 4)
+for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):
+    placed = shard_params(params, config, make_mesh(*sizes))
+    mesh = layout.Mesh(make_mesh(*sizes).devices.reshape(axes[0]), axes[1])
+    everywhere = layout.publish_program(config, "float32", mesh)(placed)
+    for group, wanted in zip(layout.groups_of(mesh, 4), ({0, 1, 4, 5}, {2, 3, 6, 7}), strict=True):
+        assert {device.id for device in group} == wanted, group
+        for name, axis in (("gate_up", 2), ("qkv", 1), ("attn_norm", None)):
+            whole = np.asarray(expected["layers"][1][name])
+            array = everywhere["layers"][1][name]
+            pieces = {shard.device: shard.data for shard in array.addressable_shards}
+            parts = [whole] * 4 if axis is None else np.split(whole, 4, axis)
+            for device, part in zip(group, parts, strict=True):
+                np.testing.assert_array_equal(pieces[device], part)
+    print(*sizes)
+"""
+
+
+def test_groups_that_lie_apart_in_the_order_of_training_get_their_copies():
+    assert in_eight_devices(SCATTERED) == ["1 2 4", "1 8 1", "2 2 2"]
