@@ -26,7 +26,22 @@ def abstract_params(model: ModelConfig, mesh: Mesh | None) -> Params:
 
 def abstract_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
     """What `learn.step.init_state` returns, each array placed as it does."""
+    return _state(abstract_params(model, mesh), optimizer, mesh)
+
+
+def abstract_critic(
+    model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None
+) -> TrainState:
+    """The same of a critic, see `learn.value.init_critic`."""
     params = abstract_params(model, mesh)
+    norm = params["final_norm"]
+    body = {name: value for name, value in params.items() if name != "head"}
+    whole = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+    head = jax.ShapeDtypeStruct(norm.shape, jnp.float32, sharding=whole)
+    return _state({**body, "value_head": head}, optimizer, mesh)
+
+
+def _state(params: Params, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
     transformation = make_optimizer(optimizer)
     whole: Sharding = jax.tree.leaves(params)[0].sharding
     whole = NamedSharding(mesh, PartitionSpec()) if mesh is not None else whole

@@ -12,6 +12,7 @@ import numpy as np
 
 from coa_jax.engine.constraint import FREE, Constraint, token_states
 from coa_jax.errors import UserError
+from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.tokenizer import chat_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.trajectory import Author, DistilledRecord, Trajectory
@@ -53,6 +54,7 @@ class Batch(NamedTuple):
         ref_logp: float32 ``[R, T]``, log-probabilities of the policy that the run began with.
         value: float32 ``[R, T]``, the critic's values before a step's updates.
         returns: float32 ``[R, T]``, what it learns.
+        unfolded: rows as attention sees them; None where no sequences share a prompt.
     """
 
     tokens: np.ndarray
@@ -67,6 +69,7 @@ class Batch(NamedTuple):
     ref_logp: jax.Array | np.ndarray | None = None
     value: jax.Array | np.ndarray | None = None
     returns: jax.Array | np.ndarray | None = None
+    unfolded: Unfolded | None = None
 
 
 def prompt_ids(tokenizer: Any, protocol: str, question: str, style: str) -> tuple[int, ...]:
@@ -139,66 +142,148 @@ def trajectory_example(
     )
 
 
-def pack(examples: Sequence[Example], length: int) -> Batch:
+def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
     """Puts sequences into rows of ``length``: the longest first, each into the first row with room.
+
+    With ``unfolded`` the sequences of a prompt come together, and a row has the prompt once: the
+    first of them is whole, of the others the row has what follows the prompt and, before it, the
+    prompt's last token, from which the first sampled one is predicted.  Attention alone sees them
+    whole, in rows of ``unfolded`` positions.
 
     The result depends on the examples and their order only.  All were sampled under a constraint,
     or none was.
 
+    Args:
+        examples: the prompt of one is what comes before its first token with a loss.
+        length: T.
+        unfolded: E, positions of a row in attention; 0 shares no prompts.
+
     Raises:
         UserError: a sequence is longer than a row.
     """
-    rows: list[list[Example]] = []
-    room: list[int] = []
-    for example in sorted(examples, key=lambda e: -len(e.tokens)):
+    rows: list[_Row] = []
+    for example in _in_order(examples, unfolded):
         size = len(example.tokens)
         if size > length:
             raise UserError(
                 f"a sequence has {size} tokens and the batch rows {length}: raise row_length or "
                 "drop long sequences"
             )
-        row = next((i for i, left in enumerate(room) if left >= size), None)
+        prompt = _prompt(example) if unfolded else b""
+        with_room = [row for row in rows if row.has_room(size, prompt, length, unfolded)]
+        row = next((row for row in with_room if prompt in row.prompts), None)
+        if row is None and with_room:
+            row = with_room[0]
         if row is None:
-            rows.append([])
-            room.append(length)
-            row = len(rows) - 1
-        rows[row].append(example)
-        room[row] -= size
+            row = _Row()
+            rows.append(row)
+        row.add(example, prompt)
     constrained = any(example.rule is not None for example in examples)
-    batch = empty_batch(max(len(rows), 1), length, constrained)
-    for row, members in enumerate(rows):
-        at = 0
-        for segment, example in enumerate(members, start=1):
-            span = slice(at, at + len(example.tokens))
-            batch.tokens[row, span] = example.tokens
-            batch.positions[row, span] = np.arange(len(example.tokens))
-            batch.segment_ids[row, span] = segment
-            batch.mask[row, span] = example.mask
-            # The first token of a sequence has no predecessor to be predicted from.
-            batch.mask[row, at : at + 1] = 0.0
-            batch.logp[row, span] = example.logp
-            batch.advantage[row, span] = example.advantage
-            if batch.rule is not None:
-                batch.rule[row, span] = example.rule
-            at += len(example.tokens)
+    batch = empty_batch(max(len(rows), 1), length, constrained, unfolded)
+    for number, row in enumerate(rows):
+        _lay_out(row, jax.tree.map(operator.itemgetter(number), batch))
     return batch
 
 
-def empty_batch(rows: int, length: int, constrained: bool = False) -> Batch:
+def _prompt(example: Example) -> bytes:
+    """The tokens before the first with a loss, without the one from which that is predicted."""
+    first = int(np.argmax(example.mask > 0)) if example.mask.any() else 0
+    return example.tokens[: max(first - 1, 0)].astype(np.int32).tobytes()
+
+
+def _in_order(examples: Sequence[Example], unfolded: int) -> list[Example]:
+    """In the order of packing: the longest first, or the prompt with the most tokens first."""
+    if not unfolded:
+        return sorted(examples, key=lambda e: -len(e.tokens))
+    groups: dict[bytes, list[Example]] = {}
+    for example in examples:
+        groups.setdefault(_prompt(example), []).append(example)
+    largest = sorted(groups.values(), key=lambda group: -sum(len(e.tokens) for e in group))
+    return [e for group in largest for e in sorted(group, key=lambda e: -len(e.tokens))]
+
+
+@dataclasses.dataclass
+class _Row:
+    """A row while it fills.
+
+    Attributes:
+        members: each sequence with the tokens of it that are left out here, which stand ``source``
+            on in the row.
+        prompts: where each begins.
+        size, unfolded: tokens so far, and positions in attention.
+    """
+
+    members: list[tuple[Example, int, int]] = dataclasses.field(default_factory=list)
+    prompts: dict[bytes, int] = dataclasses.field(default_factory=dict)
+    size: int = 0
+    unfolded: int = 0
+
+    def left_out(self, prompt: bytes) -> int:
+        """Tokens of a sequence that the row has already."""
+        return len(prompt) // 4 if prompt in self.prompts else 0
+
+    def has_room(self, size: int, prompt: bytes, length: int, unfolded: int) -> bool:
+        """Whether a sequence fits."""
+        fits = self.size + size - self.left_out(prompt) <= length
+        return fits and (not unfolded or self.unfolded + size <= unfolded)
+
+    def add(self, example: Example, prompt: bytes) -> None:
+        """Takes a sequence."""
+        skipped = self.left_out(prompt)
+        source = self.prompts.setdefault(prompt, self.size)
+        self.members.append((example, skipped, source))
+        self.size += len(example.tokens) - skipped
+        self.unfolded += len(example.tokens)
+
+
+def _lay_out(row: _Row, batch: Batch) -> None:
+    """Writes a row's sequences into its arrays ``[T]``, and ``[E]`` as attention sees them."""
+    at = start = 0
+    for segment, (example, skipped, source) in enumerate(row.members, start=1):
+        size = len(example.tokens)
+        end = at + size - skipped
+        span, own = slice(at, end), slice(skipped, None)
+        batch.tokens[span] = example.tokens[own]
+        batch.positions[span] = np.arange(skipped, size)
+        batch.segment_ids[span] = segment
+        batch.mask[span] = example.mask[own]
+        # The first token of a sequence has no predecessor to be predicted from.
+        batch.mask[at : at + 1] = 0.0
+        batch.logp[span] = example.logp[own]
+        batch.advantage[span] = example.advantage[own]
+        if batch.rule is not None:
+            assert example.rule is not None
+            batch.rule[span] = example.rule[own]
+        if batch.unfolded is not None:
+            whole = slice(start, start + size)
+            shared, new = np.arange(source, source + skipped), np.arange(at, end)
+            batch.unfolded.places[whole] = np.concatenate((shared, new))
+            batch.unfolded.segment_ids[whole] = segment
+            batch.unfolded.back[span] = np.arange(start + skipped, start + size)
+        at, start = end, start + size
+
+
+def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int = 0) -> Batch:
     """A batch of padding."""
     shape = (rows, length)
-    batch = Batch(
-        *(np.zeros(shape, np.int32) for _ in range(3)),
-        *(np.zeros(shape, np.float32) for _ in range(3)),
-    )
-    return batch._replace(rule=np.full(shape, FREE, np.int32)) if constrained else batch
+    tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    mask, logp, advantage = (np.zeros(shape, np.float32) for _ in range(3))
+    batch = Batch(tokens, positions, segments, mask, logp, advantage)
+    if constrained:
+        batch = batch._replace(rule=np.full(shape, FREE, np.int32))
+    if unfolded:
+        sizes = (unfolded, unfolded, length)
+        arrays = (np.zeros((rows, size), np.int32) for size in sizes)
+        batch = batch._replace(unfolded=Unfolded(*arrays))
+    return batch
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
     """Splits a batch into micro-batches of ``rows`` rows, the last one padded."""
     missing = -batch.tokens.shape[0] % rows
     if missing:
-        padding = empty_batch(missing, batch.tokens.shape[1], batch.rule is not None)
+        unfolded = 0 if batch.unfolded is None else batch.unfolded.places.shape[1]
+        padding = empty_batch(missing, batch.tokens.shape[1], batch.rule is not None, unfolded)
         batch = jax.tree.map(lambda *pair: np.concatenate(pair), batch, padding)
     parts = [slice(at, at + rows) for at in range(0, batch.tokens.shape[0], rows)]
     return [jax.tree.map(operator.itemgetter(part), batch) for part in parts]

@@ -57,7 +57,7 @@ def train_flops(model: ModelConfig, lengths: Sequence[int], loss_tokens: float) 
 
 
 def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
-    """Tokens of each sequence that is packed into batches."""
+    """Tokens of each sequence that is packed into batches; a shared prompt counts for the first."""
     lengths: list[int] = []
     for batch in batches:
         for row in np.asarray(batch.segment_ids):

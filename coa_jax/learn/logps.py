@@ -134,6 +134,7 @@ def _hidden(
         dtype=dtype,
         remat=remat,
         attention=attention,
+        unfolded=batch.unfolded,
     )
     rows, length = batch.tokens.shape
     wanted = jnp.ones((rows, length - 1), bool) if mask is None else jnp.asarray(mask)[:, 1:] != 0

@@ -32,6 +32,8 @@ class RLConfig:
         temperature: of sampling, and of the probabilities that are trained.
         rows: rows of a micro-batch.
         row_length: tokens of a row; at least ``rollout.max_tokens``.
+        attention_length: positions of a row in attention where samples of a task share their
+            prompt, see `batch.pack`; 0 gives each its own.
         dtype: operands of products in training; the engine has its own.
         remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
         algorithm: a preset and the knobs that differ from it.
@@ -71,6 +73,7 @@ class RLConfig:
     rollout: RolloutConfig
     checkpoint_every: int
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention_length: int = 0
     attention: str = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     rollouts_ahead: int = 0
@@ -95,6 +98,11 @@ class RLConfig:
             raise UserError(
                 f"rl config: row_length is {self.row_length}, trajectories have up to {longest} "
                 "tokens; raise row_length or lower rollout.max_tokens"
+            )
+        if self.attention_length and self.attention_length < self.row_length:
+            raise UserError(
+                f"rl config: attention_length is {self.attention_length}, rows have "
+                f"{self.row_length} tokens; give 0, or more than row_length"
             )
         if self.temperature <= 0:
             raise UserError(

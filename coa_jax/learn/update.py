@@ -106,7 +106,8 @@ def update(
     for part in range(config.updates):
         chosen = [example for group in members[part :: config.updates] for example in group]
         if chosen:
-            batches = split_rows(pack(chosen, config.row_length), config.rows)
+            packed = pack(chosen, config.row_length, config.attention_length)
+            batches = split_rows(packed, config.rows)
             batches = weigh(batches, algorithm.normalise, algorithm.loss_length)
             parts.append(batches)
     if not parts:

@@ -53,6 +53,7 @@ def token_values(
         dtype=dtype,
         remat=remat,
         attention=attention,
+        unfolded=batch.unfolded,
     )
     head = params["value_head"]
     values = jnp.einsum("rtd,d->rt", hidden[:, :-1], head, precision="highest")

@@ -15,18 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.model import lora
-from coa_jax.model.attention.causal import Attend, causal_attention
+from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project, row_sum
 from coa_jax.model.remat import Remat, rematerialize
 from coa_jax.model.weights import Params
-from coa_jax.parallel.mesh import constrain
+from coa_jax.parallel.mesh import constrain, gather
 
 STREAM = ("batch", "length", None)
 """Logical axes of the residual stream.  Without them the compiler would split it as the weights
 are, along D, and add up partial logits of all devices."""
+
+_WEIGHTS = {
+    "qkv": ("embed", "kv_heads", None, None),
+    "out": ("kv_heads", None, None, "embed"),
+    "gate_up": ("embed", None, "mlp"),
+    "down": ("mlp", "embed"),
+}
+"""Logical axes of the matrices of a layer that are split, see `weights.weight_table`."""
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -71,12 +79,20 @@ def _layer(
     """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache."""
     c = config
     mesh = attention.mesh if cache is None else None
+
+    def weight(name: str) -> jax.Array:
+        # A layer's weights are smaller than its activations: products wait for all of them, not
+        # for one part after another, each added to a sum that is the size of the result.
+        if mesh is None:
+            return layer[name]
+        return gather(layer[name].astype(dtype), mesh, _WEIGHTS[name], ("embed",))
+
     with jax.named_scope("norm"):
         # Rounded before it is sent to the devices that share the row's products.
         h = rms_norm(x, layer["attn_norm"], c.rms_eps).astype(dtype)
-        h = constrain(h, mesh, "batch", None, None)
+        h = gather(h, mesh, STREAM, ("length",))
     with jax.named_scope("qkv"):
-        qkv = project("btd,dnhk->btnhk", h, layer["qkv"], dtype)
+        qkv = project("btd,dnhk->btnhk", h, weight("qkv"), dtype)
         qkv = constrain(qkv, mesh, "batch", None, "kv_heads", None, None)
         if "lora" in layer:
             qkv = lora.add_qkv(qkv, h, layer, dtype)
@@ -103,21 +119,22 @@ def _layer(
     with jax.named_scope("out"):
         # As one contracted axis: einsum would sort three by their letters, and copy the weights
         # into that order in every call.
-        whole, out = attended.reshape(*x.shape[:2], -1), layer["out"].reshape(-1, c.hidden_size)
+        whole, out = attended.reshape(*x.shape[:2], -1), weight("out").reshape(-1, c.hidden_size)
         x = x + constrain(project("bth,hd->btd", whole, out, dtype), mesh, *STREAM)
         if "lora" in layer:
             x = lora.add_one("o", "btngk,ngkd->btd", x, attended, layer, dtype)
     with jax.named_scope("norm"):
         h = rms_norm(x, layer["mlp_norm"], c.rms_eps).astype(dtype)
-        h = constrain(h, mesh, "batch", None, None)
+        h = gather(h, mesh, STREAM, ("length",))
     with jax.named_scope("mlp"):
-        gate_up = project("btd,dgf->btgf", h, layer["gate_up"], dtype)
+        gate_up = project("btd,dgf->btgf", h, weight("gate_up"), dtype)
         if "lora" in layer:
             gate_up = lora.add_gate_up(gate_up, h, layer, dtype)
         gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
-        h = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(dtype)
+        gate, up = jnp.split(gate_up, 2, axis=2)  # whose gradient is one array, not a sum of two
+        h = (jax.nn.silu(gate) * up)[:, :, 0].astype(dtype)
         h = constrain(h, mesh, "batch", None, "mlp")
-        x = x + constrain(project("btf,fd->btd", h, layer["down"], dtype), mesh, *STREAM)
+        x = x + constrain(project("btf,fd->btd", h, weight("down"), dtype), mesh, *STREAM)
         if "lora" in layer:
             x = lora.add_one("down", "btf,fd->btd", x, h, layer, dtype)
         return x, cache
@@ -133,6 +150,7 @@ def forward(
     dtype: Any = jnp.float32,
     remat: Remat = False,
     attention: Attention = REFERENCE,
+    unfolded: Unfolded | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs the decoder.
 
@@ -149,6 +167,7 @@ def forward(
         dtype: of the operands of products; they accumulate in float32.
         remat: what of a layer's activations the backward pass computes again, see `model.remat`.
         attention: causal without a cache, with one paged.
+        unfolded: rows as attention sees them, where sequences share a prompt; without a cache.
 
     Returns:
         Final hidden states, float32 ``[B, T, D]``, and the new cache (None without one).
@@ -158,7 +177,7 @@ def forward(
     cos, sin = (f(angles)[:, :, None, None] for f in (jnp.cos, jnp.sin))
     attend_to = None
     if cache is None:
-        attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype)
+        attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype, unfolded)
     x = params["embed"][tokens].astype(jnp.float32)
     x = constrain(x, attention.mesh if cache is None else None, *STREAM)
     step = functools.partial(_layer, config, dtype, attention)

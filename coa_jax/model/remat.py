@@ -12,12 +12,16 @@ from coa_jax.errors import UserError
 Remat = bool | str
 """A name of `POLICIES`; False is ``none`` and True ``full``."""
 
+ATTENTION = "attention"
+"""Name of what a kernel of attention keeps for its backward pass beside its arguments."""
+
 _POLICIES = jax.checkpoint_policies
 POLICIES: dict[str, Any] = {
     "none": None,
     "dots": _POLICIES.dots_saveable,
     "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "attention": _POLICIES.save_only_these_names(ATTENTION),
     "full": _POLICIES.nothing_saveable,
 }
 """From the most memory to the least, and from the least work to the most:
@@ -26,6 +30,8 @@ POLICIES: dict[str, Any] = {
 - ``dots`` keeps the results of all products, attention's among them.
 - ``weight_dots`` keeps those of products with weights only; attention is computed again.
 - ``offload`` keeps the same ones in the memory of the host.
+- ``attention`` keeps what ``full`` does and the results of attention where its kernel names them
+  (`splash`), so that in the backward pass the kernel need not run forward again.
 - ``full`` keeps the residual stream before each layer; the whole layer is computed again.
 """
 

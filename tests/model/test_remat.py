@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 
 from coa_jax.errors import UserError
+from coa_jax.model.attention.causal import causal_attention
+from coa_jax.model.attention.choice import Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward
-from coa_jax.model.remat import POLICIES, policy_name
+from coa_jax.model.remat import POLICIES, policy_name, rematerialize
 from coa_jax.model.weights import init_params
 
 MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
@@ -49,3 +52,16 @@ def test_names_and_flags():
     assert (policy_name(False), policy_name(True), policy_name("dots")) == ("none", "full", "dots")
     with pytest.raises(UserError, match="remat is 'some': use one of none, dots"):
         policy_name("some")
+
+
+def test_results_of_a_kernel_of_attention_are_kept_where_they_shall_be(capsys):
+    attend = causal_attention(Attention("splash", interpret=True), (1, 128), None, "float32")
+
+    def kept(remat):
+        layer = rematerialize(lambda x: jnp.sum(attend(x[:, :, :, None], x, x)), remat)
+        print_saved_residuals(layer, jnp.ones((1, 128, 2, 64)))
+        return [line for line in capsys.readouterr().out.splitlines() if "_splash" in line]
+
+    # The values and the denominators of their softmax.
+    assert kept("full") == []
+    assert [line.split()[0] for line in kept("attention")] == ["f32[1,2,128,64]", "f32[1,2,128]"]

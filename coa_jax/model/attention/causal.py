@@ -1,13 +1,14 @@
 """Causal attention over whole sequences, for training and scoring.
 
-Shape letters: B batch, T tokens, N key/value heads, G query heads of each, K head width.
+Shape letters: B batch, T tokens, N key/value heads, G query heads of each, K head width, E tokens
+of an unfolded row.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,30 @@ import jax.numpy as jnp
 from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve, split_over
 from coa_jax.model.attention.reference import attend
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.remat import ATTENTION
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 _BLOCK = 128
 """Queries that are attended together: later keys are not even multiplied."""
+
+
+class Unfolded(NamedTuple):
+    """Rows as attention sees them: before each of its continuations stands a shared prompt.
+
+    Everything else of a layer knows a token by itself, so a prompt that several sequences of a row
+    begin with has to go through it once only.  Attention gets the row with a copy of the prompt's
+    queries, keys and values for each of them, which every kernel takes as it is.
+
+    Attributes:
+        places: int32 ``[B, E]``, which token of the row comes where.
+        segment_ids: int32 ``[B, E]``, whole sequences; 0 is padding.
+        back: int32 ``[B, T]``, where each token of the row is found; of copies, one.
+    """
+
+    places: Any
+    segment_ids: Any
+    back: Any
 
 
 def choose(
@@ -44,7 +64,11 @@ def choose(
 
 
 def causal_attention(
-    attention: Attention, shape: tuple[int, ...], segment_ids: Any, dtype: Any
+    attention: Attention,
+    shape: tuple[int, ...],
+    segment_ids: Any,
+    dtype: Any,
+    unfolded: Unfolded | None = None,
 ) -> Attend:
     """Attention for all layers of a pass; what they have in common is computed here once.
 
@@ -54,17 +78,23 @@ def causal_attention(
         segment_ids: int32 ``[B, T]``; a token sees earlier ones of its own segment only.  None
             means one segment a row.
         dtype: of the operands of products.
+        unfolded: takes the place of ``segment_ids`` where sequences of a row share a prompt.
 
     Returns:
         A function of rotated q ``[B, T, N, G, K]``, k and v ``[B, T, N, K]`` (float32) whose
         float32 result is like q.
     """
+    unfold = fold = lambda x: x
+    if unfolded is not None:
+        shape, segment_ids = unfolded.places.shape, unfolded.segment_ids
+        unfold = _taker(attention.mesh, unfolded.places)
+        fold = _taker(attention.mesh, unfolded.back)
     if attention.implementation == "xla":
         steps = jnp.arange(shape[1])
         mask = jnp.broadcast_to(steps[:, None] >= steps, (shape[0], steps.size, steps.size))
         if segment_ids is not None:
             mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
-        return functools.partial(_reference, mask=mask, dtype=dtype)
+        return lambda *qkv: fold(_reference(*map(unfold, qkv), mask=mask, dtype=dtype))
     kernel = split_over(
         attention.mesh,
         functools.partial(_KERNELS[attention.implementation], interpret=attention.interpret),
@@ -77,10 +107,21 @@ def causal_attention(
     def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Scaled before it is rounded, as in the reference.
         q = q * q.shape[-1] ** -0.5
-        q, k, v = (x.astype(dtype) for x in (q, k, v))
-        return kernel(q, k, v, segment_ids).astype(jnp.float32)
+        q, k, v = (unfold(x.astype(dtype)) for x in (q, k, v))
+        return fold(kernel(q, k, v, segment_ids)).astype(jnp.float32)
 
     return attend_with_kernel
+
+
+def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array], jax.Array]:
+    """Picks positions ``[B, E]`` of each row ``[B, T, N, ...]``, on each device of its own."""
+
+    def take(x: jax.Array) -> jax.Array:
+        rest = (None,) * (x.ndim - 3)
+        axes = (("batch", None, "kv_heads", *rest), ("batch", None))
+        return split_over(mesh, jax.vmap(lambda row, at: row[at]), *axes)(x, jnp.asarray(places))
+
+    return take
 
 
 def _reference(
@@ -142,6 +183,7 @@ def _splash(
         ),
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name=ATTENTION,
         interpret=interpret,
     )
     segments = None
