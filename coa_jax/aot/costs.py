@@ -13,12 +13,14 @@ import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from coa_jax.aot.hlo import Array, Computation, Instruction, Module, trip_count
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 # Nothing is computed or moved by these, or what they do is counted with who calls them.
-_FREE = {
+FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "iota", "opt-barrier",
 }  # fmt: skip
@@ -80,21 +82,21 @@ def _walk(
             for called in line.called:
                 _walk(module, called, times, chips, trips, costs)
         elif kind in COLLECTIVES and not line.opcode.endswith("-done"):
-            size, sent = _sent(kind, line, computation, chips)
+            size, sent = sent_by(kind, line, computation, chips)
             costs.sent[kind, size] = costs.sent.get((kind, size), 0.0) + times * sent
-            costs.hbm_bytes += times * _moved(module, computation, line)
+            costs.hbm_bytes += times * moved_by(module, computation, line)
         elif not line.opcode.endswith("-done"):
-            costs.flops += times * _flops(module, computation, line)
-            costs.hbm_bytes += times * _moved(module, computation, line)
+            costs.flops += times * flops_of(module, computation, line)
+            costs.hbm_bytes += times * moved_by(module, computation, line)
 
 
 # --- products ------------------------------------------------------------------------------
 
 
-def _flops(module: Module, computation: Computation, line: Instruction) -> float:
+def flops_of(module: Module, computation: Computation, line: Instruction) -> float:
     if line.opcode == "fusion":
         inner = module.computations[line.called[0]]
-        return sum(_flops(module, inner, part) for part in inner.values())
+        return sum(flops_of(module, inner, part) for part in inner.values())
     if line.opcode == "dot":
         left = computation[line.operands[0]].types[0].shape
         contracted = re.findall(r"\d+", line.attribute("lhs_contracting_dims"))
@@ -185,9 +187,9 @@ def _context(computation: Computation, line: Instruction) -> int:
 # --- memory --------------------------------------------------------------------------------
 
 
-def _moved(module: Module, computation: Computation, line: Instruction) -> float:
+def moved_by(module: Module, computation: Computation, line: Instruction) -> float:
     """Bytes of operands and results in the main memory; of a slice only the slice."""
-    if line.opcode in _FREE:
+    if line.opcode in FREE:
         return 0.0
     if line.opcode == "copy-start":
         return sum(float(t.bytes) for t in line.types[:2] if t.hbm)
@@ -215,10 +217,6 @@ def _moved(module: Module, computation: Computation, line: Instruction) -> float
 
 def _fusion_moved(module: Module, computation: Computation, line: Instruction) -> float:
     inner = module.computations[line.called[0]]
-    users: dict[str, list[Instruction]] = {}
-    for part in inner.values():
-        for name in part.operands:
-            users.setdefault(name, []).append(part)
     total, updated = 0.0, set()
     for part in inner.values():
         if part.opcode == "dynamic-update-slice":
@@ -234,7 +232,7 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
         outside = computation[line.operands[int(part.argument)]].types[0]
         if not outside.hbm:
             continue
-        seen = _readers(users, part.name)
+        seen = _readers(module, inner, part.name)
         if seen and all(user.opcode in ("dynamic-slice", "slice", "gather") for user in seen):
             total += sum(float(user.types[0].bytes) for user in seen)
         else:
@@ -248,12 +246,20 @@ def _source(inner: Computation, name: str) -> str:
     return name
 
 
-def _readers(users: dict[str, list[Instruction]], name: str) -> list[Instruction]:
-    """Who reads a value, looked at through bitcasts."""
+def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]:
+    """Who reads a value, looked at through bitcasts and into fusions."""
     found = []
-    for user in users.get(name, ()):
+    for user in inner.values():
+        if name not in user.operands:
+            continue
         if user.opcode == "bitcast":
-            found += _readers(users, user.name)
+            found += _readers(module, inner, user.name)
+        elif user.opcode == "fusion":
+            called = module.computations[user.called[0]]
+            index = str(user.operands.index(name))
+            parameters = (i for i in called.values() if i.opcode == "parameter")
+            same = next(i.name for i in parameters if i.argument == index)
+            found += _readers(module, called, same)
         else:
             found.append(user)
     return found
@@ -262,7 +268,9 @@ def _readers(users: dict[str, list[Instruction]], name: str) -> list[Instruction
 # --- collectives ---------------------------------------------------------------------------
 
 
-def _sent(kind: str, line: Instruction, computation: Computation, chips: int) -> tuple[int, float]:
+def sent_by(
+    kind: str, line: Instruction, computation: Computation, chips: int
+) -> tuple[int, float]:
     """(Chips of a group, bytes that each sends) with a ring, which sends the least."""
     inputs = sum(float(t.bytes) for t in _operands(computation, line))
     if kind == "collective-permute":
@@ -277,17 +285,37 @@ def _sent(kind: str, line: Instruction, computation: Computation, chips: int) ->
 
 
 def group_size(line: Instruction, chips: int) -> int:
-    """Chips of a group of a collective, which XLA writes in one of three ways."""
+    """Chips of a group of a collective."""
+    return len(group(line, chips))
+
+
+def group(line: Instruction, chips: int) -> list[int]:
+    """The first group of a collective, numbers of chips, which XLA writes in one of three ways."""
     start = re.search(r"replica_groups=", line.text)
     text = line.text[start.end() :] if start else ""
-    mesh = re.match(r"@?mesh\[(.*?)\][^{]*?(?:device_ids=\([^{]*\) ?)?\{([^}]*)\}", text)
+    mesh = re.match(r"@?mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))?[^{]*?\{([^}]*)\}", text)
     if mesh:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
+        sizes = [(axis, int(size)) for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])]
+        shape = [size for _, size in sizes]
+        order = _iota(mesh[2]) if mesh[2] else np.arange(math.prod(shape))
+        chosen = re.findall(r"'([^']+)'", mesh[3])
+        at = tuple(slice(None) if axis in chosen else 0 for axis, _ in sizes)
+        return order.reshape(shape)[at].reshape(-1).tolist()
     iota = re.match(r"\[(\d+),(\d+)\]<=", text)
     if iota:
-        return int(iota[2])
+        return _iota(text[iota.end() - 2 :]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
     listed = re.match(r"\{\{([^}]*)\}", text)
     if listed and listed[1].strip():
-        return len(listed[1].split(","))
-    return chips
+        return [int(chip) for chip in listed[1].split(",")]
+    return list(range(chips))
+
+
+def _iota(text: str) -> np.ndarray:
+    """Numbers of chips in the order of ``<=[4,2]T(1,0)``."""
+    shape, order = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore
+    numbers = np.arange(math.prod(map(int, shape.split(",")))).reshape(_ints(shape))
+    return numbers.transpose(_ints(order)) if order else numbers
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from coa_jax.aot.chips import Chip
+from coa_jax.aot.chips import Chip, Slice
 from coa_jax.aot.costs import Costs, count
 from coa_jax.aot.hlo import parse
 from coa_jax.aot.programs import Program, Setup, all_programs, micro_batches
+from coa_jax.aot.schedule import Machine, play
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
@@ -56,9 +58,10 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
         The result of the command; ``fits`` says whether all programs do.
     """
     chip, config = setup.where.chip, setup.config
-    rows, total = [], {"train": 0.0, "publish": 0.0}
+    rows: list[dict[str, Any]] = []
+    total = {"train": 0.0, "critic": 0.0, "publish": 0.0}
     for program in all_programs(setup):
-        row = _compiled(program, chip, reserve)
+        row = _compiled(program, setup.where, reserve)
         rows.append(row)
         if program.runs and row["roofline"]:
             total[program.name] = program.runs * row["roofline"]["step_s"]
@@ -83,7 +86,8 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
     return result
 
 
-def _compiled(program: Program, chip: Chip, reserve: float) -> dict[str, Any]:
+def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
+    chip = where.chip
     began = time.monotonic()
     lowered = program.lower()
     try:
@@ -106,7 +110,8 @@ def _compiled(program: Program, chip: Chip, reserve: float) -> dict[str, Any]:
             analysis.generated_code_size_in_bytes,
             program.lying,
         )
-        costs = count(parse(text), program.chips, program.data_trips)
+        module = parse(text)
+        costs = count(module, len(program.devices), program.data_trips)
         costs.flops += program.kernel_flops
         row = {
             "bytes_per_chip": {**dataclasses.asdict(used), "total": used.total},
@@ -116,10 +121,15 @@ def _compiled(program: Program, chip: Chip, reserve: float) -> dict[str, Any]:
             "loops_ended_by_data": costs.unknown_loops,
             "roofline": roofline(costs, chip),
         }
+        # Only the text of a TPU program is a schedule.
+        if where.tpu:
+            places = np.array([device.coords[: len(where.shape)] for device in program.devices])
+            played = play(module, Machine(chip, places), program.data_trips)
+            row["schedule"] = dataclasses.asdict(played)
     free = 1 - row["bytes_per_chip"]["total"] / chip.hbm_bytes
     return {
         "name": program.name,
-        "chips": program.chips,
+        "chips": len(program.devices),
         "runs_per_step": program.runs,
         **row,
         "free_share": round(free, 4),
@@ -162,6 +172,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     train = next(row for row in rows if row["name"] == "train")
     seconds, known = total["train"], train["roofline"] is not None
     serial = train["runs_per_step"] * train["roofline"]["serial_s"] if known else 0.0
+    played = train["runs_per_step"] * train.get("schedule", {}).get("total", 0.0)
     peak = setup.where.count * chip.flops
     step: dict[str, Any] = {
         "assumes": "every row is full, one sequence a row; MFU counts 6 FLOPs a parameter and "
@@ -171,9 +182,11 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
         "model_flops": useful,
         "train_s": seconds if known else None,
         "mfu": round(useful / seconds / peak, 4) if known else None,
+        "mfu_scheduled": round(useful / played / peak, 4) if played else None,
         "mfu_serial": round(useful / serial / peak, 4) if known else None,
     }
     if isinstance(config, RLConfig):
+        step["critic_s"] = total["critic"]
         step["publish_s"] = total["publish"]
         decode = next(row for row in rows if row["name"] == "decode")
         if decode["roofline"]:

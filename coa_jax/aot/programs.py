@@ -11,24 +11,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from coa_jax.aot.chips import Slice
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn.abstract import abstract_params, abstract_state
+from coa_jax.engine.layout import decode_mesh, groups_of, publish_program
+from coa_jax.learn.abstract import abstract_critic, abstract_params, abstract_state
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import CHUNK
-from coa_jax.learn.losses import bind, policy_loss, sft_loss
+from coa_jax.learn.losses import bind, policy_loss, sft_loss, value_loss
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import TrainState, train_program
-from coa_jax.model.attention.causal import STAND_IN
+from coa_jax.learn.update import critic_optimizer
+from coa_jax.model.attention.causal import STAND_IN, Unfolded
 from coa_jax.model.attention.choice import Attention, Case, resolve
 from coa_jax.model.cache import LayerCache, init_layers
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import Params, from_paths, unstack_layers, weight_table
+from coa_jax.model.weights import Params, from_paths, weight_table
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, make_mesh, sharding_for
 
 
@@ -41,7 +42,7 @@ class Program:
         lower: makes what XLA compiles.
         runs: how often a step runs it; 0 for programs whose number depends on the data.
         lying: bytes of a chip that other arrays take meanwhile.
-        chips: that run it together.
+        devices: chips that run it together, in its order.
         data_trips: see `costs.count`.
         kernel_flops: of one chip, in kernels for which something stands in.
     """
@@ -50,7 +51,7 @@ class Program:
     lower: Callable[[], jax.stages.Lowered]
     runs: float
     lying: int
-    chips: int
+    devices: Sequence[Any]
     data_trips: tuple[float, ...] = ()
     kernel_flops: float = 0.0
 
@@ -63,7 +64,6 @@ class Setup:
         config: of the run.
         model: its architecture.
         where: the chips.
-        devices: that stand for them.
         mesh: of training.
         engine_chips: chips of one engine; 0 without one.
     """
@@ -71,7 +71,6 @@ class Setup:
     config: SFTConfig | RLConfig
     model: ModelConfig
     where: Slice
-    devices: Sequence[Any]
     mesh: Mesh
     engine_chips: int
 
@@ -81,17 +80,16 @@ def set_up(
 ) -> Setup:
     """Lays a configuration out.
 
-    An engine decodes on as many chips of a host as share out the key/value heads evenly.
-
     Raises:
-        UserError: the sizes of the mesh do not fit the slice.
+        UserError: the sizes of the mesh do not fit the slice, or an engine would span hosts.
     """
     sizes = config.mesh
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices=devices)
     chips = 0
     if isinstance(config, RLConfig):
-        chips = math.gcd(model.num_kv_heads, min(where.chip.host, where.count))
-    return Setup(config, model, where, devices, mesh, chips)
+        chips = sizes.decode_tensor or sizes.tensor
+        decode_mesh(mesh, chips)
+    return Setup(config, model, where, mesh, chips)
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
@@ -113,29 +111,51 @@ def all_programs(setup: Setup) -> list[Program]:
 
 
 def _training(setup: Setup) -> list[Program]:
-    config, model, mesh = setup.config, setup.model, setup.mesh
+    config, mesh = setup.config, setup.mesh
     number = micro_batches(config)
     updates = 1 if isinstance(config, SFTConfig) else config.updates
+    batch = _batch(setup, number)
+    count, tokens = _array(mesh, (), "int32"), _array(mesh, (), "float32")
+    policy, critic = _state(setup), _critic(setup)
+
+    def program(
+        name: str, state: TrainState, batch: Batch, loss_fn: Any, optimizer: Any, lying: int
+    ) -> Program:
+        return Program(
+            name,
+            lambda: train_program.lower(
+                state, batch, count, tokens,
+                loss_fn=loss_fn, model=setup.model, optimizer=optimizer,
+            ),
+            updates,
+            lying + _engine_bytes(setup) + _reference_bytes(setup),
+            tuple(mesh.devices.flat),
+            (number / updates, -(-config.row_length // _HEAD_POSITIONS)),
+            0.0 if setup.where.tpu else number / updates * _attention_flops(setup),
+        )  # fmt: skip
+
+    others = 0 if critic is None else chip_bytes(critic)
+    found = [program("train", policy, batch, _loss(setup), config.optimizer, others)]
+    if critic is not None:
+        assert isinstance(config, RLConfig)
+        values = batch._replace(value=batch.logp, returns=batch.logp)
+        loss_fn = bind(value_loss, bound=config.chosen.value_clip, **_options(setup))
+        optimizer = critic_optimizer(config)
+        found.append(program("critic", critic, values, loss_fn, optimizer, chip_bytes(policy)))
+    return found
+
+
+def _batch(setup: Setup, number: int) -> Batch:
+    """The micro-batches of a step."""
+    config, mesh = setup.config, setup.mesh
     shape = (number, config.rows, config.row_length)
     kinds = (*["int32"] * 3, *["float32"] * 3)
     arrays: list[Any] = [_array(mesh, shape, kind, None, "batch", None) for kind in kinds]
-    state = _state(setup)
-    count, tokens = _array(mesh, (), "int32"), _array(mesh, (), "float32")
-    loss_fn = _loss(setup)
-    return [
-        Program(
-            "train",
-            lambda: train_program.lower(
-                state, Batch(*arrays), count, tokens,
-                loss_fn=loss_fn, model=model, optimizer=config.optimizer,
-            ),
-            updates,
-            _engine_bytes(setup),
-            setup.where.count,
-            (number / updates, -(-config.row_length // _HEAD_POSITIONS)),
-            0.0 if setup.where.tpu else number / updates * _attention_flops(setup),
-        )
-    ]  # fmt: skip
+    if isinstance(config, SFTConfig) or not config.attention_length:
+        return Batch(*arrays)
+    sizes = (config.attention_length, config.attention_length, config.row_length)
+    places = [_array(mesh, (*shape[:2], n), "int32", None, "batch", None) for n in sizes]
+    return Batch(*arrays)._replace(unfolded=Unfolded(*places))
 
 
 _HEAD_POSITIONS = CHUNK
@@ -143,20 +163,22 @@ _HEAD_POSITIONS = CHUNK
 
 
 def _loss(setup: Setup) -> Any:
+    config, options = setup.config, _options(setup)
+    if isinstance(config, SFTConfig):
+        return bind(sft_loss, **options)
+    return bind(policy_loss, algorithm=config.chosen, temperature=config.temperature, **options)
+
+
+def _options(setup: Setup) -> dict[str, Any]:
+    """Of the forward pass."""
     config, model = setup.config, setup.model
     if setup.where.tpu:
         case = Case("tpu", config.dtype, model.num_kv_heads, model.num_groups, model.head_dim)
         name = resolve("causal", config.attention, case, "config.attention")
     else:
         name = STAND_IN
-    options = {
-        "dtype": config.dtype,
-        "remat": config.remat,
-        "attention": Attention(name, setup.mesh),
-    }
-    if isinstance(config, SFTConfig):
-        return bind(sft_loss, **options)
-    return bind(policy_loss, algorithm=config.chosen, temperature=config.temperature, **options)
+    attention = Attention(name, setup.mesh)
+    return {"dtype": config.dtype, "remat": config.remat, "attention": attention}
 
 
 def _attention_flops(setup: Setup) -> float:
@@ -179,25 +201,38 @@ def _state(setup: Setup) -> TrainState:
     return abstract_state(setup.model, setup.config.optimizer, setup.mesh)
 
 
+def _critic(setup: Setup) -> TrainState | None:
+    config = setup.config
+    if isinstance(config, SFTConfig) or not config.chosen.needs_critic:
+        return None
+    return abstract_critic(setup.model, critic_optimizer(config), setup.mesh)
+
+
+def _reference_bytes(setup: Setup) -> int:
+    """Of the parameters that the KL penalty keeps from the beginning."""
+    config = setup.config
+    kept = isinstance(config, RLConfig) and config.chosen.needs_reference
+    return chip_bytes(_parameters(setup)) if kept else 0
+
+
+def _besides_policy(setup: Setup) -> int:
+    """Bytes of training that lie on a chip beside the policy's parameters."""
+    critic = _critic(setup)
+    values = 0 if critic is None else chip_bytes(critic)
+    return chip_bytes(_state(setup).opt_state) + values + _reference_bytes(setup)
+
+
 # --- publishing and decoding ---------------------------------------------------------------
 
 
 def _publish(setup: Setup) -> Program:
     """From the training layout to the decoding layout: one engine for each group of chips."""
     assert isinstance(setup.config, RLConfig)
-    params, model, dtype = _parameters(setup), setup.model, setup.config.engine.dtype
-    # One program has one order of devices, so the groups are neighbours in the order of training.
-    devices = setup.mesh.devices.reshape(-1, 1, setup.engine_chips)
-    places = jax.tree.map(
-        lambda x: x.sharding, _decoding_params(setup, _mesh(devices)), is_leaf=_is_leaf
-    )
-
-    def publish(params: Params) -> Params:
-        return jax.tree.map(lambda x: x.astype(dtype), unstack_layers(params, model))
-
-    lying = chip_bytes(_state(setup).opt_state) + _cache_bytes(setup)
-    program = jax.jit(publish, out_shardings=places)
-    return Program("publish", lambda: program.lower(params), 1, lying, setup.where.count)
+    params = _parameters(setup)
+    mesh = decode_mesh(setup.mesh, setup.engine_chips)
+    program = publish_program(setup.model, setup.config.engine.dtype, mesh)
+    lying = _besides_policy(setup) + _cache_bytes(setup)
+    return Program("publish", lambda: program.lower(params), 1, lying, tuple(mesh.devices.flat))
 
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
@@ -205,8 +240,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     mesh, model, attention = _engine_mesh(setup), setup.model, _paged(setup, engine)
     params, layers = _decoding_params(setup, mesh), _pages(setup, engine, mesh, attention)
     options = {"config": model, "dtype": engine.dtype, "attention": attention}
-    training = _parameters(setup)
-    lying = chip_bytes(training) + chip_bytes(_state(setup).opt_state)
+    lying = chip_bytes(_parameters(setup)) + _besides_policy(setup)
 
     def table(rows: int) -> jax.ShapeDtypeStruct:
         return _array(mesh, (rows, engine.pages_per_slot), "int32")
@@ -221,7 +255,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     blocks = engine.extend_buckets[-1] // engine.extend_block
     block = _array(mesh, (blocks, engine.extend_block), "int32")
     copies = _array(mesh, (min(engine.slots, 8),), "int32")
-    chips = setup.engine_chips
+    devices = tuple(mesh.devices.flat)
     pages = float(engine.pages_per_slot)
     return [
         Program(
@@ -229,7 +263,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
             lambda: programs.extend.lower(params, layers, table(blocks), block, block, **options),
             0,
             lying,
-            chips,
+            devices,
             (pages,),
         ),
         Program(
@@ -240,7 +274,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
             ),
             0,
             lying,
-            chips,
+            devices,
             (float(engine.chunk), pages),
         ),
         Program(
@@ -248,20 +282,16 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
             lambda: programs.copy_pages.lower(layers, copies, copies, attention=attention),
             0,
             lying + chip_bytes(params),
-            chips,
+            devices,
         ),
     ]  # fmt: skip
 
 
 def _engine_mesh(setup: Setup) -> Mesh:
-    """Chips of the first host."""
-    first = getattr(setup.devices[0], "process_index", 0)
-    host = [d for d in setup.devices if getattr(d, "process_index", 0) == first]
-    return _mesh(np.asarray(host[: setup.engine_chips]).reshape(1, 1, -1))
-
-
-def _mesh(devices: np.ndarray) -> Mesh:
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+    """Chips of the first engine."""
+    chips = setup.engine_chips
+    group = groups_of(decode_mesh(setup.mesh, chips), chips)[0]
+    return Mesh(group.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def _paged(setup: Setup, engine: EngineConfig) -> Attention:
