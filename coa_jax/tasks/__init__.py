@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
+from coa_jax.tasks.benchmark_files import is_benchmark, load_benchmark
+from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.graders import Graders, GradersConfig, grade
 from coa_jax.tasks.grading import grade_answer, normalize_answer
 
@@ -31,7 +33,8 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
         source: ``factbook``, ``arithmetic``, or a path to a ``.jsonl`` file of questions.  Options
             follow after a colon: ``factbook:hops=1-2,arithmetic=0``, ``arithmetic:gcd,lcm``,
             ``questions.jsonl:protocol=mhqa``.  ``.json`` and ``.parquet`` are files of the AFM
-            release or of the benchmarks' authors.
+            release.  ``gaia:PATH`` and the like are files of a benchmark's authors, see
+            ``coa_jax.tasks.benchmark_files``.
         split: ``train``, ``validation`` or ``test``.
         n: how many; None for all there are (generators without end: a thousand).
         seed: which sample.
@@ -49,6 +52,8 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
         from coa_jax.tasks.arithmetic import load_arithmetic
 
         return load_arithmetic(split, n, seed, options, source)
+    if is_benchmark(source):
+        return load_benchmark(source, n, seed)
     if ".jsonl" in source:
         from coa_jax.tasks.question_file import load_question_file
 
@@ -58,6 +63,6 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
 
         return load_release_file(source, split, n, seed)
     raise UserError(
-        f"unknown task source {source!r}; known are {', '.join(SOURCES)} and paths of .jsonl, .json"
-        " and .parquet files"
+        f"unknown task source {source!r}; known are {', '.join(SOURCES)}, paths of .jsonl, .json"
+        f" and .parquet files, and NAME:PATH with a name of {', '.join(BENCHMARKS)}"
     )

@@ -16,6 +16,7 @@ from coa_jax import jsonl
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Task
+from coa_jax.tasks.rows import draw
 
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
@@ -89,12 +90,4 @@ def load_question_file(source: str, split: str, n: int | None = None, seed: int 
         if task.id in seen:
             raise UserError(f"{path}: the id {task.id!r} is there twice; give every line its own")
         seen.add(task.id)
-    if n is None:
-        return tasks
-    if n < 0:
-        raise UserError(f"{path}: n is {n}; give 0 or more, or None for all")
-
-    def draw(task: Task) -> str:
-        return hashlib.sha256(f"{seed}\n{task.id}".encode(errors="replace")).hexdigest()
-
-    return sorted(tasks, key=draw)[:n]
+    return draw(tasks, n, seed, path)

@@ -13,7 +13,6 @@ What a row is follows from its fields:
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
+from coa_jax.tasks.rows import draw, read_rows
 
 SUFFIXES = (".json", ".parquet")
 
@@ -55,7 +55,7 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
     path, protocol = _options(source)
     tasks: list[Task] = []
     seen: set[str] = set()
-    for number, row in enumerate(_rows(path), 1):
+    for number, row in enumerate(read_rows(path), 1):
         try:
             task = _task(row, number, protocol, source)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -66,15 +66,7 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
         tasks.append(task)
     if not tasks:
         raise UserError(f"{path}: there is no row in it")
-    if n is None:
-        return tasks
-    if n < 0:
-        raise UserError(f"{path}: n is {n}; give 0 or more, or None for all")
-
-    def draw(task: Task) -> str:
-        return hashlib.sha256(f"{seed}\n{task.id}".encode(errors="replace")).hexdigest()
-
-    return sorted(tasks, key=draw)[:n]
+    return draw(tasks, n, seed, path)
 
 
 def _rest(task: Task) -> tuple[Any, ...]:
@@ -95,33 +87,6 @@ def _options(source: str) -> tuple[Path, str]:
     raise UserError(f"{source}: options are not understood; use :protocol=NAME")
 
 
-def _rows(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            rows: Any = _parquet(path)
-        else:
-            rows = json.loads(path.read_bytes())
-            rows = rows["data"] if isinstance(rows, dict) and "data" in rows else rows
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path}: expected a list of objects")
-    return rows
-
-
-def _parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{path}: reading parquet needs pyarrow; run: pip install pyarrow"
-        ) from None
-    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    return rows
-
-
 def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Task:
     metadata = {new: row[old] for old, new in _KEPT.items() if row.get(old) not in (None, "")}
     info = row.get("info")
@@ -131,7 +96,7 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Ta
     if "reward_model" in row:
         return _verl_task(row, number, protocol, source, metadata)
     if "public_test_cases" in row or "public_tests" in row:
-        return _contest_task(row, number, protocol, source, metadata)
+        return contest_task(row, number, protocol, source, metadata)
     question = _question(row)
     key = next((key for key in _ANSWERS if key in row), None)
     if key is None:
@@ -215,7 +180,7 @@ def _after_mark(prompt: Any) -> str:
     return str(content).strip()
 
 
-def _contest_task(
+def contest_task(
     row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
 ) -> Task:
     """A row of LiveCodeBench or CodeContests as their authors publish them."""

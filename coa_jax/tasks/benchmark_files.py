@@ -1,0 +1,119 @@
+"""Tasks from the files in which benchmarks are published, named by the benchmark.
+
+    gaia:/mnt/data/gaia/metadata.jsonl
+    livecodebench:/mnt/data/lcb/test*.jsonl:since=2024-08-01,until=2025-01-31
+    musique:/mnt/data/musique_ans_v1.0_dev.jsonl:hops=3+4
+
+The file may be JSON, JSON lines, parquet, CSV or TSV, and several by ``*``.  Options: ``protocol``;
+``since`` and ``until`` (dates, both included); ``attachments=yes`` to ask questions about files
+too; and any field of the metadata with the values that are kept, joined by ``+``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.benchmark_rows import BENCHMARKS, Benchmark, Found
+from coa_jax.tasks.rows import Row, draw, find_files, read_rows
+
+_SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
+
+
+def is_benchmark(source: str) -> bool:
+    """Whether a source names a benchmark and a file of it."""
+    name, found, _ = source.partition(":")
+    return bool(found) and name in BENCHMARKS
+
+
+def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Task]:
+    """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
+
+    Args:
+        source: see the module.
+        n: how many; None for all in the order of the files.
+        seed: which sample.
+
+    Raises:
+        UserError: the files cannot be read, hold no tasks, or an option means nothing;
+            ``path: row i: why`` for a row that is none of the benchmark's.
+    """
+    name, _, rest = source.partition(":")
+    found = _SOURCE.fullmatch(rest)
+    if not found:
+        raise UserError(f"{source}: give {name}:PATH, a file that ends in .json, .jsonl, .parquet,"
+                        " .csv or .tsv")  # fmt: skip
+    options = _options(source, found["options"] or "")
+    protocol = options.pop("protocol", BENCHMARKS[name].protocol)
+    get_protocol(protocol)
+    attachments = options.pop("attachments", "no")
+    if attachments not in ("yes", "no"):
+        raise UserError(f"{source}: attachments={attachments}; give yes or no")
+    tasks: list[Task] = []
+    seen: set[str] = set()
+    for path in find_files(found["path"]):
+        for number, row in enumerate(read_rows(path), 1):
+            question = _read(BENCHMARKS[name], row, path, number)
+            if question is None or (question.attachment and attachments == "no"):
+                continue
+            if question.attachment:
+                file = path.parent / question.attachment
+                text = f"{question.question}\n\nAttached file: {file}"
+                question = dataclasses.replace(question, question=text)
+            identity = question.id or str(len(tasks) + 1)
+            identity = f"{identity}#{number}" if identity in seen else identity
+            seen.add(identity)
+            metadata = {**question.metadata, "grader": BENCHMARKS[name].grader}
+            tasks.append(
+                Task(identity, question.question, protocol, question.gold, source, metadata)
+            )
+    kept = _filtered(tasks, options, source)
+    if not kept:
+        raise UserError(f"{source}: there is no question in it that is measured")
+    return draw(kept, n, seed, source)
+
+
+def _options(source: str, text: str) -> dict[str, str]:
+    options = {}
+    for part in filter(None, text.split(",")):
+        key, found, value = part.partition("=")
+        if not found or not key or not value:
+            raise UserError(f"{source}: the option {part!r} is not understood; give KEY=VALUE")
+        options[key] = value
+    return options
+
+
+def _read(benchmark: Benchmark, row: Row, path: Path, number: int) -> Found | None:
+    try:
+        return benchmark.read(row)
+    except KeyError as error:
+        raise UserError(f"{path}: row {number}: the field {error} is missing") from error
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{path}: row {number}: {error}") from error
+
+
+def _filtered(tasks: Sequence[Task], wanted: Mapping[str, str], source: str) -> list[Task]:
+    known = sorted({key for task in tasks for key in task.metadata} - {"grader"})
+    for key in wanted:
+        field = "date" if key in ("since", "until") else key
+        if field not in known:
+            raise UserError(
+                f"{source}: the questions have no {field!r} to choose by; they have "
+                f"{', '.join(known) or 'nothing'}"
+            )
+
+    def keeps(task: Task) -> bool:
+        date = str(task.metadata.get("date", ""))[:10]
+        return all(
+            date >= value if key == "since"
+            else date <= value if key == "until"
+            else str(task.metadata.get(key)) in value.split("+")
+            for key, value in wanted.items()
+        )  # fmt: skip
+
+    return [task for task in tasks if keeps(task)]

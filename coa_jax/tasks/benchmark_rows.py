@@ -1,0 +1,283 @@
+"""What a row of each public benchmark means, in the fields that its authors publish.
+
+A row is read by the name of its benchmark and not by guessing from its fields: GAIA, BrowseComp,
+HLE and WebWalkerQA; NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and Bamboogle; AIME,
+AMC, MATH500 and OlympiadBench; LiveCodeBench and CodeContests.  Originals, their copies on Hugging
+Face and those of FlashRAG differ in spelling; where they do, each spelling is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from coa_jax.protocol import parse_boxed
+from coa_jax.tasks.release_files import contest_task
+from coa_jax.tasks.rows import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A question of a benchmark.
+
+    Attributes:
+        id: the benchmark's own, or "" where it has none.
+        question: what is asked.
+        gold: accepted answers; one that holds "|" is a set all of which are required.
+        metadata: what results are broken down by.
+        attachment: name of the file that the question is about, or "".
+    """
+
+    id: str
+    question: str
+    gold: tuple[str, ...]
+    metadata: dict[str, Any]
+    attachment: str = ""
+
+
+Read = Callable[[Row], Found | None]
+"""Reads a row; None for one that is not of the kind that is measured.
+
+Raises KeyError, TypeError or ValueError for what is no row of the benchmark.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """How questions of a benchmark are solved and graded (see `coa_jax.tasks.graders`)."""
+
+    read: Read
+    protocol: str
+    grader: str
+
+
+def _text(row: Row, *keys: str) -> str:
+    """The first of the fields that is there."""
+    key = next((key for key in keys if key in row), None)
+    if key is None:
+        raise ValueError(f"there is no field {keys[0]!r}")
+    value = row[key]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"the field {key!r} must be a text")
+    if not str(value).strip():
+        raise ValueError(f"the field {key!r} is empty")
+    return str(value).strip()
+
+
+def _identity(row: Row, *keys: str) -> str:
+    return next((str(row[key]) for key in keys if row.get(key) not in (None, "")), "")
+
+
+def _kept(row: Row, **names: str) -> dict[str, Any]:
+    """New name -> value of the field of the old name, where there is one."""
+    return {new: row[old] for new, old in names.items() if row.get(old) not in (None, "")}
+
+
+def _aliases(values: Any) -> tuple[str, ...]:
+    """Names of one thing, each once; "|", which would make a set of one, is no part of a name."""
+    values = list(values) if isinstance(values, list | tuple) else [values]
+    if not all(isinstance(value, str | int | float) for value in values):
+        raise ValueError("an answer must be a text, a number or a list of them")
+    found = dict.fromkeys(str(value).replace("|", "/").strip() for value in values)
+    found.pop("", None)
+    if not found:
+        raise ValueError("there is no answer")
+    return tuple(found)
+
+
+# --- the web -------------------------------------------------------------------------------
+
+
+def gaia(row: Row) -> Found:
+    """A line of GAIA's metadata.jsonl (arXiv 2311.12983)."""
+    answer = _text(row, "Final answer", "answer")
+    if answer == "?":
+        raise ValueError(
+            "the answers of GAIA's test split are not public; use the validation split"
+        )
+    metadata = _kept(row, level="Level")
+    if "level" in metadata:
+        metadata["level"] = int(metadata["level"])
+    question, attachment = _text(row, "Question", "question"), str(row.get("file_name") or "")
+    return Found(_identity(row, "task_id", "id"), question, (answer,), metadata, attachment)
+
+
+def decrypt(text: str, canary: str) -> str:
+    """Plain text of a field of BrowseComp: base64, xor with the SHA-256 of the canary, repeated.
+
+    Raises:
+        ValueError: it was not encrypted with this canary.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+        key = hashlib.sha256(canary.encode()).digest()
+        key = (key * (len(data) // len(key) + 1))[: len(data)]
+        return bytes(a ^ b for a, b in zip(data, key, strict=True)).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError("a field cannot be decrypted with the canary of its row") from error
+
+
+def browsecomp(row: Row) -> Found:
+    """A row of BrowseComp's CSV (arXiv 2504.12516), or of a copy that was decrypted."""
+    question, answer = _text(row, "problem", "question"), _text(row, "answer")
+    if canary := str(row.get("canary") or ""):
+        question, answer = decrypt(question, canary).strip(), decrypt(answer, canary).strip()
+    if not question or not answer:
+        raise ValueError("the question or its answer is empty")
+    topic = _kept(row, topic="problem_topic") or _kept(row, topic="topic")
+    return Found(_identity(row, "id"), question, (answer,), topic)
+
+
+def hle(row: Row) -> Found | None:
+    """A row of Humanity's Last Exam (arXiv 2501.14249) that needs no image."""
+    if row.get("image"):
+        return None
+    metadata = _kept(row, topic="category", subject="raw_subject", answer_type="answer_type")
+    return Found(_identity(row, "id"), _text(row, "question"), (_text(row, "answer"),), metadata)
+
+
+def webwalker(row: Row) -> Found:
+    """A row of WebWalkerQA (arXiv 2501.07572)."""
+    info = row.get("info") or {}
+    info = json.loads(info) if isinstance(info, str) else info
+    metadata = _kept(row, root_url="root_url")
+    metadata |= _kept(info, level="Level", kind="type", lang="lang", topic="domain")
+    metadata |= _kept(info, level="difficulty_level")
+    return Found(_identity(row, "id"), _text(row, "question"), (_text(row, "answer"),), metadata)
+
+
+# --- questions over an encyclopaedia -------------------------------------------------------
+
+
+def open_question(row: Row) -> Found:
+    """A row of NQ-open, Bamboogle, or of any set in FlashRAG's form."""
+    key = next((k for k in ("golden_answers", "answers", "answer", "Answer") if k in row), None)
+    if key is None:
+        raise ValueError("there is no field 'answer'")
+    extra = row.get("metadata") or {}
+    extra = {k: v for k, v in dict(extra).items() if k in ("type", "level")}
+    metadata = _kept({**extra, **row}, kind="type", level="level")
+    return Found(_identity(row, "id"), _text(row, "question", "Question"), _aliases(row[key]),
+                 metadata)  # fmt: skip
+
+
+def triviaqa(row: Row) -> Found:
+    """A row of TriviaQA (arXiv 1705.03551): any alias of the answer will do."""
+    answer = row.get("Answer", row.get("answer"))
+    if not isinstance(answer, dict):
+        return open_question(row)
+    names = [answer.get("Value", answer.get("value"))]
+    names += answer.get("Aliases", answer.get("aliases")) or []
+    identity = _identity(row, "QuestionId", "question_id")
+    gold = _aliases([name for name in names if name])
+    return Found(identity, _text(row, "Question", "question"), gold, {})
+
+
+def popqa(row: Row) -> Found:
+    """A row of PopQA (arXiv 2212.10511), whose answers are JSON inside of a table."""
+    if "possible_answers" not in row:
+        return open_question(row)
+    answers = row["possible_answers"]
+    answers = json.loads(answers) if isinstance(answers, str) else answers
+    return Found(_identity(row, "id"), _text(row, "question"), _aliases(answers),
+                 _kept(row, kind="prop"))  # fmt: skip
+
+
+def wikipedia_hops(row: Row) -> Found:
+    """A row of HotpotQA or 2WikiMultihopQA; hops are the pages that its facts come from."""
+    facts = row.get("supporting_facts")
+    titles = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts or []]
+    if "answer" not in row:
+        return open_question(row)
+    metadata = _kept(row, kind="type", level="level")
+    if titles:
+        metadata["hops"] = len(set(titles))
+    identity = _identity(row, "_id", "id")
+    return Found(identity, _text(row, "question"), _aliases(row["answer"]), metadata)
+
+
+def musique(row: Row) -> Found | None:
+    """A row of MuSiQue (arXiv 2108.00573) that can be answered; its id begins with the hops."""
+    if row.get("answerable") is False:
+        return None
+    identity = _identity(row, "id")
+    hops = re.match(r"(\d+)hop", identity)
+    metadata = {"hops": int(hops[1])} if hops else {}
+    if "answer" not in row:
+        found = open_question(row)
+        return dataclasses.replace(found, metadata=metadata)
+    gold = _aliases([row["answer"], *(row.get("answer_aliases") or [])])
+    return Found(identity, _text(row, "question"), gold, metadata)
+
+
+# --- mathematics and programs --------------------------------------------------------------
+
+
+def maths(row: Row) -> Found:
+    """A row of AIME, AMC or MATH500 in the spellings of their copies."""
+    question = _text(row, "problem", "Problem", "question", "Question")
+    key = next((k for k in ("answer", "Answer", "expected_answer") if k in row), None)
+    gold = _text(row, key) if key else parse_boxed(_text(row, "solution", "Solution"))
+    if not gold:
+        raise ValueError("there is no answer, and no box in the solution")
+    metadata = _kept(row, level="level", topic="subject") | _kept(row, level="Level", topic="type")
+    identity = _identity(row, "unique_id", "ID", "id", "problem_idx")
+    return Found(identity, question, (gold,), metadata)
+
+
+def olympiadbench(row: Row) -> Found | None:
+    """A row of OlympiadBench (arXiv 2402.14008): text only, open-ended, and not for people."""
+    images = any(value for key, value in row.items() if key.startswith("image_"))
+    if images or str(row.get("modality") or "Text-only") != "Text-only":
+        return None
+    kind = str(row.get("answer_type") or "")
+    open_ended = str(row.get("question_type") or "Open-ended") == "Open-ended"
+    if not open_ended or "human" in kind.lower() or not row.get("final_answer"):
+        return None
+    final = row["final_answer"]
+    final = final if isinstance(final, list) else [final]
+    question = _text(row, "question")
+    if context := str(row.get("context") or "").strip():
+        question = f"{context}\n{question}"
+    metadata = _kept(row, topic="subfield", subject="subject", lang="language")
+    if kind:
+        metadata["kind"] = kind
+    gold = (", ".join(str(part).strip() for part in final),)
+    return Found(_identity(row, "id"), question, gold, metadata)
+
+
+def contest(row: Row) -> Found:
+    """A row of LiveCodeBench or CodeContests with its tests; packed ones are never executed."""
+    names = {"difficulty": "level", "platform": "platform", "contest_date": "date"}
+    metadata = {new: row[old] for old, new in names.items() if row.get(old) not in (None, "")}
+    if "date" in metadata:
+        metadata["date"] = str(metadata["date"])
+    task = contest_task(row, 0, "code", "", metadata)
+    return Found(task.id, task.question, task.gold, task.metadata)
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "gaia": Benchmark(gaia, "web", "judge"),
+    "browsecomp": Benchmark(browsecomp, "web", "judge"),
+    "hle": Benchmark(hle, "web", "judge"),
+    "webwalker": Benchmark(webwalker, "web", "judge"),
+    "nq": Benchmark(open_question, "mhqa", "exact_match"),
+    "triviaqa": Benchmark(triviaqa, "mhqa", "exact_match"),
+    "popqa": Benchmark(popqa, "mhqa", "exact_match"),
+    "hotpotqa": Benchmark(wikipedia_hops, "mhqa", "exact_match"),
+    "2wiki": Benchmark(wikipedia_hops, "mhqa", "exact_match"),
+    "musique": Benchmark(musique, "mhqa", "exact_match"),
+    "bamboogle": Benchmark(open_question, "mhqa", "exact_match"),
+    "aime": Benchmark(maths, "code", "math"),
+    "amc": Benchmark(maths, "code", "math"),
+    "math500": Benchmark(maths, "code", "math"),
+    "olympiadbench": Benchmark(olympiadbench, "code", "math"),
+    "livecodebench": Benchmark(contest, "code", "code"),
+    "codecontests": Benchmark(contest, "code", "code"),
+}

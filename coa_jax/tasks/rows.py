@@ -1,0 +1,101 @@
+"""Rows of data files, whatever they are stored in: JSON, JSON lines, parquet, CSV, TSV."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import Task
+
+Row = Mapping[str, Any]
+
+_LISTS = ("data", "Data", "rows")  # keys under which JSON files keep their list of rows
+
+
+def find_files(pattern: str) -> list[Path]:
+    """The files that a path means, which may hold ``*``; sorted by name.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = [Path(name) for name in sorted(glob.glob(pattern))] if "*" in pattern else []
+    found = found or [Path(pattern)]
+    if not found[0].exists():
+        raise UserError(f"{pattern}: there is no such file; download it or mend the path")
+    return found
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file.
+
+    Raises:
+        UserError: it cannot be read, or holds something else than rows.
+    """
+    readers = {".parquet": _parquet, ".jsonl": _lines, ".csv": _table, ".tsv": _table}
+    try:
+        for row in readers.get(path.suffix, _json)(path):
+            if not isinstance(row, Mapping):
+                raise UserError(f"{path}: expected a list of objects")
+            yield row
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _json(path: Path) -> Iterator[Any]:
+    rows = json.loads(path.read_bytes())
+    if isinstance(rows, dict):
+        rows = next((rows[key] for key in _LISTS if isinstance(rows.get(key), list)), None)
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: expected a list of objects")
+    yield from rows
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    return jsonl.read_lines(path, lambda value: value)
+
+
+def _table(path: Path) -> Iterator[Any]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        for row in rows:
+            if None in row or None in row.values():
+                raise ValueError(f"line {rows.line_num} has not as many fields as the first")
+            yield row
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{path}: reading parquet needs pyarrow; run: pip install pyarrow"
+        ) from None
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=64):  # a row of tests may have megabytes
+            yield from batch.to_pylist()
+
+
+def draw(tasks: Sequence[Task], n: int | None, seed: int, where: object) -> list[Task]:
+    """All tasks in their order; with ``n`` a fixed sample of that many, in an order of the seed.
+
+    Raises:
+        UserError: n is negative.
+    """
+    if n is None:
+        return list(tasks)
+    if n < 0:
+        raise UserError(f"{where}: n is {n}; give 0 or more, or None for all")
+
+    def place(task: Task) -> str:
+        return hashlib.sha256(f"{seed}\n{task.id}".encode(errors="replace")).hexdigest()
+
+    return sorted(tasks, key=place)[:n]
