@@ -22,7 +22,9 @@ from coa_jax.cli import config_flag, run_main
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.errors import UserError
-from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
+from coa_jax.evaluate.figures import table
+from coa_jax.evaluate.policy import local_policy, weights_name
+from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig, write_policy
@@ -108,14 +110,18 @@ class Pipeline:
 
     def evaluate(self, stage: str) -> None:
         """Measures a policy on the held-out tasks."""
-        model = load_model(self.models / stage)
-        phase = f"evaluate-{stage}"
-        self.run.rewind(phase, 0)
-        groups = evaluate(model, self.held_out, self.evaluation, self.tools, stage)
-        self.run.traces(1, phase, [t.to_json() for group in groups for t in group])
-        result = blocks(groups, stage)
-        self.run.summary(result)
-        print(table(result, stage), flush=True)
+        path, config = self.models / stage, self.evaluation
+        policy = local_policy(
+            lambda: load_model(path),
+            config.engine,
+            config.sampling,
+            config.seed,
+            config.rollout,
+            self.tools,
+        )
+        name = f"{stage} {weights_name(str(path))}"
+        about = settings(config, name, self.config["tools"])
+        print(table(evaluate(policy, self.held_out, config, self.run, stage, about)), flush=True)
 
     def report(self) -> None:
         """Builds the page."""

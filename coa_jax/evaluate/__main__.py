@@ -1,19 +1,28 @@
-"""Measures a policy on held-out tasks with live tools.
+"""Measures a policy on held-out tasks or benchmarks with live tools.
 
     python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
 
-Writes ``summary.json`` and every trajectory to the work directory, and prints the figures.
+Writes ``evaluate/STAGE/results.json`` and the same as a page, ``summary.json`` and every trajectory
+to the work directory, and prints the figures.  Killed and started again it goes on where it was,
+and its result file is that of an evaluation that nobody killed.  Two result files are compared by
+``python -m coa_jax.evaluate.compare``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from coa_jax.cli import config_flag, run_main
-from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
+from coa_jax.evaluate.endpoint import endpoint_policy
+from coa_jax.evaluate.figures import table
+from coa_jax.evaluate.policy import Policy, local_policy, weights_name
+from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
 from coa_jax.model.api import load_model
+from coa_jax.report.benchmark import write_page
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, take
 from coa_jax.tasks import load_tasks
@@ -24,6 +33,7 @@ def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/evaluate/factbook.py")
     flags.DEFINE_string("workdir", None, "where the results are written", required=True)
+    flags.DEFINE_bool("fresh", False, "drop the samples of the stage that are there")
 
 
 def main(argv: list[str]) -> None:
@@ -35,14 +45,35 @@ def main(argv: list[str]) -> None:
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)
         live = make_tools(tools)  # first: they may bring the protocol that tasks name
-        tasks = load_tasks(config.tasks, config.split, config.num_tasks, config.seed)
-        model = load_model(path)
-        run.rewind(f"evaluate-{stage}", 0)
-        groups = evaluate(model, tasks, config, live, stage)
-        run.traces(1, f"evaluate-{stage}", [t.to_json() for group in groups for t in group])
-        result = blocks(groups, stage)
-        run.summary(result)
-    print(table(result, stage))
+        tasks = load_tasks(config.tasks, config.split, config.num_tasks or None, config.seed)
+        policy: Policy
+        if config.endpoint:
+            name = f"{config.endpoint.model} (endpoint)"
+            policy = endpoint_policy(
+                config.endpoint, config.sampling, config.seed, config.rollout, live
+            )
+        else:
+            name = f"{Path(path).name} {weights_name(path)}"
+            policy = local_policy(
+                lambda: load_model(path),
+                config.engine,
+                config.sampling,
+                config.seed,
+                config.rollout,
+                live,
+            )
+        about = settings(config, name, _on_answers(tools))
+        outcome = evaluate(policy, tasks, config, run, stage, about, fresh=flags.FLAGS.fresh)
+        page = write_page(outcome, run.path / "evaluate" / stage / "index.html")
+    print(table(outcome))
+    print(f"page -> {page}")
+
+
+def _on_answers(tools: ToolsConfig) -> dict[str, Any]:
+    """Settings of the tools on which their answers depend: not where they are kept."""
+    values = dataclasses.asdict(tools)
+    values.pop("store")
+    return values
 
 
 if __name__ == "__main__":

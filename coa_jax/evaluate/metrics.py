@@ -1,15 +1,18 @@
-"""Figures of graded trajectories."""
+"""Figures of samples: rates with their errors, and what several samples of a task are worth.
+
+Tasks are independent, the samples of one task are not.  So a rate is the mean over tasks of the
+rate within a task, and its standard error is the deviation of these rates over the root of their
+number: errors clustered by task (Miller 2024, arXiv 2411.00640, section 2.2).  A sample without a
+grade is in no rate, and a task without a graded sample is none.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-from coa_jax.trajectory import Trajectory, format_valid
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the standard normal distribution."""
@@ -48,87 +51,66 @@ def mean_interval(rates: Sequence[float]) -> tuple[float, float]:
     n = len(rates)
     if n < 2 or all(rate in (0.0, 1.0) for rate in rates):
         return wilson_interval(sum(rates), n)
-    mean = float(np.mean(rates))
-    half = Z95 * float(np.std(rates, ddof=1)) / math.sqrt(n)
+    mean, half = float(np.mean(rates)), Z95 * (standard_error(rates) or 0.0)
     return max(0.0, mean - half), min(1.0, mean + half)
 
 
-def summarize(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
-    """The block of a stage in ``summary.json``.
-
-    Args:
-        groups: for each task its graded samples; samples without a grade are left out, and tasks
-            without a graded sample too.
-    """
-    kept = _graded(groups)
-    flat = [trajectory for group in kept for trajectory in group]
-    rates = [_rate(group) for group in kept]
-    low, high = mean_interval(rates)
-    return {
-        "pass_at_1": _mean(rates),
-        "ci95": [low, high],
-        "n": len(kept),
-        "tokens_per_task": _mean([t.num_policy_tokens for t in flat]),
-        "tool_calls_per_task": _mean([len(t.tool_calls) for t in flat]),
-        "format_valid": _mean([format_valid(t) for t in flat]),
-    }
+def standard_error(rates: Sequence[float]) -> float | None:
+    """Standard error of the mean of per-task rates; None for fewer than two tasks."""
+    if len(rates) < 2:
+        return None
+    return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
 
 
-def details(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
-    """Everything else about a stage: pass@k, by hops and kind, tools, ends, tokens per solved."""
-    kept = _graded(groups)
-    flat = [trajectory for group in kept for trajectory in group]
-    samples = min((len(group) for group in kept), default=0)
-    solved = sum(_solved(t) for t in flat)
-    calls = [call for t in flat for call in t.tool_calls]
-    tokens = sum(t.num_policy_tokens for t in flat)
-    return {
-        "samples_per_task": samples,
-        "ungraded": sum(len(group) for group in groups) - len(flat),
-        "pass_at_k": {
-            str(k): _mean([pass_at_k(len(g), sum(map(_solved, g)), k) for g in kept])
-            for k in _powers(samples)
-        },
-        "by_hops": _by(kept, "hops"),
-        "by_kind": _by(kept, "kind"),
-        "tools": {
-            name: {
-                "calls": sum(call.tool == name for call in calls),
-                "outcomes": dict(Counter(call.outcome for call in calls if call.tool == name)),
-            }
-            for name in sorted({call.tool for call in calls})
-        },
-        "stops": dict(sorted(Counter(str(t.stop_reason) for t in flat).items())),
-        "tokens_per_solved": tokens / solved if solved else None,
-    }
-
-
-def _graded(groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
-    kept = [[t for t in g if t.reward is not None and t.reward.value is not None] for g in groups]
-    return [group for group in kept if group]
-
-
-def _solved(trajectory: Trajectory) -> bool:
-    return trajectory.reward is not None and trajectory.reward.value == 1.0
-
-
-def _rate(group: Sequence[Trajectory]) -> float:
-    return sum(map(_solved, group)) / len(group)
-
-
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing, which stands beside its count of 0."""
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def _powers(limit: int) -> list[int]:
-    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
+    """pass@1 of tasks: its mean over rounds, error, interval and the number of tasks.
 
-
-def _by(groups: Sequence[Sequence[Trajectory]], key: str) -> dict[str, Any]:
-    rates = defaultdict(list)
-    for group in groups:
-        rates[str(group[0].metadata.get(key, "?"))].append(_rate(group))
+    Args:
+        groups: for each task, of each graded sample whether it is right.
+    """
+    rates = [mean(group) for group in groups if group]
     return {
-        name: {"pass_at_1": _mean(values), "n": len(values)}
-        for name, values in sorted(rates.items())
+        "pass_at_1": mean(rates),
+        "se": standard_error(rates),
+        "ci95": list(mean_interval(rates)),
+        "n": len(rates),
     }
+
+
+def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
+    """pass@k for k of 1, 2, 3, 4, 8, 16, ... and the most samples of a task.
+
+    A task counts for a k that it has graded samples enough for; ``n`` says how many do.
+    """
+    most = max(map(len, groups), default=0)
+    result = {}
+    for k in sorted({*(2**i for i in range(most.bit_length())), 3, most} - {0}):
+        values = [pass_at_k(len(group), sum(group), k) for group in groups if len(group) >= k]
+        if values:
+            result[str(k)] = {"value": mean(values), "se": standard_error(values), "n": len(values)}
+    return result
+
+
+def by(
+    pairs: Sequence[tuple[Mapping[str, Any], Sequence[bool]]], key: str
+) -> dict[str, dict[str, Any]]:
+    """Rates of the tasks with each value of a field of the metadata.
+
+    Args:
+        pairs: (metadata, graded samples) of each task.
+        key: the field; tasks without it are left out.
+    """
+    groups: dict[str, list[Sequence[bool]]] = {}
+    for metadata, solved in pairs:
+        if metadata.get(key) is not None:
+            groups.setdefault(str(metadata[key]), []).append(solved)
+
+    def order(name: str) -> tuple[int, str]:
+        return (len(name) if name.isdigit() else 0), name
+
+    return {name: rate(groups[name]) for name in sorted(groups, key=order)}

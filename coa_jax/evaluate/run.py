@@ -1,26 +1,28 @@
-"""Measures a policy on tasks with live tools."""
+"""Measures a policy on tasks with live tools; what is finished is never run again."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+from coa_jax import files
 from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.engine.engine import Engine
-from coa_jax.engine.memory import engine_memory
-from coa_jax.evaluate.metrics import details, summarize
-from coa_jax.learn.batch import prompt_ids
-from coa_jax.model.api import Model
-from coa_jax.model.tokenizer import eos_ids
+from coa_jax.errors import UserError
+from coa_jax.evaluate.endpoint import PolicyEndpoint
+from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
+from coa_jax.evaluate.figures import blocks, result
+from coa_jax.evaluate.journal import Journal, digest
+from coa_jax.evaluate.policy import Policy, Wanted, prompt_text
+from coa_jax.evaluate.sample import Key, measured
+from coa_jax.evaluate.scaling import PickConfig, choose, scaling
 from coa_jax.progress import progress
-from coa_jax.rollout.collect import collect
-from coa_jax.rollout.constrain import constraint_for
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task
-from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
+from coa_jax.trajectory import Reward, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +32,20 @@ class EvaluateConfig:
     Attributes:
         tasks: task source, see `tasks.load_tasks`.
         split: ``validation`` or ``test``.
-        num_tasks: tasks that are drawn.
-        samples: samples of a task; pass@k needs k of them.
+        num_tasks: tasks that are drawn; 0 for all, in their order.
+        samples: samples of a task, the rounds over which pass@1 is averaged; pass@k needs k.
         seed: which tasks, and the randomness of the samples.
         temperature, top_p, top_k: of sampling; temperature 0 is greedy.
-        engine: shapes of decoding.
+        engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
         graders: how answers are graded.
+        endpoint: where the policy is served, if it does not decode on this machine.
+        best_of: who picks among samples.
+        instructions: file with the user message before the question, for policies that were
+            trained with other words than ours; "" for those of ``rollout.prompt_style``.
+        blocked: addresses that no sample should open; they are counted (the tools refuse those of
+            their own settings).
+        retry_faults: run samples again in which a part of ours broke.
     """
 
     tasks: str
@@ -50,90 +59,184 @@ class EvaluateConfig:
     engine: EngineConfig
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
+    best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
+    instructions: str = ""
+    blocked: tuple[str, ...] = BLOCKED
+    retry_faults: bool = False
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UserError(f"config.samples is {self.samples}; give 1 or more")
+        if self.best_of.n > self.samples:
+            raise UserError(
+                f"config.best_of.n is {self.best_of.n}, but config.samples is {self.samples}"
+            )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k)
+
+
+def settings(config: EvaluateConfig, policy: str, tools: Mapping[str, Any]) -> dict[str, Any]:
+    """On what the samples of an evaluation depend, besides their numbers.
+
+    Args:
+        config: the evaluation.
+        policy: names the policy and its weights.
+        tools: settings of the tools; JSON values.
+
+    Raises:
+        UserError: the file of the instructions cannot be read.
+    """
+    return {
+        "policy": policy,
+        "tasks": config.tasks,
+        "split": config.split,
+        "seed": config.seed,
+        "sampling": dataclasses.asdict(config.sampling),
+        "rollout": dataclasses.asdict(config.rollout),
+        "instructions": digest(_instructions(config)) if config.instructions else "",
+        "opening": config.endpoint.opening if config.endpoint else "",
+        "tools": digest(dict(tools)),
+    }
+
+
+def _instructions(config: EvaluateConfig) -> str:
+    if not config.instructions:
+        return ""
+    try:
+        with open(config.instructions, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config.instructions: {config.instructions}: {error}") from error
+
+
+def _grading(config: EvaluateConfig) -> dict[str, Any]:
+    """On what verdicts depend: not on how many are asked for at a time, or where."""
+    graders, pick = dataclasses.asdict(config.graders), dataclasses.asdict(config.best_of)
+    for asked in (graders["judge"], pick):
+        for name in ("attempts", "concurrency", "cache", "n"):
+            asked.pop(name, None)
+        chat = asked["chat"]
+        asked["chat"] = {name: chat[name] for name in ("model", "temperature", "max_tokens")}
+    graders.pop("programs")
+    return {**graders, "pick": pick}
 
 
 def evaluate(
-    model: Model, tasks: Sequence[Task], config: EvaluateConfig, tools: Sequence[Tool], stage: str
-) -> list[list[Trajectory]]:
-    """Graded samples of every task.
+    policy: Policy,
+    tasks: Sequence[Task],
+    config: EvaluateConfig,
+    run: RunDir,
+    stage: str,
+    about: Mapping[str, Any],
+    *,
+    fresh: bool = False,
+) -> dict[str, Any]:
+    """Runs, grades and counts what is not there yet.
+
+    Writes the samples to the run's traces, and its result file to
+    ``evaluate/STAGE/results.json``, whose bytes are the same whether or not the process was killed
+    and started again on the way.
 
     Args:
-        model: the policy.
+        policy: what is measured.
         tasks: what it is asked.
         config: how.
-        tools: live tools.
-        stage: goes into the trajectories' metadata.
+        run: the run directory.
+        stage: name of the results.
+        about: see `settings`.
+        fresh: drop what an earlier process has left of the stage.
+
+    Returns:
+        What the result file holds.
+
+    Raises:
+        UserError: what the user can mend; what is finished is kept.
     """
-    graders = Graders(config.graders)
-    print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
-    constraint = constraint_for(
-        config.rollout,
-        model.tokenizer,
-        model.config.vocab_size,
-        (task.protocol for task in tasks),
+    graders, exposure = Graders(config.graders), exposure_of(tasks, config.blocked)
+    journal = Journal(run, stage, about, _grading(config))
+    journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
+    instructions = _instructions(config)
+    wanted = []
+    for index, task in enumerate(tasks):
+        numbers = tuple(n for n in range(config.samples) if (task.id, n) not in journal.samples)
+        if numbers:
+            prompt = prompt_text(task, config.rollout.prompt_style, instructions)
+            wanted.append(Wanted(index, task, numbers, prompt))
+    total = len(tasks) * config.samples
+    left = sum(len(one.numbers) for one in wanted)
+    if left < total:
+        print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
+    # Outside of the event loop: a policy may take its time to be loaded.
+    stream = policy(wanted, journal.about()) if wanted else None
+    with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
+        asyncio.run(_finish(stream, tasks, config, graders, exposure, journal, bar.update))
+    groups = measured(tasks, journal.samples, config.samples)
+    journal.finish([sample.key for group in groups for sample in group.samples])
+    found = scaling(groups, config.samples, config.best_of.n, journal.verdicts)
+    described = {**about, "grading": _grading(config)}
+    outcome = result(stage, described, groups, config.samples, found)
+    files.write_json(journal.folder / "results.json", outcome)
+    run.summary(blocks(outcome))
+    return outcome
+
+
+async def _finish(
+    stream: AsyncGenerator[Trajectory, None] | None,
+    tasks: Sequence[Task],
+    config: EvaluateConfig,
+    graders: Graders,
+    exposure: Exposure,
+    journal: Journal,
+    tick: Callable[[], None],
+) -> None:
+    """Takes samples as they end, grades them while others still run, and compares them."""
+    by_id = {task.id: task for task in tasks}
+    grading: set[asyncio.Task[None]] = set()
+
+    async def grade(key: Key, trajectory: Trajectory) -> None:
+        reward = await graders.grade(by_id[key[0]], trajectory)
+        journal.grade(key, reward)
+
+    def begin(key: Key, trajectory: Trajectory | None = None) -> None:
+        sample = journal.samples[key]
+        if sample.broken:
+            journal.grade(key, Reward(None))
+        elif sample.value is None:
+            read = trajectory or journal.trajectory(key)
+            grading.add(asyncio.create_task(grade(key, read)))
+
+    def check() -> None:
+        for task in [task for task in grading if task.done()]:
+            grading.discard(task)
+            task.result()
+
+    try:
+        for key, sample in list(journal.samples.items()):
+            if key[0] in by_id and key[1] < config.samples and sample.value is None:
+                begin(key)
+        if stream is not None:
+            async with contextlib.aclosing(stream):
+                async for trajectory in stream:
+                    sample = journal.add(trajectory, exposure)
+                    begin(sample.key, trajectory)
+                    tick()
+                    check()
+        await asyncio.gather(*grading)
+    finally:
+        for task in grading:
+            task.cancel()
+        await asyncio.gather(*grading, return_exceptions=True)
+    groups = measured(tasks, journal.samples, config.samples)
+    await choose(
+        config.best_of,
+        graders,
+        groups,
+        config.samples,
+        journal.verdicts,
+        lambda sample: journal.trajectory(sample.key),
+        journal.say,
     )
-    if constraint is not None:
-        print(f"constraint: {constraint}", flush=True)
-    engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer), constraint)
-    if config.rollout.max_seconds:
-        engine.warm_up()  # or the first trajectories would spend their time on compilation
-    sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
-    style = config.rollout.prompt_style
-    requests = [
-        Request(
-            task=task,
-            prompt=prompt_ids(model.tokenizer, task.protocol, task.question, style),
-            seed=config.seed,
-            prompt_id=index,
-            samples=tuple(range(config.samples)),
-            sampling=sampling,
-            metadata={"stage": stage},
-        )
-        for index, task in enumerate(tasks)
-    ]
-    with (
-        asyncio.Runner() as runner,
-        progress(f"evaluate {stage}", total=len(tasks) * config.samples) as bar,
-    ):
-        groups = collect(
-            runner,
-            engine,
-            model.tokenizer,
-            requests,
-            tools,
-            config.rollout,
-            on_finish=lambda trajectory: bar.update(),
-        )
-    pairs = [(task, t) for task, group in zip(tasks, groups, strict=True) for t in group]
-    rewards = iter(asyncio.run(graders.grade_many(pairs)))
-    return [[dataclasses.replace(t, reward=next(rewards)) for t in group] for group in groups]
-
-
-def blocks(groups: Sequence[Sequence[Trajectory]], stage: str) -> dict[str, Any]:
-    """What ``summary.json`` says about a stage."""
-    return {stage: summarize(groups), f"{stage}_details": details(groups)}
-
-
-def table(result: Mapping[str, Any], stage: str) -> str:
-    """The figures of a stage for a terminal."""
-    block, more = result[stage], result[f"{stage}_details"]
-    low, high = block["ci95"]
-    lines = [
-        f"{stage}: pass@1 {block['pass_at_1']:.3f} (95 % {low:.3f}-{high:.3f}, n {block['n']})",
-        *(f"  pass@{k} {rate:.3f}" for k, rate in more["pass_at_k"].items() if k != "1"),
-        *(
-            f"  {hops} hops: {entry['pass_at_1']:.3f} (n {entry['n']})"
-            for hops, entry in more["by_hops"].items()
-        ),
-        f"  {block['tokens_per_task']:.0f} tokens and {block['tool_calls_per_task']:.2f} tool "
-        f"calls a task, {100 * block['format_valid']:.1f} % obey the protocol",
-        f"  ends: {', '.join(f'{name} {count}' for name, count in more['stops'].items())}",
-    ]
-    for name, entry in more["tools"].items():
-        outcomes = ", ".join(f"{k} {v}" for k, v in sorted(entry["outcomes"].items()))
-        lines.append(f"  {name}: {entry['calls']} calls ({outcomes})")
-    if more["tokens_per_solved"] is not None:
-        lines.append(f"  {more['tokens_per_solved']:.0f} tokens per solved task")
-    if more["ungraded"]:
-        lines.append(f"  {more['ungraded']} samples could not be graded and are left out")
-    return "\n".join(lines)

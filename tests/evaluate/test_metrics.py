@@ -1,4 +1,4 @@
-"""Figures of graded trajectories."""
+"""Figures of samples, against brute force and published values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.evaluate.metrics import (
-    details,
+    at_k,
+    by,
     mean_interval,
     pass_at_k,
-    summarize,
+    rate,
+    standard_error,
     wilson_interval,
 )
-from coa_jax.trajectory import (
-    Author,
-    Reward,
-    SegmentSpan,
-    StopReason,
-    ToolCall,
-    Trajectory,
-)
+
+GROUPS = st.lists(st.lists(st.booleans(), max_size=5), max_size=6)
 
 
 @given(st.integers(1, 8), st.data())
@@ -74,6 +70,8 @@ def test_wilson_bounds_are_exact_where_all_or_none_succeed():
 def test_no_trials_say_nothing():
     assert wilson_interval(0, 0) == (0.0, 1.0)
     assert mean_interval([]) == (0.0, 1.0)
+    assert rate([]) == {"pass_at_1": 0.0, "se": None, "ci95": [0.0, 1.0], "n": 0}
+    assert at_k([]) == {}
 
 
 def test_the_interval_of_rates_counts_tasks_and_not_samples():
@@ -84,83 +82,51 @@ def test_the_interval_of_rates_counts_tasks_and_not_samples():
     assert mean_interval([0.5]) == wilson_interval(0.5, 1)
 
 
-GOOD = (
-    "<think>a</think>\n<plan>b</plan>\n<think>c</think>\n<suggested_answer>4</suggested_answer>\n"
-    "<think>d</think>\n<double_check>The score is 4.</double_check>\n<answer>4</answer>"
-)
-BAD = "<answer>5</answer>"
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2, max_size=8))
+def test_errors_are_those_of_a_regression_on_a_constant_with_clusters(groups):
+    """With as many samples of each task: Liang-Zeger's sandwich, with n/(n-1) for n clusters."""
+    flat = np.array(groups, float)
+    scores = (flat - flat.mean()).sum(axis=1)
+    sandwich = math.sqrt((scores**2).sum()) / flat.size
+    n = len(groups)
+    expected = sandwich * math.sqrt(n / (n - 1))
+    assert rate(groups)["se"] == pytest.approx(expected, abs=1e-12)
 
 
-def trajectory(value, *, text=GOOD, tokens=10, calls=(), stop=StopReason.ANSWER, **metadata):
-    authors = [Author.PROMPT] * 3 + [Author.POLICY] * tokens + [Author.ENVIRONMENT] * 2
-    return Trajectory(
-        task_id="t",
-        sample_id=0,
-        question="2 + 2?",
-        protocol="generalist",
-        tokens=np.arange(len(authors)),
-        author=np.asarray(authors),
-        logp=np.zeros(len(authors)),
-        text=text,
-        segments=(SegmentSpan(None, Author.POLICY, text, 3, 3 + tokens),),
-        tool_calls=tuple(
-            ToolCall(tool, "x", "y", outcome, outcome == "ok", 0.0, 1.0) for tool, outcome in calls
-        ),
-        stop_reason=stop,
-        reward=Reward(value) if value != "ungraded" else None,
-        gold=("4",),
-        metadata=metadata,
-    )
+@given(GROUPS)
+def test_rates_are_means_over_tasks_of_means_over_samples(groups):
+    kept = [sum(group) / len(group) for group in groups if group]
+    found = rate(groups)
+    assert found["n"] == len(kept)
+    assert found["pass_at_1"] == pytest.approx(sum(kept) / len(kept) if kept else 0.0)
+    if len(kept) > 1:
+        assert found["se"] == pytest.approx(np.std(kept, ddof=1) / len(kept) ** 0.5)
+        assert found["se"] == standard_error(kept)
+    low, high = found["ci95"]
+    assert low <= found["pass_at_1"] + 1e-12 and found["pass_at_1"] <= high + 1e-12
 
 
-GROUPS = [
-    [
-        trajectory(1.0, hops=1, kind="sum", calls=[("code", "ok")]),
-        trajectory(0.0, hops=1, kind="sum", text=BAD, tokens=30, calls=[("code", "error")] * 2),
-    ],
-    [
-        trajectory(0.0, hops=2, kind="name", stop=StopReason.LENGTH, text="<think>"),
-        trajectory(None, hops=2, kind="name", calls=[("wiki_search", "fault")], tokens=5000),
-    ],
-    [trajectory(None, hops=2, kind="name"), trajectory("ungraded", hops=2, kind="name")],
-    [trajectory(1.0, hops=2, kind="name"), trajectory(1.0, hops=2, kind="name")],
-]
+@given(GROUPS)
+def test_a_task_counts_for_the_k_that_it_has_samples_for(groups):
+    for k, entry in at_k(groups).items():
+        enough = [group for group in groups if len(group) >= int(k)]
+        draws = [list(itertools.combinations(group, int(k))) for group in enough]
+        expected = [sum(map(any, each)) / len(each) for each in draws]
+        assert entry["n"] == len(enough)
+        assert entry["value"] == pytest.approx(sum(expected) / len(expected))
 
 
-def test_the_summary_leaves_out_what_could_not_be_graded():
-    block = summarize(GROUPS)
-    assert block["n"] == 3
-    assert block["pass_at_1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
-    assert block["ci95"] == list(mean_interval([0.5, 0.0, 1.0]))
-    assert block["tokens_per_task"] == pytest.approx((10 + 30 + 10 + 10 + 10) / 5)
-    assert block["tool_calls_per_task"] == pytest.approx(3 / 5)
-    assert block["format_valid"] == pytest.approx(3 / 5)
+def test_pass_at_k_is_given_for_powers_of_two_three_and_all():
+    assert list(at_k([[True] * 5])) == ["1", "2", "3", "4", "5"]
+    assert list(at_k([[True] * 16])) == ["1", "2", "3", "4", "8", "16"]
+    assert list(at_k([[True] * 2, [False]])) == ["1", "2"]
 
 
-def test_details_tell_hops_kinds_tools_and_ends_apart():
-    more = details(GROUPS)
-    assert more["samples_per_task"] == 1  # the smallest group that is left
-    assert more["ungraded"] == 3
-    assert more["pass_at_k"] == {"1": pytest.approx(0.5)}
-    assert more["by_hops"] == {
-        "1": {"pass_at_1": 0.5, "n": 1},
-        "2": {"pass_at_1": 0.5, "n": 2},
-    }
-    assert more["by_kind"]["name"]["n"] == 2
-    assert more["tools"] == {"code": {"calls": 3, "outcomes": {"ok": 1, "error": 2}}}
-    assert more["stops"] == {"answer": 4, "length": 1}
-    assert more["tokens_per_solved"] == pytest.approx(70 / 3)
-
-
-def test_pass_at_k_is_given_for_powers_of_two():
-    solved = [[trajectory(float(i == s)) for i in range(5)] for s in range(3)]
-    at = details(solved)["pass_at_k"]
-    assert list(at) == ["1", "2", "4"]
-    assert at["4"] == pytest.approx(0.8)
-
-
-def test_nothing_graded_gives_figures_without_a_claim():
-    block = summarize(GROUPS[2:3])
-    assert (block["pass_at_1"], block["ci95"], block["n"]) == (0.0, [0.0, 1.0], 0)
-    assert details(GROUPS[2:3])["tokens_per_solved"] is None
-    assert details(GROUPS[2:3])["pass_at_k"] == {}
+def test_groups_are_told_apart_in_the_order_of_their_numbers():
+    pairs = [
+        ({"hops": 10}, [True]), ({"hops": 2}, [True, False]), ({"hops": 2}, []), ({}, [True]),
+        ({"hops": None}, [True]),
+    ]  # fmt: skip
+    found = by(pairs, "hops")
+    assert list(found) == ["2", "10"]
+    assert (found["2"]["pass_at_1"], found["2"]["n"]) == (0.5, 1)

@@ -1,43 +1,228 @@
-"""An evaluation with a real policy and real tools."""
+"""An evaluation with a real policy and real tools, whatever happens to it."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import re
 
-from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate, table
-from coa_jax.rollout.request import RolloutConfig
-from tests import tiny_policy
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.evaluate.figures import blocks, table
+from coa_jax.tasks import GradersConfig
+from coa_jax.tasks.judge import JudgeConfig
+from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.trajectory import read_trajectories
+from tests.evaluate.made import trajectory
+from tests.evaluate.tiny_evaluation import CONFIG, policy_of, results, run
 from tests.tiny_policy import TASKS
+from tests.tools import fault_server
 
-CONFIG = EvaluateConfig(
-    tasks="tests",
-    split="test",
-    num_tasks=3,
-    samples=2,
-    seed=0,
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    engine=EngineConfig(4, 192, 8, (32, 64)),
-    rollout=RolloutConfig(192, 3, 48),
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an evaluation that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder)
+    return folder
+
+
+def never():
+    raise AssertionError("there is nothing to run")
+
+
+def refuse(*arguments):
+    return never()
+
+
+def test_every_task_is_sampled_graded_and_reported(whole):
+    outcome = json.loads(results(whole))
+    assert outcome["figures"]["pass_at_1"] == 1.0
+    assert outcome["figures"]["rounds"] == [1.0, 1.0]
+    assert {k: e["value"] for k, e in outcome["figures"]["at_k"].items()} == {"1": 1.0, "2": 1.0}
+    assert outcome["figures"]["scaling"]["majority@2"]["pass_at_1"] == 1.0
+    assert outcome["figures"]["format_valid"] == 1.0
+    assert [task["id"] for task in outcome["tasks"]] == [task.id for task in TASKS]
+    lines = table(outcome).splitlines()
+    assert lines[0].startswith("sft: pass@1 1.000 ± 0.000 (95 % 0.439-1.000, n 3)")
+    assert "  code: 2 calls (ok 2)" in lines and "  wiki_search: 4 calls (ok 4)" in lines
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["sft"]["pass_at_1"] == 1.0 and summary == json.loads(json.dumps(blocks(outcome)))
+
+
+def test_traces_stand_in_the_order_of_the_tasks_with_their_rewards(whole):
+    traces = read_trajectories(whole / "traces.jsonl")
+    assert [t.task_id for t in traces] == [task.id for task in TASKS for _ in range(2)]
+    assert [t.sample_id for t in traces] == [0, 1] * 3
+    assert all(t.reward is not None and t.reward.value == 1.0 for t in traces)
+    assert all(t.metadata["phase"] == "evaluate-sft" for t in traces)
+
+
+@dataclasses.dataclass
+class Stops:
+    """The real policy, in a process that dies after some samples."""
+
+    left: int
+
+    def __call__(self, wanted, about):
+        return self.stream(wanted, about)
+
+    async def stream(self, wanted, about):
+        async with contextlib.aclosing(policy_of(CONFIG)(wanted, about)) as stream:
+            async for trajectory in stream:
+                if not self.left:
+                    raise RuntimeError("killed")
+                self.left -= 1
+                yield trajectory
+
+
+def test_an_evaluation_that_dies_and_goes_on_ends_with_the_same_file(whole, tmp_path):
+    for kept in (1, 3):
+        with pytest.raises(RuntimeError, match="killed"):
+            run(tmp_path, policy=Stops(kept))
+    before = {(t.task_id, t.sample_id): t for t in read_trajectories(tmp_path / "traces.jsonl")}
+    assert len(before) == 4
+    with open(tmp_path / "traces.jsonl", "ab") as file:
+        file.write(b'{"task_id": "task-0", "sam')  # a line that was being written
+    run(tmp_path)
+    assert results(tmp_path) == results(whole)
+    after = {(t.task_id, t.sample_id): t for t in read_trajectories(tmp_path / "traces.jsonl")}
+    for key, earlier in before.items():  # nothing was run twice: the clock shows the first time
+        assert after[key].metadata["seconds"] == earlier.metadata["seconds"]
+
+
+def test_what_is_finished_needs_no_policy(whole, tmp_path):
+    before = results(whole), (whole / "traces.jsonl").read_bytes()
+    run(whole, policy=policy_of(CONFIG, never))
+    assert (results(whole), (whole / "traces.jsonl").read_bytes()) == before
+
+
+def test_more_samples_are_added_to_those_that_are_there(whole, tmp_path):
+    one = dataclasses.replace(CONFIG, samples=1)
+    assert run(tmp_path, one)["figures"]["samples"]["finished"] == 3
+    asked = []
+
+    def counting(wanted, about):
+        asked.extend(number for each in wanted for number in each.numbers)
+        return policy_of(CONFIG)(wanted, about)
+
+    run(tmp_path, policy=counting)
+    assert asked == [1, 1, 1]
+    assert results(tmp_path) == results(whole)
+
+
+def test_samples_of_something_else_are_not_mixed_in(tmp_path):
+    one = dataclasses.replace(CONFIG, samples=1)
+    run(tmp_path, one)
+    hot = dataclasses.replace(one, temperature=0.5)
+    with pytest.raises(UserError, match="another sampling: give the same"):
+        run(tmp_path, hot, refuse)
+    with pytest.raises(UserError, match="another policy"):
+        run(tmp_path, one, refuse, name="trained again")
+    with pytest.raises(UserError, match="of other questions or settings"):
+        run(tmp_path, one, refuse, tasks=TASKS[::-1])
+    outcome = run(tmp_path, hot, fresh=True)
+    assert outcome["settings"]["sampling"]["temperature"] == 0.5
+    assert len(read_trajectories(tmp_path / "traces.jsonl")) == 3
+
+
+def test_samples_in_which_a_part_of_ours_broke_are_run_again_when_wanted(tmp_path):
+    async def broken(wanted, about):
+        for each in wanted:
+            metadata = {**about, "prompt_id": each.index}
+            call = ("wiki_search", "q", "not available", "fault")
+            made = trajectory("x", identity=each.task.id, calls=[call], **metadata)
+            yield dataclasses.replace(made, question=each.task.question)
+
+    one = dataclasses.replace(CONFIG, samples=1)
+    outcome = run(tmp_path, one, broken)
+    assert outcome["figures"]["samples"]["ungraded"] == {"no verdict": 0, "fault of ours": 3}
+    assert outcome["figures"]["n"] == 0
+    assert run(tmp_path, one, refuse)["figures"]["n"] == 0
+    again = run(tmp_path, dataclasses.replace(one, retry_faults=True))
+    assert again["figures"]["pass_at_1"] == 1.0 and again["figures"]["n"] == 3
+    assert len(read_trajectories(tmp_path / "traces.jsonl")) == 3
+
+
+# --- judges --------------------------------------------------------------------------------
+
+
+class Verdicts:
+    """A judge that compares texts, and fails at every second question when it is told to."""
+
+    def __init__(self):
+        self.asked, self.fails = 0, False
+
+    def __call__(self, handler):
+        self.asked += 1
+        if self.fails and self.asked % 2:
+            handler.answer(b"", 500)
+            return
+        prompt = json.loads(handler.body)["messages"][1]["content"]
+        fields = dict(re.findall(r"^(accepted answers|given answer): (.*)$", prompt, re.MULTILINE))
+        same = json.loads(fields["given answer"]) in json.loads(fields["accepted answers"])
+        verdict = {"rationale": "r", "judgement": "correct" if same else "incorrect"}
+        handler.json({"choices": [{"message": {"content": json.dumps(verdict)}}]})
+
+
+WRONG = (TASKS[0], dataclasses.replace(TASKS[1], gold=("Ona",)), TASKS[2])
+"""A task that the policy does not solve is among them."""
+
+
+def values(outcome):
+    return [[sample["value"] for sample in task["samples"]] for task in outcome["tasks"]]
+
+
+def test_a_judge_that_fails_half_of_the_time_changes_no_score(tmp_path):
+    with fault_server.running() as server:
+        server.pages["/v1/chat/completions"] = judge = Verdicts()
+        chat = ChatConfig(server.url("/v1"), "judge", timeout_s=5.0, attempts=1)
+        graders = GradersConfig(judge_all=True, judge=JudgeConfig(chat, concurrency=1))
+        config = dataclasses.replace(CONFIG, graders=graders)
+        sound = run(tmp_path / "sound", config, tasks=WRONG)
+        assert values(sound) == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+        judge.fails, judge.asked = True, 0
+        half = run(tmp_path / "half", config, tasks=WRONG)
+        samples = half["figures"]["samples"]
+        assert samples["ungraded"] == {"no verdict": 3, "fault of ours": 0}
+        assert samples["graded"] == 3
+        pairs = [
+            (a, b)
+            for row, other in zip(values(half), values(sound), strict=True)
+            for a, b in zip(row, other, strict=True)
+        ]
+        assert all(a in (None, b) for a, b in pairs)
+        # Started again with a judge that works, it asks for what is missing and runs nothing.
+        judge.fails, judge.asked = False, 0
+        mended = run(tmp_path / "half", config, refuse, tasks=WRONG)
+        assert judge.asked == 3
+        assert results(tmp_path / "half") == results(tmp_path / "sound")
+        assert mended["figures"] == json.loads(json.dumps(sound["figures"]))
+
+
+def test_another_way_of_grading_grades_again_and_runs_nothing(tmp_path):
+    one = dataclasses.replace(CONFIG, samples=1)
+    run(tmp_path, one)
+    f1 = dataclasses.replace(one, graders=GradersConfig(answer="f1"))
+    outcome = run(tmp_path, f1, refuse, tasks=TASKS)
+    assert outcome["settings"]["grading"]["answer"] == "f1"
+    assert outcome["figures"]["mean_value"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"samples": 0}, "config.samples is 0"), ({"instructions": "absent.txt"}, "absent.txt")],
 )
+def test_settings_that_make_no_sense_are_refused(change, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, dataclasses.replace(CONFIG, **change), refuse)
 
 
-def test_every_task_is_sampled_graded_and_reported():
-    tools = list(tiny_policy.tools().values())
-    groups = evaluate(tiny_policy.policy(), TASKS, CONFIG, tools, "sft")
-    assert [[t.task_id for t in group] for group in groups] == [[t.id] * 2 for t in TASKS]
-    assert [[t.sample_id for t in group] for group in groups] == [[0, 1]] * 3
-    assert all(t.reward.value == 1.0 for group in groups for t in group)
-    result = json.loads(json.dumps(blocks(groups, "sft")))
-    assert result["sft"]["pass_at_1"] == 1.0
-    assert result["sft"]["n"] == 3
-    assert result["sft"]["tool_calls_per_task"] == 1.0
-    assert result["sft"]["format_valid"] == 1.0
-    assert result["sft_details"]["pass_at_k"] == {"1": 1.0, "2": 1.0}
-    lines = table(result, "sft").splitlines()
-    assert lines[0] == "sft: pass@1 1.000 (95 % 0.439-1.000, n 3)"
-    assert "  code: 2 calls (ok 2)" in lines
-    assert "  wiki_search: 4 calls (ok 4)" in lines
-    assert "could not be graded" not in lines[-1]
+def test_a_stage_must_be_able_to_name_a_folder(tmp_path):
+    from coa_jax.evaluate.journal import Journal
+    from coa_jax.run_dir import RunDir
+
+    with RunDir(tmp_path) as directory, pytest.raises(UserError, match="cannot name a folder"):
+        Journal(directory, "../x", {}, {})

@@ -1,0 +1,107 @@
+"""The chain of agents of a policy that is only reached as text, while it grows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol import THINK, Parser, Protocol, Segment
+from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
+
+
+class Chain:
+    """The assistant's turn: what the policy wrote and what tools returned, with their authors.
+
+    Only the policy's text is parsed, so no tool text can open, close or answer anything.  There
+    are no token ids, and every span has the token positions 0 and 0.
+
+    Attributes:
+        text: the turn so far, as the policy reads it.
+        calls: tool calls so far.
+    """
+
+    def __init__(self, protocol: Protocol):
+        self.protocol = protocol
+        self.text = ""
+        self.calls: list[ToolCall] = []
+        self._parser = Parser(protocol)
+        self._written = ""  # by the policy
+        self._spans: list[SegmentSpan] = []
+        self._stops = re.compile(f"({'|'.join(map(re.escape, protocol.stops))})")
+
+    def missing_stop(self, text: str) -> str | None:
+        """The tag that would end a call or an answer in which a further text leaves off."""
+        trial = Parser(self.protocol)
+        trial.feed(self._written + text)
+        stop = f"</{trial.open_role}>"
+        return stop if stop in self.protocol.stops else None
+
+    @property
+    def last_think(self) -> str:
+        """Body of the last closed ``think``, or ""."""
+        bodies = (span.body for span in reversed(self._spans) if span.role == THINK)
+        return next((body for body in bodies if body), "")
+
+    def write(self, text: str) -> Segment | None:
+        """Takes what the policy wrote, up to the first call or answer that it closes.
+
+        What stands behind that was written before the observation was seen, and is dropped.
+
+        Returns:
+            The closed segment of a tool or of the answer, if there is one.
+        """
+        # A stop string may stand inside of another body, where it closes nothing.
+        for piece in self._stops.split(text):
+            self.text += piece
+            self._written += piece
+            for segment in self._parser.feed(piece):
+                self._add(segment)
+                if segment.closed and f"</{segment.role}>" in self.protocol.stops:
+                    return segment
+        return None
+
+    def observe(self, text: str, call: ToolCall) -> None:
+        """Takes what a tool returned, in its surface form."""
+        self.text += text
+        self.calls.append(call)
+        role = self.protocol.observation
+        self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
+
+    def finish(
+        self,
+        stop_reason: StopReason,
+        task_id: str,
+        sample_id: int,
+        question: str,
+        gold: Sequence[str],
+        metadata: dict[str, Any],
+    ) -> Trajectory:
+        """The finished record."""
+        for segment in self._parser.finish():
+            self._add(segment)
+        return Trajectory(
+            task_id=task_id,
+            sample_id=sample_id,
+            question=question,
+            protocol=self.protocol.name,
+            tokens=np.zeros(0, np.int32),
+            author=np.zeros(0, np.uint8),
+            logp=np.zeros(0, np.float32),
+            text="".join(span.text for span in self._spans),
+            segments=tuple(self._spans),
+            tool_calls=tuple(self.calls),
+            stop_reason=stop_reason,
+            reward=None,
+            gold=tuple(gold),
+            metadata=metadata,
+        )
+
+    def _add(self, segment: Segment) -> None:
+        role = segment.role
+        text = segment.body
+        if role is not None:
+            text = f"<{role}>{segment.body}" + (f"</{role}>" if segment.closed else "")
+        self._spans.append(SegmentSpan(role, Author.POLICY, text, 0, 0))

@@ -1,0 +1,209 @@
+"""Says whether one result file is better than another, task by task.
+
+    python -m coa_jax.evaluate.compare runs/a/evaluate/sft/results.json \
+        runs/a/evaluate/rl/results.json
+
+Both must be of the same tasks; those that are graded in only one of them are left out and counted.
+The difference is the mean over tasks of B's rate minus A's.  Its p-value is that of the paired
+permutation test: under the null hypothesis each task's difference might as well have the other
+sign.  The test is exact, and with one sample a task it is McNemar's exact test.  The interval is
+that of a bootstrap over tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from coa_jax import files
+from coa_jax.cli import run_main
+from coa_jax.errors import UserError
+from coa_jax.evaluate.figures import FORMAT
+from coa_jax.evaluate.metrics import standard_error
+
+_RESAMPLES = 10_000
+_MOST_CELLS = 20_000_000  # of the exact distribution; beyond it signs are drawn
+_DRAWS = 100_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How B differs from A.
+
+    Attributes:
+        tasks: that both have graded samples of.
+        only_a, only_b: tasks that only one of them has graded samples of.
+        rate_a, rate_b: pass@1 over the common tasks.
+        difference: ``rate_b - rate_a``.
+        se: standard error of the difference, paired by task; None for fewer than two tasks.
+        ci95: bootstrap interval of the difference (percentiles, seed 0).
+        better, worse, same: tasks whose rate is higher, lower, or the same in B.
+        p: two-sided p-value of the paired permutation test.
+        test: how it was computed.
+    """
+
+    tasks: int
+    only_a: int
+    only_b: int
+    rate_a: float
+    rate_b: float
+    difference: float
+    se: float | None
+    ci95: tuple[float, float]
+    better: int
+    worse: int
+    same: int
+    p: float
+    test: str
+
+
+def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
+    """Task -> share of its graded samples that are right, exactly."""
+    found = {}
+    for task in outcome["tasks"]:
+        values = [s["value"] for s in task["samples"] if s["value"] is not None]
+        if values:
+            solved = sum(value == 1.0 for value in values)
+            found[task["id"]] = fractions.Fraction(solved, len(values))
+    return found
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
+    """Compares two result files.
+
+    Raises:
+        UserError: they have no task in common.
+    """
+    first, second = rates(a), rates(b)
+    common = [name for name in first if name in second]
+    if not common:
+        raise UserError("the two result files have no graded task in common")
+    differences = [second[name] - first[name] for name in common]
+    plain = np.array([float(d) for d in differences])
+    p, test = permutation_test(differences)
+    return Comparison(
+        tasks=len(common),
+        only_a=len(first) - len(common),
+        only_b=len(second) - len(common),
+        rate_a=float(np.mean([float(first[name]) for name in common])),
+        rate_b=float(np.mean([float(second[name]) for name in common])),
+        difference=float(plain.mean()),
+        se=standard_error(plain.tolist()),
+        ci95=bootstrap_interval(plain),
+        better=sum(d > 0 for d in differences),
+        worse=sum(d < 0 for d in differences),
+        same=sum(d == 0 for d in differences),
+        p=p,
+        test=test,
+    )
+
+
+def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, str]:
+    """Two-sided p-value of paired differences whose signs are exchangeable.
+
+    The distribution of the sum over all ``2^n`` signs is computed by convolution over a common
+    denominator; where that would take too much memory, signs are drawn (seed 0).
+
+    Returns:
+        (p, name of the test): McNemar's where every difference is -1, 0 or 1.
+    """
+    kept = [d for d in differences if d != 0]
+    if not kept:
+        return 1.0, "no task differs"
+    scale = math.lcm(*(d.denominator for d in kept))
+    steps = [abs(int(d * scale)) for d in kept]
+    observed = abs(int(sum(kept) * scale))
+    reach = sum(steps)
+    if len(kept) * reach > _MOST_CELLS:
+        signs = np.random.default_rng(0)
+        sizes = np.array(steps, np.float64)
+        hits = sum(
+            abs(float(sizes @ signs.choice((-1.0, 1.0), len(sizes)))) >= observed - 0.5
+            for _ in range(_DRAWS)
+        )
+        return (hits + 1) / (_DRAWS + 1), f"paired permutation test, {_DRAWS:,} draws"
+    # chance[i] is that of a sum of i - reach.
+    chance = np.zeros(2 * reach + 1)
+    chance[reach] = 1.0
+    for step in steps:
+        up, down = np.zeros_like(chance), np.zeros_like(chance)
+        up[step:], down[:-step] = chance[:-step], chance[step:]
+        chance = (up + down) / 2
+    sums = np.abs(np.arange(-reach, reach + 1))
+    exact = float(chance[sums >= observed].sum())
+    name = "McNemar's exact test" if set(steps) == {scale} else "exact paired permutation test"
+    return min(1.0, exact), name
+
+
+def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean of paired differences, by resampling tasks.
+
+    Args:
+        differences: float64 ``[tasks]``.
+        seed: of the resampling.
+    """
+    random = np.random.default_rng(seed)
+    n = len(differences)
+    means = [float(differences[random.integers(0, n, n)].mean()) for _ in range(_RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def load(path: str) -> dict[str, Any]:
+    """Reads a result file.
+
+    Raises:
+        UserError: it is none.
+    """
+    outcome = files.read_json_object(Path(path))
+    if outcome.get("format") != FORMAT or "tasks" not in outcome:
+        raise UserError(f"{path}: not a result file of coa_jax.evaluate")
+    return outcome
+
+
+def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
+    """The comparison for a terminal."""
+    low, high = found.ci95
+    lines = [
+        f"A {a['stage']}: pass@1 {found.rate_a:.3f}",
+        f"B {b['stage']}: pass@1 {found.rate_b:.3f}",
+        f"B - A: {found.difference:+.3f} (95 % {low:+.3f} to {high:+.3f}, n {found.tasks})",
+        f"{found.test}: p = {found.p:.4g}",
+        f"B is better at {found.better} tasks, worse at {found.worse}, the same at {found.same}",
+    ]
+    for name, count in (("A", found.only_a), ("B", found.only_b)):
+        if count:
+            lines.append(f"left out: {count} tasks with graded samples in {name} only")
+    for key in ("tasks", "split", "rollout", "sampling", "tools"):
+        if a["settings"].get(key) != b["settings"].get(key):
+            lines.append(f"note: the two differ in {key} too")
+    return "\n".join(lines)
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_string("out", "", "file for the comparison as JSON")
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    if len(argv) != 3:
+        raise UserError("give two result files: ... compare A/results.json B/results.json")
+    a, b = load(argv[1]), load(argv[2])
+    found = compare(a, b)
+    print(text(a, b, found))
+    if flags.FLAGS.out:
+        value = {"a": argv[1], "b": argv[2], **dataclasses.asdict(found)}
+        files.write_json(Path(flags.FLAGS.out), json.loads(json.dumps(value)))
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags, positional=True)

@@ -1,0 +1,322 @@
+"""A policy behind an OpenAI-compatible endpoint, with the tools on this side.
+
+As the release evaluates: the whole chain of agents is one turn of the assistant.  Each request
+sends what is written of it so far and asks the server to write on until a tool's tag, or that of
+the answer, is closed; then the tool runs here and its observation is appended.  Servers that go on
+from a prefix are vLLM, SGLang and ``coa_jax.serve``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import re
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from coa_jax.engine.config import SamplingParams
+from coa_jax.errors import UserError
+from coa_jax.evaluate.chain import Chain
+from coa_jax.evaluate.policy import Policy, Wanted
+from coa_jax.protocol import get_protocol, quote_tool_text
+from coa_jax.rollout.observation import observation_text
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.trajectory import StopReason, ToolCall, Trajectory
+
+_TOO_LONG = re.compile(r"context|max_tokens|too long|maximum", re.IGNORECASE)
+_BYTES = 3  # of an observation for a token, about
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyEndpoint:
+    """Where a policy is served.
+
+    Attributes:
+        url: base address, ``http://localhost:8000/v1``; "" for a policy on this machine.
+        model: name of the model there.
+        key_env: environment variable with the key; "" for an endpoint that asks for none.
+        concurrency: samples at a time.
+        opening: what each turn of the policy is begun with; the release writes ``<think>``, which
+            suits protocols that think before every action (web, mhqa) and not the code agent's.
+        observation_chars: an observation is cut to so many characters; here tokens are counted by
+            the server only.
+        timeout_s: seconds for one answer.
+        retries: further attempts after a failure that may pass (no connection, 429, 5xx).
+    """
+
+    url: str = ""
+    model: str = ""
+    key_env: str = ""
+    concurrency: int = 32
+    opening: str = ""
+    observation_chars: int = 16_000
+    timeout_s: float = 600.0
+    retries: int = 5
+
+    def __post_init__(self) -> None:
+        if self.url and not self.model:
+            raise UserError(f"config.endpoint.model: name the model at {self.url}")
+        if self.concurrency < 1:
+            raise UserError("config.endpoint.concurrency must be 1 or more")
+
+    def __bool__(self) -> bool:
+        return bool(self.url)
+
+
+@dataclasses.dataclass
+class _Usage:
+    """Tokens as the server counts them."""
+
+    calls: int = 0
+    prompt: int = 0
+    completion: int = 0
+    length: int = 0
+    unmetered: int = 0
+
+
+def endpoint_policy(
+    endpoint: PolicyEndpoint,
+    sampling: SamplingParams,
+    seed: int,
+    config: RolloutConfig,
+    tools: Sequence[Tool],
+) -> Policy:
+    """A policy that is asked over the network, many samples at a time.
+
+    Args:
+        endpoint: where it is.
+        sampling: how tokens are drawn.
+        seed: each request gets a seed that follows from it, the sample and the turn.
+        config: budgets; ``max_tokens`` of a trajectory as the server counts them.
+        tools: live tools.
+
+    Raises:
+        UserError: openai is not installed, or the key is not in the environment.
+    """
+    try:
+        import openai
+    except ImportError:
+        raise UserError(
+            "a policy behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
+        ) from None
+    key = os.environ.get(endpoint.key_env, "") if endpoint.key_env else "none"
+    if not key:
+        raise UserError(f"the key of {endpoint.url} is not in the environment: set "
+                        f"{endpoint.key_env}")  # fmt: skip
+
+    async def run(
+        wanted: Sequence[Wanted], about: Mapping[str, Any]
+    ) -> AsyncGenerator[Trajectory, None]:
+        left = iter([(one, number) for one in wanted for number in one.numbers])
+        client = openai.AsyncOpenAI(
+            base_url=endpoint.url,
+            api_key=key,
+            max_retries=endpoint.retries,
+            timeout=endpoint.timeout_s,
+        )
+
+        def start() -> asyncio.Task[Trajectory] | None:
+            pair = next(left, None)
+            if pair is None:
+                return None
+            one, number = pair
+            episode = _Episode(client, endpoint, sampling, seed, config, tools, one, number)
+            return asyncio.create_task(episode.run(about))
+
+        first = (start() for _ in range(endpoint.concurrency))
+        running = {task for task in first if task is not None}
+        try:
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for _ in done:
+                    if (following := start()) is not None:
+                        running.add(following)
+                # What is finished is kept, whatever becomes of the others.
+                for task in sorted(done, key=lambda task: task.exception() is not None):
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await client.close()
+
+    return run
+
+
+class _Episode:
+    """One sample."""
+
+    def __init__(
+        self,
+        client: Any,
+        endpoint: PolicyEndpoint,
+        sampling: SamplingParams,
+        seed: int,
+        config: RolloutConfig,
+        tools: Sequence[Tool],
+        wanted: Wanted,
+        number: int,
+    ):
+        self.client, self.endpoint, self.sampling = client, endpoint, sampling
+        self.seed, self.config, self.wanted, self.number = seed, config, wanted, number
+        self.tools = {tool.name: tool for tool in tools}
+        self.protocol = get_protocol(wanted.task.protocol)
+        self.chain = Chain(self.protocol)
+        self.usage = _Usage()
+        self.began = time.monotonic()
+        self.tool_seconds = 0.0
+
+    async def run(self, about: Mapping[str, Any]) -> Trajectory:
+        """The sample from its beginning to its end."""
+        task = self.wanted.task
+        if self.endpoint.opening:
+            self.chain.write(self.endpoint.opening)
+        reason = None
+        while reason is None:
+            reason = await self._turn()
+        metadata = {
+            **task.metadata,
+            **about,
+            "source": task.source,
+            "prompt_id": self.wanted.index,
+            "seconds": round(time.monotonic() - self.began, 3),
+            "sampling": {"seed": self.seed, **dataclasses.asdict(self.sampling)},
+            "rollout": dataclasses.asdict(self.config),
+            "usage": dataclasses.asdict(self.usage),
+        }
+        gold = () if task.metadata.get("grader") == "code" else task.gold
+        return self.chain.finish(reason, task.id, self.number, task.question, gold, metadata)
+
+    async def _turn(self) -> StopReason | None:
+        """Lets the policy write on, and runs the tool that it calls; why it is over, or None."""
+        config = self.config
+        if config.max_seconds and time.monotonic() - self.began > config.max_seconds:
+            return StopReason.DEADLINE
+        room = config.max_tokens - self.usage.length
+        if room <= 0:
+            return StopReason.LENGTH
+        reply = await self._ask(room)
+        if reply is None:
+            return StopReason.LENGTH
+        text, finish = reply
+        segment = self.chain.write(text)
+        if segment is None:
+            if finish == "length":
+                limited = 0 < config.max_turn_tokens < room
+                return StopReason.TURN_LENGTH if limited else StopReason.LENGTH
+            # A stop string inside of another body closes nothing: the policy writes on.
+            return None if text.endswith(self.protocol.stops) else StopReason.EOS
+        if segment.role == self.protocol.answer:
+            return StopReason.ANSWER
+        if len(self.chain.calls) >= config.max_tool_calls:
+            return StopReason.TURNS
+        if config.max_tool_seconds and self.tool_seconds >= config.max_tool_seconds:
+            return StopReason.TOOL_TIME
+        await self._call(str(segment.role), segment.body)
+        return None
+
+    async def _ask(self, room: int) -> tuple[str, str] | None:
+        """(text with the tag that ended it, finish reason); None if the context is full.
+
+        Raises:
+            UserError: the endpoint refuses or cannot be reached.
+        """
+        import openai
+
+        limit = min(filter(None, (self.config.max_turn_tokens, room)))
+        known = self.usage.calls > self.usage.unmetered
+        options = {"max_tokens": limit} if known or self.config.max_turn_tokens else {}
+        extra: dict[str, Any] = {"top_k": self.sampling.top_k} if self.sampling.top_k else {}
+        messages = [{"role": "user", "content": self.wanted.prompt}]
+        if self.chain.text:
+            messages.append({"role": "assistant", "content": self.chain.text})
+            extra |= {"continue_final_message": True, "add_generation_prompt": False}
+        for more in (options, {}) if options else ({},):
+            # What an observation takes was estimated: the server may have room where it has none
+            # for as many tokens as were asked for.
+            try:
+                answer = await self.client.chat.completions.create(
+                    model=self.endpoint.model,
+                    messages=messages,
+                    temperature=self.sampling.temperature,
+                    top_p=self.sampling.top_p,
+                    seed=self._seed(),
+                    stop=list(self.protocol.stops),
+                    extra_body=extra,
+                    **more,
+                )
+                return self._read(answer)
+            except openai.APIStatusError as error:
+                if error.status_code == 400 and _TOO_LONG.search(error.message):
+                    continue
+                raise UserError(
+                    f"{self.endpoint.url} refuses: {error.status_code}: {error.message}"
+                ) from error
+            except openai.APIConnectionError as error:
+                raise UserError(
+                    f"{self.endpoint.url} gives no answer ({error}); what is finished is kept: run "
+                    "the same command again to continue"
+                ) from error
+        return None
+
+    def _seed(self) -> int:
+        name = f"{self.seed}/{self.wanted.index}/{self.number}/{self.usage.calls}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
+
+    def _read(self, answer: Any) -> tuple[str, str]:
+        usage, choice = answer.usage, answer.choices[0] if answer.choices else None
+        if choice is None:
+            raise UserError(f"{self.endpoint.url} answered without a choice")
+        self.usage.calls += 1
+        if usage is None:
+            self.usage.unmetered += 1
+        else:
+            self.usage.prompt += usage.prompt_tokens
+            self.usage.completion += usage.completion_tokens
+            self.usage.length = usage.prompt_tokens + usage.completion_tokens
+        text, finish = choice.message.content or "", str(choice.finish_reason)
+        extra = choice.model_extra or {}
+        stop = extra.get("stop_reason", extra.get("matched_stop"))  # vLLM's word, and SGLang's
+        if finish == "stop" and not extra.keys() & {"stop_reason", "matched_stop"}:
+            stop = self.chain.missing_stop(text)  # a server that does not say what ended the text
+        if isinstance(stop, str) and stop in self.protocol.stops and not text.endswith(stop):
+            text += stop
+        return text, finish
+
+    async def _call(self, name: str, arguments: str) -> None:
+        start = time.monotonic()
+        tool, calls, config = self.tools.get(name), self.chain.calls, self.config
+        left = []
+        if config.max_seconds:
+            left.append(config.max_seconds - (start - self.began))
+        if config.max_tool_seconds:
+            left.append(config.max_tool_seconds - self.tool_seconds)
+        context = ToolContext(
+            trajectory_id=f"{self.wanted.task.id}/{self.number}",
+            call_index=len(calls),
+            deadline=max(min(left), 0.0) if left else None,
+            history=tuple((c.tool, c.arguments) for c in calls),
+            question=self.wanted.task.question,
+            think=self.chain.last_think,
+        )
+        if tool is None:
+            seen, outcome, ok = f"The {name} tool is not available.", "bad_call", False
+            detail: dict[str, Any] = {}
+        else:
+            observation = await call(tool, arguments, context)
+            seen, outcome, ok = observation.text, observation.outcome, observation.ok
+            detail = observation.detail
+        end = time.monotonic()
+        self.tool_seconds += end - start
+        body = quote_tool_text(self.protocol, seen)[: self.endpoint.observation_chars]
+        record = ToolCall(
+            name, arguments, body, outcome, ok, start - self.began, end - self.began, detail
+        )
+        self.chain.observe(observation_text(self.protocol, body), record)
+        if self.endpoint.opening:
+            self.chain.write(self.endpoint.opening)
+        self.usage.length += len(body.encode()) // _BYTES  # until the server counts

@@ -1,0 +1,64 @@
+"""Whether a sample met the benchmark itself: on a page that mirrors it, or in what a tool returned.
+
+The paper's own showcase answers a question from a copy of the benchmark (App C).  Tools refuse the
+addresses of a block list (``tools.crawl_page.blocked``, ``tools.web_search.blocked``); here is
+counted who tried, and who was shown a question all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from coa_jax.distill.contamination import MIRRORS, Contamination, contamination
+from coa_jax.tasks import Task
+from coa_jax.tools.net.address import Guard, parse_url
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.trajectory import Trajectory
+
+BLOCKED = MIRRORS
+"""Addresses under which copies of benchmarks are found; what tools refuse in configs/evaluate."""
+
+_URL = re.compile(r"https?://[^\s|)\"'<>]+", re.IGNORECASE)
+_OWN_WORDS = frozenset({"code"})
+"""Tools that only say what the policy made them say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exposure:
+    """What a benchmark's samples should not meet.
+
+    Attributes:
+        guard: addresses that count as blocked.
+        questions: index of the benchmark's questions.
+    """
+
+    guard: Guard
+    questions: Contamination
+
+    def blocked(self, trajectory: Trajectory) -> int:
+        """How many calls name a blocked address."""
+        return sum(
+            any(self._blocks(url) for url in _URL.findall(call.arguments))
+            for call in trajectory.tool_calls
+        )
+
+    def shown(self, trajectory: Trajectory) -> int:
+        """How many observations show half or more of a question's runs of eight words."""
+        return sum(
+            self.questions.in_text(call.observation)
+            for call in trajectory.tool_calls
+            if call.tool not in _OWN_WORDS
+        )
+
+    def _blocks(self, url: str) -> bool:
+        try:
+            return self.guard.blocks(parse_url(url))
+        except FetchError:
+            return False
+
+
+def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
+    """What the samples of tasks should not meet."""
+    return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

@@ -1,0 +1,209 @@
+"""The figures of an evaluation, as a result file and a terminal show them.
+
+A result file depends on samples and verdicts alone: no clock, no order of finishing.  It holds no
+question and no answer, so it can be passed on without spoiling the benchmark.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax.evaluate import metrics
+from coa_jax.evaluate.sample import Measured, Sample
+
+FORMAT = 1
+FIELDS = ("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source")
+"""Fields of the metadata by which results are broken down."""
+
+
+def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
+    """All figures of the tasks of an evaluation.
+
+    Args:
+        groups: the tasks with their samples.
+        numbers: samples that were wanted of each.
+    """
+    solved = [group.solved for group in groups]
+    pairs = [(group.task.metadata, group.solved) for group in groups]
+    flat = [sample for group in groups for sample in group.samples]
+    graded = [sample for sample in flat if sample.value is not None]
+    broken = sum(sample.broken for sample in flat)
+    return {
+        **metrics.rate(solved),
+        "mean_value": metrics.mean([metrics.mean(g.values) for g in groups if g.values]),
+        "tasks": len(groups),
+        "samples": {
+            "wanted": len(groups) * numbers,
+            "finished": len(flat),
+            "graded": len(graded),
+            "ungraded": {"no verdict": len(flat) - len(graded) - broken, "fault of ours": broken},
+            "without an answer": sum(sample.answer is None for sample in graded),
+        },
+        "rounds": [_round(groups, number) for number in range(numbers)],
+        "at_k": metrics.at_k(solved),
+        "by": {key: found for key in FIELDS if (found := metrics.by(pairs, key))},
+        "format_valid": metrics.mean([sample.format_valid for sample in graded]),
+        "stops": dict(sorted(Counter(sample.stop for sample in flat).items())),
+        "costs": costs(graded),
+        "exposure": _exposure(groups),
+    }
+
+
+def _round(groups: Sequence[Measured], number: int) -> float | None:
+    """Share of tasks that were solved in a round; of those that were graded in it."""
+    rows = [s for g in groups for s in g.samples if s.number == number and s.value is not None]
+    return metrics.mean([row.solved for row in rows]) if rows else None
+
+
+def costs(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Tokens and tool calls of samples, and of a solved one.
+
+    ``tokens_per_solved`` and ``calls_per_solved`` are all tokens and calls, of failures too, over
+    the solved samples; None without any.
+    """
+    solved = sum(sample.solved for sample in samples)
+    tokens = sum(sample.tokens for sample in samples)
+    calls = [call for sample in samples for call in sample.calls]
+    return {
+        "tokens_per_sample": metrics.mean([sample.tokens for sample in samples]),
+        "length_per_sample": metrics.mean([sample.length for sample in samples]),
+        "calls_per_sample": metrics.mean([len(sample.calls) for sample in samples]),
+        "tokens_per_solved": tokens / solved if solved else None,
+        "calls_per_solved": len(calls) / solved if solved else None,
+        "tools": {
+            name: {
+                "calls": sum(tool == name for tool, _ in calls),
+                "outcomes": dict(sorted(Counter(o for tool, o in calls if tool == name).items())),
+            }
+            for name in sorted({tool for tool, _ in calls})
+        },
+    }
+
+
+def _exposure(groups: Sequence[Measured]) -> dict[str, Any]:
+    """Samples that met the benchmark, and pass@1 of the others."""
+    flat = [sample for group in groups for sample in group.samples]
+    clean = [
+        [s.solved for s in group.samples if s.value is not None and not (s.blocked or s.shown)]
+        for group in groups
+    ]
+    return {
+        "named a blocked address": sum(sample.blocked > 0 for sample in flat),
+        "shown a question": sum(sample.shown > 0 for sample in flat),
+        "without them": metrics.rate(clean),
+    }
+
+
+def result(
+    stage: str,
+    settings: Mapping[str, Any],
+    groups: Sequence[Measured],
+    numbers: int,
+    scaling: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The result file of a stage.
+
+    Args:
+        stage: what was measured.
+        settings: how; JSON values.
+        groups: the tasks with their samples.
+        numbers: samples that were wanted of each.
+        scaling: what several samples are worth, see `scaling.scaling`.
+    """
+    return {
+        "format": FORMAT,
+        "stage": stage,
+        "settings": dict(settings),
+        "figures": {**figures(groups, numbers), "scaling": dict(scaling)},
+        "tasks": [
+            {
+                "id": group.task.id,
+                **{key: group.task.metadata[key] for key in FIELDS if key in group.task.metadata},
+                "samples": [sample.to_json() for sample in group.samples],
+            }
+            for group in groups
+        ],
+    }
+
+
+def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``summary.json`` and the page of a run say about a stage, from its result file."""
+    stage, found = outcome["stage"], outcome["figures"]
+    by, cost = found["by"], found["costs"]
+    return {
+        stage: {
+            "pass_at_1": found["pass_at_1"],
+            "ci95": found["ci95"],
+            "n": found["n"],
+            "tokens_per_task": cost["tokens_per_sample"],
+            "tool_calls_per_task": cost["calls_per_sample"],
+            "format_valid": found["format_valid"],
+        },
+        f"{stage}_details": {
+            "samples_per_task": len(found["rounds"]),
+            "ungraded": sum(found["samples"]["ungraded"].values()),
+            "pass_at_k": {k: entry["value"] for k, entry in found["at_k"].items()},
+            "by_hops": by.get("hops", {}),
+            "by_kind": by.get("kind", {}),
+            "tools": cost["tools"],
+            "stops": found["stops"],
+            "tokens_per_solved": cost["tokens_per_solved"],
+        },
+    }
+
+
+def table(outcome: Mapping[str, Any]) -> str:
+    """The figures of a result file for a terminal."""
+    found = outcome["figures"]
+    low, high = found["ci95"]
+    error = f" ± {found['se']:.3f}" if found["se"] is not None else ""
+    lines = [
+        f"{outcome['stage']}: pass@1 {found['pass_at_1']:.3f}{error} "
+        f"(95 % {low:.3f}-{high:.3f}, n {found['n']})"
+    ]
+    rounds = [value for value in found["rounds"] if value is not None]
+    if len(rounds) > 1:
+        shown = ", ".join(f"{value:.3f}" for value in rounds)
+        lines.append(f"  avg@{len(rounds)} over the rounds {shown}")
+    lines += [
+        f"  pass@{k} {entry['value']:.3f} (n {entry['n']})"
+        for k, entry in found["at_k"].items()
+        if k != "1"
+    ]
+    lines += [f"  {line}" for line in _scaling_lines(found["scaling"])]
+    for key, groups in found["by"].items():
+        shown = ", ".join(f"{k} {v['pass_at_1']:.3f} (n {v['n']})" for k, v in groups.items())
+        lines.append(f"  by {key}: {shown}")
+    cost = found["costs"]
+    lines += [
+        f"  {cost['tokens_per_sample']:.0f} tokens and {cost['calls_per_sample']:.2f} tool calls a "
+        f"sample, {100 * found['format_valid']:.1f} % obey the protocol",
+        f"  ends: {', '.join(f'{name} {count}' for name, count in found['stops'].items())}",
+    ]
+    for name, entry in cost["tools"].items():
+        outcomes = ", ".join(f"{k} {v}" for k, v in entry["outcomes"].items())
+        lines.append(f"  {name}: {entry['calls']} calls ({outcomes})")
+    if cost["tokens_per_solved"] is not None:
+        lines.append(
+            f"  {cost['tokens_per_solved']:.0f} tokens and {cost['calls_per_solved']:.2f} calls per"
+            " solved sample"
+        )
+    met = {k: v for k, v in found["exposure"].items() if k != "without them" and v}
+    if met:
+        clean = found["exposure"]["without them"]["pass_at_1"]
+        shown = ", ".join(f"{count} samples {name}" for name, count in met.items())
+        lines.append(f"  contamination: {shown}; pass@1 without them {clean:.3f}")
+    for why, count in found["samples"]["ungraded"].items():
+        if count:
+            lines.append(f"  ungraded, and in no figure: {count} samples ({why})")
+    return "\n".join(lines)
+
+
+def _scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, entry in scaling.items():
+        missing = f", {entry['ungraded']} tasks ungraded" if entry["ungraded"] else ""
+        lines.append(f"{name} {entry['pass_at_1']:.3f} (n {entry['n']}{missing})")
+    return lines

@@ -1,0 +1,227 @@
+"""What of an evaluation is finished, on disk, so that nothing is run or graded twice.
+
+A sample is appended to ``traces.jsonl`` of the run as soon as it ends, a verdict about it to
+``evaluate/STAGE/verdicts.jsonl`` as soon as it is given.  Both files hold whole lines whenever the
+process is killed.  At the end the traces get their rewards and the order of the tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files, jsonl
+from coa_jax.errors import UserError
+from coa_jax.evaluate.exposure import Exposure
+from coa_jax.evaluate.sample import Key, Sample, sample_of
+from coa_jax.run_dir import RunDir
+from coa_jax.tasks import Task
+from coa_jax.trajectory import Reward, Trajectory
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON value."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Journal:
+    """The finished samples of a stage, and what was said about them.
+
+    Attributes:
+        folder: where the stage's own files are.
+        samples: finished ones, graded as far as they are.
+        verdicts: name of a verdict -> its value.
+    """
+
+    def __init__(
+        self, run: RunDir, stage: str, settings: Mapping[str, Any], grading: Mapping[str, Any]
+    ):
+        """Opens the stage's files.
+
+        Args:
+            run: the run directory.
+            stage: name of what is measured.
+            settings: on which the samples depend; JSON values.
+            grading: on which the verdicts depend; JSON values.
+
+        Raises:
+            UserError: the stage's name cannot name a folder.
+        """
+        if Path(stage).name != stage or stage.startswith("."):
+            raise UserError(f"config.stage: {stage!r} cannot name a folder; use letters and digits")
+        self._run, self.phase = run, f"evaluate-{stage}"
+        self.folder = run.path / "evaluate" / stage
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.settings, self._settings = settings, digest(settings)
+        self._grading = digest(grading)
+        self._traces = run.path / "traces.jsonl"
+        self._verdicts_file = self.folder / "verdicts.jsonl"
+        self._places: dict[Key, tuple[int, int]] = {}  # offset and length of a sample's line
+        self._changed = False
+        self.samples: dict[Key, Sample] = {}
+        self.verdicts: dict[str, Any] = {}
+
+    # --- what is there already
+
+    def load(
+        self, tasks: Sequence[Task], exposure: Exposure, *, fresh: bool, retry_faults: bool
+    ) -> None:
+        """Reads what earlier processes finished.
+
+        Args:
+            tasks: that are measured, in the order that numbers them.
+            exposure: see `sample_of`.
+            fresh: start over instead.
+            retry_faults: forget the samples in which a part of ours broke, to run them again.
+
+        Raises:
+            UserError: there are samples of another policy, of other settings or questions.
+        """
+        known = self.folder / "settings.json"
+        if fresh:
+            self._run.rewind(self.phase, 0)
+            self._verdicts_file.unlink(missing_ok=True)
+        elif known.exists():
+            self._check_settings(files.read_json_object(known))
+        files.write_json(known, dict(self.settings))
+        places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
+        for offset, length, row in self._rows():
+            if row.get("metadata", {}).get("phase") != self.phase:
+                continue
+            trajectory = Trajectory.from_json(row)
+            self._check(trajectory, places)
+            sample = sample_of(trajectory, exposure).graded(None)
+            if sample.broken and retry_faults:
+                continue
+            self.samples[sample.key] = sample
+            self._places[sample.key] = offset, length
+        self._load_verdicts()
+
+    def _check_settings(self, earlier: Mapping[str, Any]) -> None:
+        now = json.loads(json.dumps(self.settings))
+        if earlier == now:
+            return
+        changed = [key for key in sorted({*earlier, *now}) if earlier.get(key) != now.get(key)]
+        raise UserError(
+            f"{self._run.path} holds samples of {self.folder.name!r} with another "
+            f"{' and '.join(changed)}: give the same settings to go on, another --config.stage or "
+            "--workdir to keep both, or --fresh to drop those samples"
+        )
+
+    def _check(self, trajectory: Trajectory, places: Mapping[str, tuple[int, str]]) -> None:
+        if trajectory.task_id not in places:
+            return  # of an evaluation of more tasks
+        index = trajectory.metadata.get("prompt_id")
+        same = places[trajectory.task_id] == (index, trajectory.question)
+        if not same or trajectory.metadata.get("settings") != self._settings:
+            raise UserError(
+                f"{self._traces}: the sample {trajectory.sample_id} of {trajectory.task_id!r} is of"
+                " other questions or settings: use another --workdir, or --fresh to drop it"
+            )
+
+    def _rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """(offset, length, row) of every trace."""
+        if not self._traces.exists():
+            return
+        offset = 0
+        with open(self._traces, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield offset, len(line), jsonl.loads(line.decode())
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{self._traces}:{number}: not a trace: {error}") from error
+                offset += len(line)
+
+    def _load_verdicts(self) -> None:
+        if not self._verdicts_file.exists():
+            return
+        files.cut_torn_line(self._verdicts_file)
+        for row in jsonl.read_lines(self._verdicts_file, dict):
+            if row.get("grading") == self._grading:
+                self.verdicts[row["name"]] = row["value"]
+        for key, sample in self.samples.items():
+            if (value := self.verdicts.get(_grade(key))) is not None:
+                self.samples[key] = sample.graded(Reward(**value))
+
+    # --- what is new
+
+    def about(self) -> dict[str, Any]:
+        """What a trajectory must carry to be known again."""
+        return {"stage": self.folder.name, "settings": self._settings}
+
+    def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
+        """Keeps a sample that has just ended."""
+        offset = self._traces.stat().st_size if self._traces.exists() else 0
+        self._run.traces(1, self.phase, [trajectory.to_json()])
+        sample = sample_of(trajectory, exposure)
+        self.samples[sample.key] = sample
+        self._places[sample.key] = offset, self._traces.stat().st_size - offset
+        self._changed = True
+        return sample
+
+    def grade(self, key: Key, reward: Reward) -> None:
+        """Keeps a grade; one without a value is none, and is asked for again another time."""
+        self.samples[key] = self.samples[key].graded(reward)
+        if reward.value is not None:
+            self.say(_grade(key), {"value": reward.value, "parts": reward.parts})
+
+    def say(self, name: str, value: Any) -> None:
+        """Keeps a verdict."""
+        self.verdicts[name] = value
+        row = {"name": name, "grading": self._grading, "value": value}
+        files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
+        self._changed = True
+
+    def trajectory(self, key: Key) -> Trajectory:
+        """A finished sample with all of its text, read from the disk."""
+        offset, length = self._places[key]
+        with open(self._traces, "rb") as file:
+            file.seek(offset)
+            return Trajectory.from_json(jsonl.loads(file.read(length).decode()))
+
+    # --- the end
+
+    def finish(self, order: Sequence[Key]) -> None:
+        """Gives the traces their rewards, and the samples of a stage the order of its tasks.
+
+        Rows of other stages come first; a sample that is not in ``order`` comes last.  The file is
+        replaced as a whole.
+        """
+        if not self._changed:
+            return
+        mine = set(self._places.values())
+        places = {place: key for key, place in self._places.items()}
+        listed = [self._places[key] for key in order]
+        rest = sorted(mine - set(listed))
+        others = [
+            (offset, length)
+            for offset, length, row in self._rows()
+            if (offset, length) not in mine and row.get("metadata", {}).get("phase") != self.phase
+        ]
+        temporary = self._traces.with_name(f".{self._traces.name}.new")
+        with open(self._traces, "rb") as old, open(temporary, "wb") as new:
+            for offset, length in (*others, *listed, *rest):
+                old.seek(offset)
+                line, key = old.read(length), places.get((offset, length))
+                start = new.tell()
+                if key is not None:
+                    row = jsonl.loads(line.decode())
+                    row["reward"] = self.verdicts.get(_grade(key)) or {"value": None, "parts": {}}
+                    if self.samples[key].broken:
+                        row["reward"] = {"value": None, "parts": {}}
+                    line = (jsonl.dumps(row) + "\n").encode()
+                    self._places[key] = start, len(line)
+                new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, self._traces)
+        self._changed = False
+
+
+def _grade(key: Key) -> str:
+    return f"grade/{key[0]}/{key[1]}"

@@ -1,0 +1,127 @@
+"""The policies that are measured: one that decodes here, or one behind an endpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.memory import engine_memory
+from coa_jax.errors import UserError
+from coa_jax.model.api import Model
+from coa_jax.model.tokenizer import chat_ids, eos_ids
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Tool
+from coa_jax.trajectory import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Samples that are to be run.
+
+    Attributes:
+        index: the task's place among all, part of the key of its randomness.
+        task: what is asked.
+        numbers: which of its samples.
+        prompt: the user message.
+    """
+
+    index: int
+    task: Task
+    numbers: tuple[int, ...]
+    prompt: str
+
+
+Policy = Callable[[Sequence[Wanted], Mapping[str, Any]], AsyncGenerator[Trajectory, None]]
+"""Runs samples and yields them, ungraded, as they end; the mapping goes into their metadata."""
+
+
+def prompt_text(task: Task, style: str, instructions: str) -> str:
+    """The user message of a task; with instructions, those instead of our own wording."""
+    if instructions:
+        return f"{instructions.strip()}\n\nQuestion: {task.question}"
+    return render_prompt(get_protocol(task.protocol), task.question, style)
+
+
+def local_policy(
+    load: Callable[[], Model],
+    shapes: EngineConfig,
+    sampling: SamplingParams,
+    seed: int,
+    config: RolloutConfig,
+    tools: Sequence[Tool],
+) -> Policy:
+    """A policy that decodes on this machine, all slots at a time.
+
+    Args:
+        load: gives the model; called when there is something to run.
+        shapes: of decoding.
+        sampling: how tokens are drawn.
+        seed: of the samples.
+        config: budgets.
+        tools: live tools.
+    """
+
+    def run(wanted: Sequence[Wanted], about: Mapping[str, Any]) -> AsyncGenerator[Trajectory, None]:
+        model = load()
+        tokenizer = model.tokenizer
+        print(f"engine: {engine_memory(model.config, shapes)}", flush=True)
+        protocols = (one.task.protocol for one in wanted)
+        constraint = constraint_for(config, tokenizer, model.config.vocab_size, protocols)
+        if constraint is not None:
+            print(f"constraint: {constraint}", flush=True)
+        engine = Engine(model.params, model.config, shapes, eos_ids(tokenizer), constraint)
+        if config.max_seconds:
+            engine.warm_up()  # or the first trajectories would spend their time on compilation
+        requests = (
+            Request(
+                task=_without_tests(one.task),
+                prompt=tuple(chat_ids(tokenizer, one.prompt)),
+                seed=seed,
+                prompt_id=one.index,
+                samples=one.numbers,
+                sampling=sampling,
+                metadata=about,
+            )
+            for one in wanted
+        )
+        return rollout(engine, tokenizer, requests, tools, config)
+
+    return run
+
+
+def _without_tests(task: Task) -> Task:
+    """Tests of programs have megabytes, and no place in every trajectory."""
+    return dataclasses.replace(task, gold=()) if task.metadata.get("grader") == "code" else task
+
+
+def weights_name(path: str) -> str:
+    """Names the content of a model: sizes of its files and a sample of their bytes.
+
+    A policy that was trained again under the same path has another name, a copy has the same.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise UserError(f"{path}: there is no model; give a directory or a GGUF file")
+    named = hashlib.blake2b(digest_size=8)
+    for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
+        if not file.is_file() or file.suffix not in (".safetensors", ".gguf", ".json"):
+            continue
+        size = file.stat().st_size
+        named.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as data:
+            for part in range(16):
+                data.seek(size * part // 16)
+                named.update(data.read(4096))
+    return named.hexdigest()

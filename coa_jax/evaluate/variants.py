@@ -1,0 +1,32 @@
+"""The variants of an evaluation's config: one name of each group, separated by commas."""
+
+from __future__ import annotations
+
+from coa_jax.errors import UserError
+
+
+def parse_variants(argument: str | None, *groups: tuple[str, ...]) -> tuple[str, ...]:
+    """Reads what stands behind the colon of ``--config=FILE.py:VARIANTS``.
+
+    Args:
+        argument: names in any order, or None.
+        groups: names of which one is chosen, the first if none is given.
+
+    Returns:
+        The chosen name of each group.
+
+    Raises:
+        UserError: a name is unknown, or two of a group are given.
+    """
+    names = [name.strip() for name in (argument or "").split(",") if name.strip()]
+    chosen = []
+    for group in groups:
+        given = [name for name in names if name in group]
+        if len(given) > 1:
+            raise UserError(f"the config has one of {', '.join(given)}, not both")
+        chosen.append(given[0] if given else group[0])
+        names = [name for name in names if name not in group]
+    if names:
+        known = "; ".join(", ".join(group) for group in groups)
+        raise UserError(f"the config has no variant {names[0]!r}; known are {known}")
+    return tuple(chosen)

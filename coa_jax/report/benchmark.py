@@ -1,0 +1,214 @@
+"""The page of a result file of ``coa_jax.evaluate``: figures, where they come from, every task.
+
+It loads nothing and runs no script.  Like the result file it shows no question and no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files
+from coa_jax.report.assets import STYLE
+from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
+from coa_jax.report.traces import escape
+
+MOST_TASKS = 2000
+_NONE = "\u2013"
+_MARKS = {None: ("", "?"), True: ("correct", "\u2713"), False: ("wrong", "\u2717")}
+_STYLE = """
+.marks { white-space: normal; letter-spacing: 3px; } .marks span { font-weight: 700; }
+.correct { color: var(--good); } .wrong { color: var(--bad); }
+.interval { margin-left: auto; }
+.columns { display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); }
+.columns > * { align-self: start; }
+.tasks td { white-space: normal; overflow-wrap: anywhere; }
+"""
+
+
+def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
+    """Writes the page of a result file.
+
+    Args:
+        outcome: what the file holds.
+        path: of the page.
+
+    Returns:
+        The path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, page(outcome).encode("utf-8", "replace"))
+    return path
+
+
+def page(outcome: Mapping[str, Any]) -> str:
+    """The page of a result file."""
+    figures, stage = outcome["figures"], str(outcome["stage"])
+    sections = [
+        _header(stage, outcome["settings"], figures),
+        _headline(figures),
+        _several(figures),
+        _breakdown(figures["by"]),
+        _costs(figures),
+        _left_out(figures),
+        _tasks(outcome["tasks"], figures["by"]),
+    ]
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(stage)}</title><style>{STYLE}{_STYLE}</style></head>\n<body>"
+        f"{''.join(sections)}\n</body></html>\n"
+    )
+
+
+def _header(stage: str, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
+    sampling = settings.get("sampling") or {}
+    facts = {
+        "policy": settings.get("policy"),
+        "tasks": settings.get("tasks"),
+        "samples": f"{figures['tasks']:,} tasks, {len(figures['rounds'])} each",
+        "temperature": sampling.get("temperature"),
+        "top-p": sampling.get("top_p"),
+        "top-k": sampling.get("top_k"),
+        "tokens": (settings.get("rollout") or {}).get("max_tokens"),
+    }
+    shown = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value not in (None, "")
+    )
+    return f'<header><h1>{escape(stage)}</h1><dl class="facts">{shown}</dl></header>'
+
+
+def _headline(figures: Mapping[str, Any]) -> str:
+    rounds = [value for value in figures["rounds"] if value is not None]
+    name = "pass@1" if len(rounds) < 2 else f"pass@1, mean of {len(rounds)} rounds"
+    rows = [_rate_row(name, figures)]
+    clean = figures["exposure"]["without them"]
+    if figures["exposure"]["named a blocked address"] or figures["exposure"]["shown a question"]:
+        rows.append(_rate_row("without samples that met the benchmark", clean))
+    lines = ["<h2>Result</h2>", _table(["", "", "95 %", "error", "tasks"], rows)]
+    if len(rounds) > 1:
+        shown = ", ".join(f"{value:.3f}" for value in rounds)
+        lines.append(f'<p class="dim">Rounds: {shown}. The error is clustered by task.</p>')
+    if figures["mean_value"] != figures["pass_at_1"]:
+        lines.append(f'<p class="dim">Mean of the grades: {figures["mean_value"]:.3f}.</p>')
+    return "".join(lines)
+
+
+def _rate_row(name: str, entry: Mapping[str, Any]) -> list[str]:
+    low, high = entry["ci95"]
+    value = entry["pass_at_1"]
+    error = _NONE if entry["se"] is None else f"{entry['se']:.3f}"
+    bar = interval_bar(Interval(name, value, low, high)) if entry["n"] else ""
+    shown = f"<strong>{value:.3f}</strong>" if entry["n"] else _NONE
+    return [escape(name), shown, bar, error, f"{entry['n']:,}"]
+
+
+def _several(figures: Mapping[str, Any]) -> str:
+    at, scaling = figures["at_k"], figures["scaling"]
+    if len(at) < 2 and not scaling:
+        return ""
+    rows = [
+        [f"pass@{k}", f"{e['value']:.3f}", _error(e["se"]), f"{e['n']:,}"] for k, e in at.items()
+    ]
+    for name, e in scaling.items():
+        tasks = f"{e['n']:,}" + (f" ({e['ungraded']:,} ungraded)" if e["ungraded"] else "")
+        rows.append([escape(name), f"{e['pass_at_1']:.3f}", _error(e["se"]), tasks])
+    chart = ""
+    if len(at) > 1:
+        curve = Series(
+            "pass@k", tuple(float(k) for k in at), tuple(e["value"] for e in at.values())
+        )
+        chart = line_chart("pass@k over k", [curve])
+    table = _table(["several samples", "", "error", "tasks"], rows)
+    return f'<h2>Test-time scaling</h2><div class="columns">{table}{chart}</div>'
+
+
+def _error(value: float | None) -> str:
+    return _NONE if value is None else f"\u00b1 {value:.3f}"
+
+
+def _breakdown(by: Mapping[str, Mapping[str, Any]]) -> str:
+    tables = []
+    for field, groups in by.items():
+        rows = [_rate_row(name, entry) for name, entry in groups.items()]
+        tables.append(_table([field, "pass@1", "95 %", "error", "tasks"], rows))
+    if not tables:
+        return ""
+    return f'<h2>Where it comes from</h2><div class="columns">{"".join(tables)}</div>'
+
+
+def _costs(figures: Mapping[str, Any]) -> str:
+    cost = figures["costs"]
+    rows = [
+        ["tokens the policy wrote, a sample", number(cost["tokens_per_sample"])],
+        ["tokens of the whole, a sample", number(cost["length_per_sample"])],
+        ["tool calls, a sample", number(cost["calls_per_sample"])],
+        ["tokens per solved sample", number(cost["tokens_per_solved"])],
+        ["tool calls per solved sample", number(cost["calls_per_solved"])],
+        ["samples that obey the protocol", f"{figures['format_valid']:.1%}"],
+    ]
+    calls = []
+    for name, entry in cost["tools"].items():
+        outcomes = ", ".join(f"{escape(k)} {v:,}" for k, v in entry["outcomes"].items())
+        calls.append([escape(name), f"{entry['calls']:,}", outcomes])
+    ends = [[escape(name), number(count)] for name, count in figures["stops"].items()]
+    tables = _table(["costs", ""], rows) + _table(["ends", "samples"], ends)
+    if calls:
+        tables += _table(["tool", "calls", "outcomes"], calls)
+    return f'<h2>Costs and ends</h2><div class="columns">{tables}</div>'
+
+
+def _left_out(figures: Mapping[str, Any]) -> str:
+    samples, met = figures["samples"], figures["exposure"]
+    lines = [
+        f"{samples['finished']:,} of {samples['wanted']:,} samples are finished, "
+        f"{samples['graded']:,} are graded; {samples['without an answer']:,} of these gave no "
+        "answer, which is a failure.",
+    ]
+    lines += [
+        f"{count:,} samples are ungraded ({escape(why)}) and in no figure."
+        for why, count in samples["ungraded"].items()
+        if count
+    ]
+    named, shown = met["named a blocked address"], met["shown a question"]
+    lines.append(
+        f"{named:,} samples named an address of the block list, {shown:,} were shown a question "
+        "of the benchmark by a tool."
+    )
+    items = "".join(f"<li>{line}</li>" for line in lines)
+    return f"<h2>What was counted</h2><ul>{items}</ul>"
+
+
+def _tasks(tasks: Sequence[Mapping[str, Any]], by: Mapping[str, Any]) -> str:
+    rows = []
+    for task in tasks[:MOST_TASKS]:
+        samples = task["samples"]
+        values = [sample["value"] for sample in samples]
+        marks = "".join(_mark(None if value is None else value == 1.0) for value in values)
+        tokens = sum(sample["tokens"] for sample in samples) / len(samples) if samples else None
+        fields = [escape(str(task.get(field, _NONE))) for field in by]
+        rows.append([escape(str(task["id"])), *fields, f'<span class="marks">{marks}</span>',
+                     number(tokens)])  # fmt: skip
+    more = len(tasks) - len(rows)
+    note = f'<p class="dim">{more:,} more are in the result file.</p>' if more > 0 else ""
+    table = _table(["task", *by, "samples", "tokens"], rows, "detail tasks")
+    return f"<h2>Tasks</h2>{table}{note}"
+
+
+def _mark(solved: bool | None) -> str:
+    kind, sign = _MARKS[solved]
+    return f'<span class="{kind}">{sign}</span>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "detail") -> str:
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="card scroll"><table class="{kind}"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )

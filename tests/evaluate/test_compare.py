@@ -1,0 +1,107 @@
+"""Two result files: the paired test against SciPy and against counting out every sign."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from coa_jax.errors import UserError
+from coa_jax.evaluate import compare as module
+from coa_jax.evaluate.compare import bootstrap_interval, compare, permutation_test
+from tests.evaluate.made import outcome
+
+DIFFERENCES = st.lists(
+    st.builds(Fraction, st.integers(-4, 4), st.sampled_from([1, 2, 3, 4])), max_size=8
+)
+
+
+@given(DIFFERENCES)
+def test_the_p_value_is_the_share_of_signs_that_go_as_far(differences):
+    p, _ = permutation_test(differences)
+    observed = abs(sum(differences))
+    sums = [
+        abs(sum(d * sign for d, sign in zip(differences, signs, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    assert p == pytest.approx(sum(each >= observed for each in sums) / len(sums), abs=1e-12)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5))
+def test_with_one_sample_a_task_it_is_mcnemars_exact_test(better, worse, same):
+    differences = [Fraction(1)] * better + [Fraction(-1)] * worse + [Fraction(0)] * same
+    p, name = permutation_test(differences)
+    if better + worse:
+        assert name == "McNemar's exact test"
+        assert p == pytest.approx(stats.binomtest(better, better + worse).pvalue, abs=1e-12)
+    else:
+        assert (p, name) == (1.0, "no task differs")
+
+
+def test_it_agrees_with_scipys_permutation_test():
+    differences = [Fraction(n, 5) for n in (3, -1, 2, 2, 0, -4, 5, 1, 1, 3)]
+    values = np.array([float(d) for d in differences])
+    theirs = stats.permutation_test(
+        (values,), np.mean, permutation_type="samples", n_resamples=np.inf
+    )
+    assert permutation_test(differences)[0] == pytest.approx(theirs.pvalue, abs=1e-12)
+
+
+def test_a_distribution_that_is_too_large_is_drawn_from(monkeypatch):
+    differences = [Fraction(n, 5) for n in (3, -1, 2, 2, 0, -4, 5, 1, 1, 3)]
+    exact, _ = permutation_test(differences)
+    monkeypatch.setattr(module, "_MOST_CELLS", 10)
+    drawn, name = permutation_test(differences)
+    assert "draws" in name
+    assert drawn == pytest.approx(exact, abs=0.01)
+
+
+def test_the_interval_is_that_of_a_bootstrap_over_tasks():
+    values = np.random.default_rng(1).normal(0.1, 0.4, 200)
+    theirs = stats.bootstrap((values,), np.mean, method="percentile", random_state=5)
+    ours = bootstrap_interval(values)
+    assert ours == pytest.approx(tuple(theirs.confidence_interval), abs=5e-3)
+
+
+A = outcome({"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [None, None]}, "old", seed=0)
+B = outcome({"a": [1.0, 1.0], "b": [1.0, None], "c": [0.0, 1.0], "e": [1.0, 1.0]}, "new", seed=0)
+
+
+def test_only_tasks_that_both_have_grades_of_are_compared():
+    found = compare(A, B)
+    assert (found.tasks, found.only_a, found.only_b) == (3, 0, 1)
+    assert (found.rate_a, found.rate_b) == (0.5, pytest.approx(2.5 / 3))
+    assert found.difference == pytest.approx(1 / 3)
+    assert (found.better, found.worse, found.same) == (2, 1, 0)
+    assert found.se == pytest.approx(np.std([0.5, 1.0, -0.5], ddof=1) / 3**0.5)
+    low, high = found.ci95
+    assert low < found.difference < high
+    with pytest.raises(UserError, match="no graded task in common"):
+        compare(A, outcome({"z": [1.0]}))
+
+
+def test_the_command_compares_two_files(tmp_path):
+    for name, value in (("a", A), ("b", {**B, "settings": {"sampling": 1}})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    (tmp_path / "c.json").write_text("{}")
+
+    def run(*names):
+        return subprocess.run(
+            [sys.executable, "-m", "coa_jax.evaluate.compare", *map(str, names)],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    done = run(tmp_path / "a.json", tmp_path / "b.json", f"--out={tmp_path}/out.json")
+    assert done.returncode == 0, done.stderr
+    assert "B - A: +0.333" in done.stdout and "note: the two differ in sampling too" in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["tasks"] == 3
+    wrong = run(tmp_path / "a.json", tmp_path / "c.json")
+    assert wrong.returncode == 2 and "not a result file" in wrong.stderr

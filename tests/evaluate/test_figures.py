@@ -1,0 +1,145 @@
+"""What a result file says of samples, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from coa_jax.evaluate.exposure import BLOCKED, exposure_of
+from coa_jax.evaluate.figures import blocks, figures, result, table
+from coa_jax.evaluate.sample import Measured, sample_of
+from coa_jax.trajectory import Reward, StopReason
+from tests.evaluate.made import group, sample, task, trajectory
+
+CODE = ("code", "1", "2", "ok")
+GROUPS = [
+    Measured(
+        task("a", hops=1, level=2),
+        (
+            sample(1.0, 0, "a", calls=[CODE], tokens=10),
+            sample(0.0, 1, "a", calls=[("code", "1", "x", "error")] * 2, tokens=30),
+        ),
+    ),
+    Measured(
+        task("b", hops=2, level=1),
+        (
+            sample(0.0, 0, "b", answer=None, stop=StopReason.LENGTH, tokens=10),
+            sample(None, 1, "b", calls=[("wiki_search", "q", "", "fault")], tokens=5000),
+        ),
+    ),
+    Measured(task("c", hops=2), (sample(None, 0, "c"), sample(None, 1, "c"))),
+    Measured(task("d", hops=2), (sample(1.0, 0, "d"), sample(1.0, 1, "d"))),
+]
+
+
+def test_what_has_no_grade_is_counted_apart_and_in_no_figure():
+    found = figures(GROUPS, 2)
+    assert found["pass_at_1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    assert (found["n"], found["tasks"]) == (3, 4)
+    assert found["samples"] == {
+        "wanted": 8, "finished": 8, "graded": 5,
+        "ungraded": {"no verdict": 2, "fault of ours": 1}, "without an answer": 1,
+    }  # fmt: skip
+    assert found["rounds"] == [pytest.approx(2 / 3), 0.5]
+    assert {k: (e["value"], e["n"]) for k, e in found["at_k"].items()} == {
+        "1": (pytest.approx(0.5), 3), "2": (1.0, 2)
+    }  # fmt: skip
+    assert {k: v["pass_at_1"] for k, v in found["by"]["hops"].items()} == {"1": 0.5, "2": 0.5}
+    assert {k: v["n"] for k, v in found["by"]["level"].items()} == {"1": 1, "2": 1}
+    costs = found["costs"]
+    assert costs["tokens_per_sample"] == pytest.approx((10 + 30 + 10 + 4 + 4) / 5)
+    assert costs["tokens_per_solved"] == pytest.approx(58 / 3)
+    assert costs["calls_per_solved"] == pytest.approx(1.0)
+    assert costs["tools"] == {"code": {"calls": 3, "outcomes": {"error": 2, "ok": 1}}}
+    assert found["stops"] == {"answer": 7, "length": 1}
+
+
+def test_nothing_graded_gives_figures_without_a_claim():
+    found = figures(GROUPS[2:3], 2)
+    assert (found["pass_at_1"], found["ci95"], found["n"]) == (0.0, [0.0, 1.0], 0)
+    assert found["rounds"] == [None, None] and found["costs"]["tokens_per_solved"] is None
+    assert figures([], 1)["tasks"] == 0
+
+
+def test_a_broken_sample_keeps_no_grade():
+    whole = trajectory(calls=[("wiki_search", "q", "", "fault")], reward=Reward(1.0))
+    assert sample_of(whole).broken and sample_of(whole).value is None
+    stopped = trajectory(stop=StopReason.FAULT, reward=Reward(0.0))
+    assert sample_of(stopped).value is None
+
+
+def test_tokens_of_a_policy_behind_an_endpoint_are_those_that_its_server_counted():
+    found = sample_of(trajectory(usage={"completion": 70, "length": 900}))
+    assert (found.tokens, found.length) == (70, 900)
+    assert (sample_of(trajectory()).tokens, sample_of(trajectory()).length) == (4, 9)
+
+
+def test_a_result_file_holds_no_question_and_no_answer():
+    secret = dataclasses.replace(task("a"), question="SECRET?", gold=("SECRET",))
+    groups = [Measured(secret, (sample(1.0, 0, "a", answer="SECRET"),))]
+    assert "SECRET" not in json.dumps(result("s", {"policy": "p"}, groups, 1, {}))
+
+
+def test_the_blocks_of_a_run_and_the_table_come_from_the_result_file():
+    scaling = {"majority@2": {"pass_at_1": 0.5, "se": 0.1, "ci95": [0, 1], "n": 3, "ungraded": 1}}
+    outcome = json.loads(json.dumps(result("sft", {}, GROUPS, 2, scaling)))
+    both = blocks(outcome)
+    assert both["sft"]["n"] == 3 and both["sft_details"]["ungraded"] == 3
+    assert both["sft_details"]["pass_at_k"] == {"1": pytest.approx(0.5), "2": 1.0}
+    lines = table(outcome).splitlines()
+    assert lines[0].startswith("sft: pass@1 0.500 ± 0.289 (95 % ")
+    assert "  pass@2 1.000 (n 2)" in lines and "  avg@2 over the rounds 0.667, 0.500" in lines
+    assert "  majority@2 0.500 (n 3, 1 tasks ungraded)" in lines
+    assert "  code: 3 calls (error 2, ok 1)" in lines
+    assert "  ungraded, and in no figure: 2 samples (no verdict)" in lines
+
+
+# --- contamination -------------------------------------------------------------------------
+
+LONG = "Which African author, who once worked as a probation officer, wrote about the river?"
+
+
+def exposure():
+    asked = dataclasses.replace(task(), question=LONG)
+    return exposure_of([asked], BLOCKED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "blocked"),
+    [
+        ("https://huggingface.co/datasets/x/y", 1),
+        ("http://HuggingFace.co/datasets | https://a.org", 1),
+        ("https://a.org | [set](https://www.kaggle.com/datasets/gaia)", 1),
+        ("https://huggingface.co/docs", 0),
+        ("https://nothuggingface.co/datasets/x", 0),
+        ("who wrote it", 0),
+        ("https://[", 0),
+    ],
+)
+def test_calls_that_name_a_blocked_address_are_counted(arguments, blocked):
+    made = trajectory(calls=[("crawl_page", arguments, "text", "ok"), CODE])
+    assert sample_of(made, exposure()).blocked == blocked
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "shown"),
+    [
+        ("web_search", f'[1] "question": "{LONG}", "answer": "x"', 1),
+        ("web_search", "An African author once worked as a probation officer.", 0),
+        ("code", LONG, 0),
+    ],
+)
+def test_observations_that_show_a_question_are_counted(tool, text, shown):
+    made = trajectory(calls=[(tool, "q", text, "ok")])
+    assert sample_of(made, exposure()).shown == shown
+
+
+def test_figures_are_given_without_the_samples_that_met_the_benchmark():
+    clean, met = group([1.0, 0.0], "a"), group([1.0, 1.0], "b")
+    met = Measured(met.task, tuple(dataclasses.replace(s, blocked=1) for s in met.samples))
+    found = figures([clean, met], 2)
+    assert found["pass_at_1"] == 0.75
+    assert found["exposure"]["named a blocked address"] == 2
+    assert found["exposure"]["without them"]["pass_at_1"] == 0.5

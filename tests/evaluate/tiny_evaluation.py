@@ -1,0 +1,65 @@
+"""An evaluation of the tiny policy; as a program, one that may be killed.
+
+python -m tests.evaluate.tiny_evaluation FOLDER NAME
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coa_jax.engine.config import EngineConfig
+from coa_jax.evaluate.policy import Policy, local_policy
+from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
+from coa_jax.model.api import Model, load_model
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.run_dir import RunDir
+from tests import tiny_policy
+
+CONFIG = EvaluateConfig(
+    tasks="tests",
+    split="test",
+    num_tasks=3,
+    samples=2,
+    seed=0,
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    engine=EngineConfig(4, 192, 8, (32, 64)),
+    rollout=RolloutConfig(192, 3, 48),
+)
+MANY = dataclasses.replace(CONFIG, samples=24, temperature=1.2)
+
+
+def policy_of(config: EvaluateConfig, load: Callable[[], Model] = tiny_policy.policy) -> Policy:
+    tools = list(tiny_policy.tools().values())
+    return local_policy(
+        load, config.engine, config.sampling, config.seed, config.rollout, tools
+    )  # fmt: skip
+
+
+def run(
+    folder: Path,
+    config: EvaluateConfig = CONFIG,
+    policy: Policy | None = None,
+    tasks: Any = tiny_policy.TASKS,
+    name: str = "tiny",
+    **options: Any,
+) -> dict[str, Any]:
+    about = settings(config, name, {})
+    with RunDir(folder) as directory:
+        return evaluate(
+            policy or policy_of(config), tasks, config, directory, "sft", about, **options
+        )
+
+
+def results(folder: Path) -> bytes:
+    return (folder / "evaluate" / "sft" / "results.json").read_bytes()
+
+
+if __name__ == "__main__":
+    root, name = Path(sys.argv[1]), sys.argv[2]
+    run(root / name, MANY, policy_of(MANY, lambda: load_model(root / "model")))
