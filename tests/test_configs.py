@@ -39,12 +39,15 @@ PIPELINE = [f"configs/{stage}/factbook.py" for stage in STAGES]
 AGENTS = [
     f"configs/{stage}/{agent}.py" for stage in ("sft", "rl") for agent in ("web", "mhqa", "code")
 ]
+BENCHMARKS = [f"configs/evaluate/{name}.py" for name in ("web", "mhqa", "code", "maths")]
+VARIANTS = ("web.py:browsecomp", "mhqa.py:2wiki", "code.py:lcb4,32b", "maths.py:math500,32b")
 SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl")]
 # Every file as it is by default, and the variants of those that have some.
 SPECS = [
     *CONFIGS,
     *(f"{path}:{size}" for path in AGENTS for size in ("3b", "32b")),
     *(f"{path}:debug" for path in SMALL),
+    *(f"configs/evaluate/{name}" for name in VARIANTS),
 ]
 
 # Loads a config as a command does, with overrides, and prints it.
@@ -159,11 +162,14 @@ def other(value: Any) -> Any:
     return (*value, value[-1])
 
 
-# One agent stands for the three by default: a process for each file takes its time.
+# One agent stands for the three by default, and one evaluation for all: a process for each file
+# takes its time.
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(p, marks=pytest.mark.slow) if p in AGENTS and "web" not in p else p
+        pytest.param(p, marks=pytest.mark.slow)
+        if p in BENCHMARKS or (p in AGENTS and "web" not in p)
+        else p
         for p in CONFIGS
     ],
 )
@@ -215,6 +221,21 @@ def test_the_agents_of_the_paper_go_on_from_sft_to_rl(agent, size):
 def test_an_unknown_variant_is_refused(argument, said):
     with pytest.raises(UserError, match=said):
         load_config(f"configs/sft/web.py:{argument}")
+
+
+def test_benchmarks_have_the_settings_of_the_paper():
+    web, mhqa, code, maths = (load_config(path) for path in BENCHMARKS)
+    assert (web.samples, web.temperature, web.top_p, web.top_k) == (5, 1.0, 0.9, 20)
+    assert (web.rollout.max_turn_tokens, web.rollout.max_tokens) == (4096, 32_768)
+    assert web.best_of.chat.model == web.graders.judge.chat.model == "Qwen/Qwen2.5-72B-Instruct"
+    assert "huggingface.co/datasets" in web.tools.crawl_page.blocked
+    assert (mhqa.temperature, mhqa.rollout.max_tool_calls, mhqa.tools.top_k) == (0.0, 7, 3)
+    assert (code.temperature, load_config(f"{BENCHMARKS[2]}:32b").temperature) == (0.8, 0.6)
+    assert (maths.samples, load_config(f"{BENCHMARKS[3]}:math500").samples) == (16, 1)
+    with pytest.raises(UserError, match="no variant 'gaiaa'; known are gaia, browsecomp"):
+        load_config(f"{BENCHMARKS[0]}:gaiaa")
+    with pytest.raises(UserError, match="7b, 32b, not both"):
+        load_config(f"{BENCHMARKS[2]}:7b,32b")
 
 
 def test_a_debug_form_differs_in_size_only():

@@ -6,8 +6,9 @@ Needs: the policy of configs/rl/factbook.py in runs/rl; another one by its direc
 the results, as in ``--config.model=runs/sft/model --config.stage=sft``.  Stages that are measured
 into one work directory stand side by side in its summary.json and in its report.
 Takes: as long as the stage ``evaluate_rl`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took.
-``--config.samples=8`` gives pass@2, 4 and 8 as well.
+Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took,
+in evaluate/rl/results.json and on the page beside it.  ``--config.samples=8`` gives pass@2, 3, 4
+and 8 and a majority vote as well.  Killed and started again it goes on where it was.
 """
 
 from __future__ import annotations

@@ -1,0 +1,65 @@
+r"""Measures the paper's code agent on LiveCodeBench or CodeContests.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/code.py:lcb5 --workdir=runs/code-lcb5
+
+Variants: ``lcb5`` (default), ``lcb4``, ``codecontests``; and ``7b`` (default) or ``32b``, which
+differ in temperature, as in ``code.py:lcb4,32b``.
+Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
+--config.endpoint.model=NAME``; the questions and private tests (docs/benchmarks.md says where
+from) in /mnt/data; the sandbox for programs.
+Takes: no figure: it was not run at this size by its authors.
+Gives: pass@1 with its error, by difficulty and platform, costs.  ``--config.samples=8`` gives
+pass@2, 3, 4 and 8 as well.
+
+From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), top-p 1, 4,096 tokens of
+prompt and 28,672 of answer, 12 turns; all tests of a problem must pass.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.evaluate.variants import parse_variants
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+FILES = {
+    "lcb5": "/mnt/data/livecodebench_v5.parquet",
+    "lcb4": "/mnt/data/livecodebench_v4.parquet",
+    "codecontests": "codecontests:/mnt/data/codecontests/test-*.parquet",
+}
+TEMPERATURES = {"7b": 0.8, "32b": 0.6}
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a benchmark and a size."""
+    name, size = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES))
+    trained = load_config(f"configs/rl/code.py:{size}")
+    length = {"max_length": 32_768}
+    config = complete(
+        EvaluateConfig,
+        {
+            "tasks": FILES[name],
+            "split": "test",
+            "num_tasks": 0,
+            "samples": 1,
+            "seed": 0,
+            "temperature": TEMPERATURES[size],
+            "top_p": 1.0,
+            "top_k": 0,
+            "engine": {**trained.engine.to_dict(), **length},
+            "rollout": {
+                **trained.rollout.to_dict(),
+                "max_tokens": 32_768,
+                "max_tool_calls": 11,
+                "strict": False,
+            },
+        },
+    )
+    if name.startswith("lcb"):
+        config.graders.private_tests = "/mnt/data/livecodebench_testcases"
+    config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
+    config.tools = complete(ToolsConfig, trained.tools)
+    return config

@@ -1,0 +1,40 @@
+r"""Measures the paper's code agent on AIME, AMC, MATH500 or OlympiadBench.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/maths.py:aime24 --workdir=runs/aime24
+
+Variants: ``aime24`` (default), ``aime25``, ``amc23``, ``math500``, ``olympiad``; and ``7b``
+(default) or ``32b``, which differ in temperature, as in ``maths.py:math500,32b``.
+Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
+--config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
+by ``--config.tasks=aime:PATH``; the sandbox for programs; ``pip install 'coa_jax[maths]'``.
+Takes: no figure: it was not run at this size by its authors.
+Gives: avg@16 for AIME and AMC, else pass@1, with its error; majority vote, by level and topic, and
+costs.
+
+From the paper (§4.2) and its script: as configs/evaluate/code.py; 16 samples for AIME and AMC.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.variants import parse_variants
+
+FILES = {  # file of the release, samples
+    "aime24": ("aime24.parquet", 16),
+    "aime25": ("aime25.parquet", 16),
+    "amc23": ("amc23.parquet", 16),
+    "math500": ("math500.parquet", 1),
+    "olympiad": ("OlympiadBench.parquet", 1),
+}
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a benchmark and a size."""
+    name, size = parse_variants(arg, tuple(FILES), ("7b", "32b"))
+    config = load_config(f"configs/evaluate/code.py:{size}")
+    file, config.samples = FILES[name]
+    config.tasks, config.stage = f"/mnt/data/{file}", name
+    config.graders.private_tests = ""
+    return config

@@ -1,0 +1,65 @@
+r"""Measures the paper's agent for multi-hop questions on one of its seven sets.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/mhqa.py:hotpotqa --workdir=runs/hotpotqa
+
+Variants: ``nq`` (default), ``triviaqa``, ``popqa``, ``hotpotqa``, ``2wiki``, ``musique``,
+``bamboogle``.
+Needs: a policy of configs/rl/mhqa.py, or any served one by ``--config.endpoint.url=http://.../v1
+--config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
+by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at ``--config.tools.wiki_url``.
+Takes: no figure: it was not run at this size by its authors.
+Gives: exact match with its error, by hops and kind of question, costs.
+
+From the paper (§4.1) and its script: greedy, one sample, 2,048 tokens of prompt and 8,192 of
+answer, 8 turns, 3 passages of a search.  ``--config.graders.answer=mhqa_eval`` compares the first
+answer only, as the release does; ``--config.graders.judge_all=True`` with a judge, as the paper
+says.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.evaluate.variants import parse_variants
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+FILES = {
+    "nq": "nq_full.jsonl",
+    "triviaqa": "triviaqa.jsonl",
+    "popqa": "popQA.tsv",
+    "hotpotqa": "hotpot_dev_distractor_v1.json",
+    "2wiki": "2wiki_dev.json",
+    "musique": "musique_ans_v1.0_dev.jsonl",
+    "bamboogle": "bamboogle.csv",
+}
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a set."""
+    (name,) = parse_variants(arg, tuple(FILES))
+    trained = load_config("configs/rl/mhqa.py")
+    config = complete(
+        EvaluateConfig,
+        {
+            "tasks": f"{name}:/mnt/data/{FILES[name]}",
+            "split": "test",
+            "num_tasks": 0,
+            "samples": 1,
+            "seed": 0,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "engine": trained.engine,
+            "rollout": {**trained.rollout.to_dict(), "max_tool_calls": 7},
+            "endpoint": {"opening": "<think>"},
+        },
+    )
+    config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
+    config.tools = complete(
+        ToolsConfig,
+        {"names": ("wiki_search",), "top_k": 3, "wiki_url": "http://localhost:8002/retrieve"},
+    )
+    return config
