@@ -21,7 +21,7 @@ from coa_jax.model.api import Model
 from coa_jax.parallel import processes
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request
-from coa_jax.tasks import Task, grade
+from coa_jax.tasks import Graders, Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Reward, Trajectory, format_valid
 
@@ -53,6 +53,7 @@ def sample_groups(
     stream: grain.MapDataset,
     cursor: int,
     tools: Sequence[Tool],
+    graders: Graders,
     clock: Clock,
     surplus: Sequence[list[Trajectory]] = (),
 ) -> Sampled:
@@ -82,13 +83,8 @@ def sample_groups(
         mine = processes.share(requests)
         sampled = collect(runner, engines, model.tokenizer, mine, tools, config.rollout)
         with clock("reward"):
-            groups = [
-                [
-                    dataclasses.replace(t, reward=_shaped(config, grade(request.task, t), t))
-                    for t in group
-                ]
-                for request, group in zip(mine, sampled, strict=True)
-            ]
+            tasks = [request.task for request in mine]
+            groups = _graded(config, runner, graders, tasks, sampled)
         for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
             everything.append(graded)
             if config.chosen.learn_from == "all" or has_signal(rewards(graded)):
@@ -111,6 +107,22 @@ def _request(config: RLConfig, model: Model, task: Task, index: int) -> Request:
         sampling=SamplingParams(temperature=config.temperature),
         metadata={"stage": "rl-train"},
     )
+
+
+def _graded(
+    config: RLConfig,
+    runner: asyncio.Runner,
+    graders: Graders,
+    tasks: Sequence[Task],
+    groups: Sequence[Sequence[Trajectory]],
+) -> list[list[Trajectory]]:
+    """The groups with their rewards; judges and programs of all of them work at the same time."""
+    pairs = [(task, t) for task, group in zip(tasks, groups, strict=True) for t in group]
+    values = iter(runner.run(graders.grade_many(pairs)))
+    return [
+        [dataclasses.replace(t, reward=_shaped(config, next(values), t)) for t in group]
+        for group in groups
+    ]
 
 
 def describe(sampled: Sampled) -> dict[str, float]:

@@ -46,7 +46,7 @@ from coa_jax.parallel.placement import training_mesh
 from coa_jax.progress import progress
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.run_dir import RunDir
-from coa_jax.tasks import load_tasks
+from coa_jax.tasks import Graders, load_tasks
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
 
@@ -205,6 +205,8 @@ def _sampling(
 ) -> Callable[..., tuple[Sampled, dict[str, float]]]:
     """Samples the batch of a cursor with the policy after some step; and figures about that."""
 
+    graders = Graders(config.graders)
+
     def sample(
         runner: asyncio.Runner, cursor: int, policy_step: int, surplus: list[list[Trajectory]]
     ) -> tuple[Sampled, dict[str, float]]:
@@ -212,7 +214,7 @@ def _sampling(
             engine.restart()
         clock = Clock("reward")
         sampled = sample_groups(
-            config, runner, engines, model, stream, cursor, tools, clock, surplus
+            config, runner, engines, model, stream, cursor, tools, graders, clock, surplus
         )
         figures = sampling_metrics(sampled, engines, clock.elapsed(), clock.seconds["reward"])
         return stamp(sampled, policy_step), figures

@@ -12,6 +12,7 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.remat import policy_name
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
+from coa_jax.tasks import GradersConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RLConfig:
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
         checkpoint_every: steps between two checkpoints.
+        graders: what a right answer is, and who says so; see docs/grading.md.
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         lora: adapters to train in place of the whole model, see `model.lora`.
@@ -72,6 +74,7 @@ class RLConfig:
     engine: EngineConfig
     rollout: RolloutConfig
     checkpoint_every: int
+    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention_length: int = 0
     attention: str = "auto"

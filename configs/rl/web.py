@@ -4,18 +4,21 @@ r"""Reinforces the paper's web agent with live search (DAPO).
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
 Needs: the policy of configs/sft/web.py and, in a directory that all hosts share (here /mnt),
-questions with answers; the keys of the search tools.  7b is for the 64 chips of a v5p:4x4x4, 32b
-for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will
-do, ``launch/`` has what starts it there.
+questions with answers; the keys of the search tools; the judge at ``graders.judge.chat.url``, an
+OpenAI-compatible server.  7b is for the 64 chips of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8;
+``python -m coa_jax.aot --topology=...`` says whether another slice will do, ``launch/`` has what
+starts it there.
 Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
 Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
 
 From the paper (§3.2, §4.1) and its scripts: 64 prompts of 8 samples at temperature 1, one update a
 step, 60 steps, learning rate 1e-6 after 3 steps of warm-up, weight decay 0.1, clip 0.2 and 0.28,
 dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 24 tool calls, an
-hour a trajectory, and the answer alone decides the reward (eq 10).  The release samples until 64
-groups have a signal; here at most ``max_rounds`` times.  3B, which neither has, gets the same
-values.  The debug form has the protocol ``web_wiki``, whose search needs no network.
+hour a trajectory, and the judge's verdict on the answer alone is the reward (eq 10).  The judge is
+the model that the paper names for evaluation; the release asks gpt-4.1-mini and scores 0 where it
+gets no verdict, here such a trajectory is masked.  The release samples until 64 groups have a
+signal; here at most ``max_rounds`` times.  3B, which neither has, gets the same values.  The debug
+form has the protocol ``web_wiki``, whose search needs no network, and no judge: it compares.
 """
 
 from __future__ import annotations
@@ -72,6 +75,18 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "prompt_style": "full",
             },
             "checkpoint_every": 5,
+            "graders": {
+                "judge_all": True,
+                "judge": {
+                    "chat": {
+                        "url": "http://localhost:8000/v1",
+                        "model": "Qwen/Qwen2.5-72B-Instruct",
+                        "max_tokens": 512,
+                        "timeout_s": 60.0,
+                    },
+                    "concurrency": 64,
+                },
+            },
             "mesh": {
                 "data": 1,
                 "fsdp": -1,
@@ -85,4 +100,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config = in_small(config, "rl")
         config.tasks += ":protocol=web_wiki"
         config.tools.names = ("wiki_search",)
+        config.graders.judge_all, config.graders.judge.chat.url = False, ""
     return config

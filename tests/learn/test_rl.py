@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 
@@ -186,11 +187,18 @@ def test_sampling_goes_on_until_enough_groups_have_a_signal(
 
     # Rewards are written here; what samples and grades is tested elsewhere.
     monkeypatch.setattr(groups_module, "collect", collect)
-    monkeypatch.setattr(groups_module, "grade", lambda task, t: t.reward)
+
+    class Written:
+        async def grade_many(self, pairs):
+            return [trajectory.reward for _, trajectory in pairs]
+
     config = rl_config(folder / "model", folder / "tasks.jsonl", groups=3, max_rounds=3)
     kept = [group(True, 100 + i) for i in range(surplus)]
     stream = [tiny_policy.TASKS[i % 3] for i in range(12)]
-    found = sample_groups(config, None, None, tiny_policy.policy(), stream, 0, (), Clock(), kept)
+    with asyncio.Runner() as runner:
+        found = sample_groups(
+            config, runner, None, tiny_policy.policy(), stream, 0, (), Written(), Clock(), kept
+        )
     assert len(found.everything) == found.cursor == sampled
     assert (len(found.used), len(found.surplus), found.kept) == (used, left, surplus)
     numbers = [members[0].sample_id for members in found.used + found.surplus]

@@ -1,0 +1,105 @@
+"""The settings of a run of RL say how its answers are graded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coa_jax.cli import load_config
+from coa_jax.errors import UserError
+from coa_jax.learn import rl
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import save_model
+from coa_jax.settings import build, take
+from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tasks.judge import JudgeConfig
+from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.trajectory import read_trajectories
+from tests import tiny_policy
+from tests.learn.tiny_runs import rl_config, rows, run_rl
+from tests.tasks.finished import finished
+from tests.tools import fault_server
+
+TASK = Task("t", "Which?", "mhqa", ("Oslo", "Kristiania"), "tests")
+
+
+def built(name: str, **graders: object) -> RLConfig:
+    """The settings of a config file, with others given on the command line."""
+    config = load_config(f"configs/rl/{name}")
+    config.graders.update(graders)
+    values = config.to_dict()
+    take(values, "tools")
+    return build(RLConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [("exact_match", 0.0), ("f1", 2 / 3), ("mhqa_train", 0.0), ("mhqa_eval", 1.0), ("qa_em", 0.0),
+     ("qa_subem", 1.0)],
+)  # fmt: skip
+def test_the_reward_of_answers_in_words_is_chosen_by_name(answer, value):
+    written = "Oslo city" if answer == "f1" else "Oslo|Bergen"
+    reward = Graders(built("mhqa.py", answer=answer).graders)(TASK, finished(written, "mhqa"))
+    assert reward.value == pytest.approx(value) == reward.parts[answer]
+
+
+def test_the_agents_of_the_paper_are_graded_as_it_says():
+    assert built("mhqa.py").graders == built("code.py").graders == GradersConfig()
+    web = built("web.py").graders
+    assert web.judge_all and web.judge.chat.url and "Qwen2.5-72B" in web.judge.chat.model
+    assert not built("web.py:debug").graders.judge_all
+    with pytest.raises(UserError, match=r"graders\.answer: 'em' is unknown"):
+        built("mhqa.py", answer="em")
+
+
+def test_a_run_grades_as_its_settings_say(monkeypatch):
+    config = built("mhqa.py", answer="f1")
+
+    class Sampled(Exception):
+        pass
+
+    def sample(*arguments):
+        (graders,) = (given for given in arguments if isinstance(given, Graders))
+        assert graders.config is config.graders
+        raise Sampled
+
+    monkeypatch.setattr(rl, "sample_groups", sample)
+    with pytest.raises(Sampled):
+        rl._sampling(config, (), None, None, ())(None, 0, 0, [])
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_the_verdicts_of_its_judge_and_masks_what_got_none(tmp_path):
+    save_model(tiny_policy.policy(), tmp_path / "model")
+    tasks = [{"question": task.question, "answer": "no such"} for task in tiny_policy.TASKS]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+
+    def judge(handler):
+        shown = json.loads(handler.body)["messages"][1]["content"]
+        if 'given answer: "84"' in shown:
+            handler.owner.pages["/500"](handler)
+            return
+        right = 'given answer: "Ume"' in shown or 'given answer: "Ivo"' in shown
+        verdict = {"rationale": "r", "judgement": "correct" if right else "incorrect"}
+        handler.json({"choices": [{"message": {"content": json.dumps(verdict)}}]})
+
+    with fault_server.running() as server:
+        server.pages["/v1/chat/completions"] = judge
+        chat = ChatConfig(server.url("/v1"), "judge", attempts=1)
+        graders = GradersConfig(judge_all=True, judge=JudgeConfig(chat, attempts=1))
+        once = OptimizerConfig(learning_rate=1e-3, total_steps=1)
+        paths = tmp_path / "model", tmp_path / "tasks.jsonl"
+        run_rl(tmp_path / "run", rl_config(*paths, groups=3, optimizer=once, graders=graders))
+    kept = read_trajectories(tmp_path / "run" / "traces.jsonl")
+    expected = {"Ume": 1.0, "Ivo": 1.0, "84": None}
+    seen = {t.answer: t.reward.value for t in kept if t.answer in expected}
+    assert seen == expected
+    for trajectory in kept:
+        assert trajectory.reward.parts["exact_match"] == 0.0
+        assert trajectory.reward.value == expected.get(trajectory.answer, 0.0)
+    (row,) = rows(tmp_path / "run", "rl")
+    masked = sum(trajectory.reward.value is None for trajectory in kept)
+    assert row["reward/masked_frac"] == pytest.approx(masked / len(kept))
+    assert masked > 0
