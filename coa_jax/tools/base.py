@@ -26,6 +26,7 @@ class ToolContext:
         call_index: number of earlier tool calls in the trajectory.
         deadline: seconds that this call may take, or None for the tool's own limit.
         history: (tool, arguments) of the earlier calls, oldest first.
+        outcomes: how those ended; shorter where that is not known.
         question: what the trajectory is asked.
         think: what the policy wrote in the last ``think`` before the call.
     """
@@ -34,6 +35,7 @@ class ToolContext:
     call_index: int = 0
     deadline: float | None = None
     history: tuple[tuple[str, str], ...] = ()
+    outcomes: tuple[str, ...] = ()
     question: str = ""
     think: str = ""
 
@@ -78,6 +80,14 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
     """Whether the trajectory has made this call of a tool before; blanks do not count."""
     words = arguments.split()
     return any(tool == name and earlier.split() == words for tool, earlier in context.history)
+
+
+def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
+    """(arguments, outcome) of the trajectory's earlier calls of a tool; "ok" where not known."""
+    unknown = len(context.history) - len(context.outcomes)
+    outcomes = (*context.outcomes, *("ok",) * unknown)
+    pairs = zip(context.history, outcomes, strict=True)
+    return [(arguments, outcome) for (tool, arguments), outcome in pairs if tool == name]
 
 
 def time_for(limit: float, context: ToolContext) -> float:

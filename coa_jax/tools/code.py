@@ -14,6 +14,7 @@ from typing import Any
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
 from coa_jax.tools.sandbox.run import GRACE_S, Result, SandboxError, run
@@ -38,6 +39,7 @@ class CodeTool:
         name: "code".
         deadline: seconds for waiting, running and cleaning up; the tool's own limits come first.
         isolation: what confines the programs.
+        remembers: whether an answer depends on the earlier calls.
     """
 
     name = "code"
@@ -55,6 +57,7 @@ class CodeTool:
         libraries: tuple[str, ...] = (),
         backend: str = "auto",
         unsafe: bool = False,
+        session: bool = False,
     ) -> None:
         """Finds the isolation and tries it.
 
@@ -71,6 +74,8 @@ class CodeTool:
             backend: "auto", "bubblewrap" or "landlock".
             unsafe: run without isolation; has an effect only together with the environment
                 variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
+            session: programs continue the earlier ones of their trajectory, see
+                ``coa_jax.tools.code_session``; else each is alone.
 
         Raises:
             UserError: no isolation holds on this machine, or a limit makes no sense.
@@ -95,7 +100,8 @@ class CodeTool:
         self.timeout_s = timeout_s
         self.max_output_chars = max_output_chars
         self.queue_s = queue_s
-        self.deadline = queue_s + timeout_s + GRACE_S + 1.0
+        self.remembers = session
+        self.deadline = queue_s + (longest_s(timeout_s) if session else timeout_s) + GRACE_S + 1.0
         self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
         self._job = self.isolation.job(
             Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes), libraries
@@ -125,19 +131,29 @@ class CodeTool:
                 return Observation(text, False, "timeout", time.monotonic() - start)
             return self._fault(f"no free sandbox within {patience:g} s", start)
         try:
-            wall = self.timeout_s
+            limits = self._job.limits
+            whole = Continued(source, limits, 0)
+            if self.remembers:
+                whole = continued(source, self.name, context, limits)
+            wall = whole.limits.wall_s
             if context.deadline is not None:
                 left = context.deadline - _MARGIN_S - (time.monotonic() - start)
                 wall = max(0.01, min(wall, left))
-            limits = dataclasses.replace(self._job.limits, wall_s=wall)
-            job = dataclasses.replace(self._job, limits=limits)
-            result = await run(job, source, stdin or "", keep=self.max_output_chars)
+            job = dataclasses.replace(
+                self._job, limits=dataclasses.replace(whole.limits, wall_s=wall)
+            )
+            result = await run(job, whole.source, stdin or "", keep=self.max_output_chars)
         except SandboxError as error:
             return self._fault(str(error), start)
         finally:
             turn.release()
+        if self.remembers:
+            result = own_result(result)
         outcome, text = describe(result, limits, self.max_output_chars)
-        detail: dict[str, Any] = {
+        if self.remembers:
+            outcome, text = remembered(outcome, text, result)
+        detail: dict[str, Any] = {"remembered": whole.remembered} if self.remembers else {}
+        detail |= {
             "isolation": self.isolation.backend,
             "reason": result.reason,
             "exit_code": result.code,

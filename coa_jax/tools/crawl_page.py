@@ -29,7 +29,7 @@ from coa_jax.tools.robots import Robots
 from coa_jax.tools.summarize import click_intent, summarize
 from coa_jax.tools.turns import Turns
 from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
-from coa_jax.tools.wiki_search import WikiIndex
+from coa_jax.tools.wiki_search import Index
 from coa_jax.tools.worker import WorkerError, Workers
 
 _BAD_CALL = (
@@ -81,7 +81,7 @@ class CrawlPage:
 
     name = "crawl_page"
 
-    def __init__(self, config: CrawlConfig, index: Callable[[], WikiIndex]):
+    def __init__(self, config: CrawlConfig, index: Callable[[], Index]):
         """Sets up the limits; nothing is fetched or started yet.
 
         Args:

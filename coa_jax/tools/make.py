@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from coa_jax.errors import UserError
@@ -14,6 +16,8 @@ from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
+from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
+from coa_jax.tools.encoder import EncoderConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, run_in_thread
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Mode, Recorded
@@ -53,12 +57,17 @@ class ToolsConfig:
             (``questions.jsonl:protocol=NAME``); "" for none.
         top_k: passages in an observation of ``wiki_search``.
         corpus: JSONL file with the passages of ``wiki_search``; "" for the Factbook.
+        retrieval: how ``wiki_search`` and the local ``web_search`` find passages: ``bm25`` by
+            words, ``dense`` by the vectors of ``encoder``, ``hybrid`` both.
+        encoder: the model of dense and hybrid retrieval.
         wiki_url: ``/retrieve`` of a server that ``wiki_search`` asks instead of its own index.
         passage_chars: longest passage of free text, in characters.
         code_timeout_s: wall seconds of a program.
         code_cpu_s: processor seconds of each process of a program.
         code_memory_mb: MiB of memory of a program.
         code_output_chars: characters of a program's output that the policy reads.
+        code_session: programs of a trajectory continue its earlier ones, so that variables survive
+            between calls; off, each is alone, as in the paper.
         code_url: ``/run_code`` of a server that runs programs instead of this machine.
         remote_key_env: environment variable with the bearer token of these two servers.
         code_unsafe: run programs without isolation; has an effect only together with the
@@ -74,12 +83,15 @@ class ToolsConfig:
     protocol: str = ""
     top_k: int = 3
     corpus: str = ""
+    retrieval: Retrieval = "bm25"
+    encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
     wiki_url: str = ""
     passage_chars: int = 300
     code_timeout_s: float = 7.0
     code_cpu_s: float = 5.0
     code_memory_mb: int = 5120
     code_output_chars: int = 1536
+    code_session: bool = False
     code_url: str = ""
     remote_key_env: str = ""
     code_unsafe: bool = False
@@ -98,7 +110,9 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
             isolated on this machine.
     """
     passages = read_corpus(config.corpus) if config.corpus else None
-    search = WikiSearch(config.top_k, config.passage_chars, passages=passages)
+    check_retrieval(config.retrieval, config.encoder)
+    load = functools.partial(load_retriever, config.retrieval, config.encoder)
+    search = WikiSearch(config.top_k, config.passage_chars, passages=passages, load=load)
     makers: dict[str, Callable[[], Tool]] = {
         "wiki_search": lambda: _wiki(config, search),
         "code": lambda: _code(config),
@@ -118,7 +132,7 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     if config.protocol:
         described = {t.name: run_in_thread(t.describe()) for t in tools if isinstance(t, McpTool)}
         add_protocol(protocol_with_tools(config.protocol, config.names, described))
-    return _stored(tools, config.store)
+    return _stored(tools, config.store, _source(config))
 
 
 def _wiki(config: ToolsConfig, search: WikiSearch) -> Tool:
@@ -136,6 +150,7 @@ def _code(config: ToolsConfig) -> Tool:
             config.code_memory_mb,
             config.code_output_chars,
             key_env=config.remote_key_env,
+            session=config.code_session,
         )
     return CodeTool(
         timeout_s=config.code_timeout_s,
@@ -143,15 +158,33 @@ def _code(config: ToolsConfig) -> Tool:
         memory_mb=config.code_memory_mb,
         max_output_chars=config.code_output_chars,
         unsafe=config.code_unsafe,
+        session=config.code_session,
     )
 
 
-def _stored(tools: list[Tool], config: StoreConfig) -> list[Tool]:
+def _source(config: ToolsConfig) -> str:
+    """Names what the local index holds and how it is searched."""
+    parts: list[object] = [config.retrieval, config.top_k, config.passage_chars]
+    if config.retrieval != "bm25":
+        parts.append(dataclasses.asdict(config.encoder))
+    if config.corpus:
+        file = Path(config.corpus).expanduser().resolve()
+        parts += [str(file), file.stat().st_size, file.stat().st_mtime_ns]
+    return json.dumps(parts)
+
+
+def _stored(tools: list[Tool], config: StoreConfig, source: str) -> list[Tool]:
     if not config.path:
         return tools
     store = Store(config.path, config.max_entries)
     return [
-        Recorded(tool, store, config.mode, config.max_age_s or None)
+        Recorded(
+            tool,
+            store,
+            config.mode,
+            config.max_age_s or None,
+            source if isinstance(tool, WikiSearch | WebSearch | CrawlPage) else "",
+        )
         if not config.tools or tool.name in config.tools
         else tool
         for tool in tools

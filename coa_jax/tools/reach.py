@@ -10,6 +10,8 @@ from pathlib import Path
 from coa_jax.errors import UserError
 from coa_jax.settings import build
 from coa_jax.tools import page_text
+from coa_jax.tools.dense import check_retrieval
+from coa_jax.tools.encoder import Encoder
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.chat import ChatConfig, trusting
@@ -97,11 +99,16 @@ async def _chat(config: ChatConfig) -> tuple[bool, str]:
 async def _wiki(config: ToolsConfig) -> tuple[bool, str]:
     if config.wiki_url:
         return _with_key(*await _answers(config.wiki_url), config.remote_key_env)
+    check_retrieval(config.retrieval, config.encoder)
+    how = f"local {config.retrieval} index"
+    if config.retrieval != "bm25":
+        Encoder(config.encoder)  # says what is wrong with its files
+        how += f" with {config.encoder.path}"
     if config.corpus:
         there = Path(config.corpus).expanduser().is_file()
-        return there, f"local index of {config.corpus}{'' if there else ', which is not there'}"
+        return there, f"{how} of {config.corpus}{'' if there else ', which is not there'}"
     there = _factbook()
-    return there, "local index of the World Factbook" + ("" if there else ", not installed")
+    return there, f"{how} of the World Factbook" + ("" if there else ", not installed")
 
 
 def _factbook() -> bool:

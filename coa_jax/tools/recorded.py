@@ -1,7 +1,7 @@
 """Answers of tools that are kept: a cache that saves calls, a recording that replays them.
 
 Entries are named by (tool, arguments) and by whether the trajectory has made the call before,
-which tools answer in their own way.
+which tools answer in their own way; those of a tool that remembers, by its earlier calls too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Literal
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, call, is_repeat
+from coa_jax.tools.base import Observation, Tool, ToolContext, call, is_repeat, own_calls
 from coa_jax.tools.net.store import Store, key_of
 
 _log = logging.getLogger(__name__)
@@ -39,15 +39,24 @@ class Recorded:
         deadline: that of the tool, and the moment in which its answer is stored.
     """
 
-    def __init__(self, tool: Tool, store: Store, mode: Mode, max_age_s: float | None = None):
+    def __init__(
+        self,
+        tool: Tool,
+        store: Store,
+        mode: Mode,
+        max_age_s: float | None = None,
+        source: str = "",
+    ):
         """Wraps a tool.
 
         Args:
             tool: the tool; settings on which its answers depend are in its attribute
-                ``settings``, if it has one, and name the entries of a cache too.
+                ``settings``, if it has one, and name the entries of a cache too.  One whose
+                answers depend on the earlier calls has ``remembers``.
             store: where answers are kept.
             mode: see `Mode`.
             max_age_s: seconds after which a cache calls again; None for never.
+            source: names the text that the tool searches, where that is not in its settings.
 
         Raises:
             UserError: the mode is unknown.
@@ -59,13 +68,16 @@ class Recorded:
         # The tool's own deadline comes first, so that a recording holds its timeouts too.
         self.deadline = tool.deadline + _MARGIN_S
         self._max_age_s = max_age_s if mode == "cache" else None
+        self._settings = f"{getattr(tool, 'settings', '')}{source}" if mode == "cache" else ""
         self._warned = False
 
     def key(self, arguments: str, context: ToolContext) -> str:
         """The name of a call's entry."""
         repeated = is_repeat(self.name, arguments, context)
-        settings = getattr(self.tool, "settings", "") if self.mode == "cache" else ""
-        return key_of(self.name, settings, arguments.strip(), repeated)
+        if not getattr(self.tool, "remembers", False):
+            return key_of(self.name, self._settings, arguments.strip(), repeated)
+        earlier = [[body.strip(), outcome] for body, outcome in own_calls(self.name, context)]
+        return key_of(self.name, self._settings, arguments.strip(), earlier)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Answers from the store or by a call; see ``coa_jax.tools.base.Tool``."""

@@ -13,6 +13,7 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
 from coa_jax.tools.code import BAD_CALL, describe
+from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
 from coa_jax.tools.corpus import split_contents
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import trusting
@@ -113,6 +114,7 @@ class RemoteCode:
     Attributes:
         name: "code".
         deadline: seconds a call may take.
+        remembers: whether an answer depends on the earlier calls.
     """
 
     name = "code"
@@ -125,6 +127,7 @@ class RemoteCode:
         max_output_chars: int = 1536,
         queue_s: float = 30.0,
         key_env: str = "",
+        session: bool = False,
     ):
         """Sets up the client.
 
@@ -135,15 +138,17 @@ class RemoteCode:
             max_output_chars: characters of output in an observation.
             queue_s: seconds that a call may wait there.
             key_env: environment variable with a bearer token.
+            session: programs continue the earlier ones of their trajectory, see
+                ``coa_jax.tools.code_session``.
 
         Raises:
             UserError: the address is none.
         """
         trusting(url)
-        self._url, self._key_env = url, key_env
+        self._url, self._key_env, self.remembers = url, key_env, session
         self._program = ProgramLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb)
         self._room = max_output_chars
-        total = timeout_s + queue_s
+        total = (longest_s(timeout_s) if session else timeout_s) + queue_s
         self._limits = Limits(total_s=total, read_s=total, redirects=0, attempts=2)
         self.deadline = total + 1.0
 
@@ -154,11 +159,14 @@ class RemoteCode:
         if parsed is None:
             return Observation(BAD_CALL, False, "bad_call", time.monotonic() - start)
         limits = self._program
+        whole = Continued(parsed[0], limits, 0)
+        if self.remembers:
+            whole = continued(parsed[0], self.name, context, limits)
         body = {
             "language": "python",
-            "code": parsed[0],
+            "code": whole.source,
             "stdin": parsed[1] or "",
-            "run_timeout": limits.wall_s,
+            "run_timeout": whole.limits.wall_s,
             "memory_limit_MB": limits.memory_mb,
         }
         try:
@@ -169,7 +177,11 @@ class RemoteCode:
             text = f"The {self.name} tool is not available at the moment: {error.message}."
             detail = {"exception": f"{error.kind}: {error.message}"}
             return Observation(text, False, outcome, time.monotonic() - start, detail)
+        if self.remembers:
+            result = own_result(result)
         outcome, text = describe(result, limits, self._room)
+        if self.remembers:
+            outcome, text = remembered(outcome, text, result)
         ran = {"isolation": "remote", "exit_code": result.code}
         return Observation(text, outcome == "ok", outcome, time.monotonic() - start, ran)
 

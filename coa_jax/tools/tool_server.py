@@ -1,6 +1,7 @@
 """Serves ``wiki_search`` and ``code`` to other machines.
 
-``python -m coa_jax.tools.tool_server [--port 8000] [--corpus FILE.jsonl]``
+``python -m coa_jax.tools.tool_server [--port 8000] [--corpus FILE.jsonl]
+[--retrieval hybrid --encoder DIRECTORY]``
 
 * ``POST /retrieve`` as Search-R1 has it: ``{"queries": [...], "topk": 3, "return_scores": true}``
   -> ``{"result": [[{"document": {"id", "title", "contents"}, "score"}]]}``;
@@ -25,11 +26,13 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.tools.corpus import join_contents, read_corpus
+from coa_jax.tools.dense import RETRIEVALS, load_retriever
+from coa_jax.tools.encoder import EncoderConfig
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.sandbox.isolation import Isolation, find_isolation
 from coa_jax.tools.sandbox.limits import Limits
 from coa_jax.tools.sandbox.run import SandboxError, run_blocking
-from coa_jax.tools.wiki_search import WikiIndex, load_index
+from coa_jax.tools.wiki_search import Index
 
 _MAX_DRAINED = 64 << 20
 _MAX_BODY, _MAX_QUERIES, _MAX_TOP_K, _MAX_SECONDS = 4 << 20, 512, 100, 60.0
@@ -39,7 +42,7 @@ class BadRequestError(Exception):
     """The body of a request is not in the form of the interface."""
 
 
-def retrieve(index: WikiIndex, body: Any) -> dict[str, Any]:
+def retrieve(index: Index, body: Any) -> dict[str, Any]:
     """Answers ``/retrieve``.
 
     Raises:
@@ -170,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def make_server(
-    host: str, port: int, index: WikiIndex, isolation: Isolation | None, secret: Secret
+    host: str, port: int, index: Index, isolation: Isolation | None, secret: Secret
 ) -> ThreadingHTTPServer:
     """A server that is ready to ``serve_forever``; port 0 for any that is free."""
     routes: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -191,6 +194,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--corpus", default="", help="JSONL file; the Factbook without one")
+    parser.add_argument("--retrieval", default="bm25", choices=RETRIEVALS)
+    encoder = EncoderConfig()
+    parser.add_argument("--encoder", default="", help="Hugging Face directory of its model")
+    parser.add_argument("--query_prefix", default=encoder.query_prefix)
+    parser.add_argument("--passage_prefix", default=encoder.passage_prefix)
+    parser.add_argument("--encoder_device", default=encoder.device, help='"" for an accelerator')
     parser.add_argument("--key_env", default="", help="environment variable with the token")
     parser.add_argument("--no_code", action="store_true", help="do not offer /run_code")
     options = parser.parse_args(arguments)
@@ -202,9 +211,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--host {options.host} is open to others: give --key_env too")
         corpus = read_corpus(options.corpus) if options.corpus else None
         isolation = None if options.no_code else find_isolation()
-        server = make_server(
-            options.host, options.port, load_index(passages=corpus), isolation, secret
+        encoder = EncoderConfig(
+            options.encoder,
+            options.query_prefix,
+            options.passage_prefix,
+            device=options.encoder_device,
         )
+        index = load_retriever(options.retrieval, encoder, passages=corpus)
+        server = make_server(options.host, options.port, index, isolation, secret)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -23,7 +23,7 @@ from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
-from coa_jax.tools.wiki_search import WikiIndex
+from coa_jax.tools.wiki_search import Index
 
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
@@ -121,7 +121,7 @@ def searxng(url: str) -> Provider:
     return search
 
 
-def local(index: Callable[[], WikiIndex]) -> Provider:
+def local(index: Callable[[], Index]) -> Provider:
     """The index of ``wiki_search``; its links lead to `LOCAL_HOST`."""
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
@@ -175,7 +175,7 @@ class WebSearch:
 
     name = "web_search"
 
-    def __init__(self, config: WebSearchConfig, index: Callable[[], WikiIndex]):
+    def __init__(self, config: WebSearchConfig, index: Callable[[], Index]):
         """Sets up the provider.
 
         Args:

@@ -1,5 +1,7 @@
 """The ``wiki_search`` tool: BM25 over the World Factbook, embedded, nothing to start or download.
 
+``coa_jax.tools.dense`` has the searches by vectors that can take its place.
+
 Observations have the form of the authors' wiki server: ``Doc k (Title: t)``, the passage on the
 next line, a blank line between documents.  The index is built once (seconds) and kept on disk;
 where several passages score the same, the earlier one in the corpus comes first.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -18,9 +21,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -49,10 +52,29 @@ _WORD = re.compile(r"(?<![\w.])\.[a-z]{2}\b|[a-z0-9]+")
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A passage that answers a query and its BM25 score."""
+    """A passage that answers a query and its score; those of different searches do not compare."""
 
     passage: Passage
     score: float
+
+
+class Index(Protocol):
+    """What searches a fixed list of passages; safe to use from many threads."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def passages(self) -> Sequence[Passage]:
+        """What was indexed, in its order."""
+        ...
+
+    def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
+        """(number of a passage, its score), best first, at most ``top_k``."""
+        ...
+
+    def search(self, query: str, top_k: int) -> list[Hit]:
+        """The passages of `rank`."""
+        ...
 
 
 def tokenize(text: str) -> list[str]:
@@ -95,17 +117,17 @@ class WikiIndex:
         scorer.index(words, show_progress=False)
         return cls(tuple(passages), scorer)
 
-    def search(self, query: str, top_k: int) -> list[Hit]:
-        """The best passages, best first, at most ``top_k``; only those that share a word."""
+    def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
+        """See `Index`; only passages that share a word with the query."""
         words = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
         if not words:
             return []
         scores = self._scorer.get_scores(words)
-        top_k = min(top_k, len(scores))
-        least = np.partition(scores, -top_k)[-top_k]
-        candidates = np.flatnonzero((scores >= least) & (scores > 0))
-        best = candidates[np.argsort(-scores[candidates], kind="stable")][:top_k]
-        return [Hit(self._passages[i], float(scores[i])) for i in best]
+        return [(i, float(scores[i])) for i in best_rows(scores, top_k) if scores[i] > 0]
+
+    def search(self, query: str, top_k: int) -> list[Hit]:
+        """See `Index`."""
+        return [Hit(self._passages[i], score) for i, score in self.rank(query, top_k)]
 
     def save(self, folder: Path) -> None:
         """Writes the index with a manifest of checksums."""
@@ -134,6 +156,15 @@ class WikiIndex:
         lines = (folder / "passages.jsonl").read_text(encoding="utf-8").splitlines()
         rows = json.loads("[" + ",".join(lines) + "]")
         return cls([Passage(title, text) for title, text in rows], scorer)
+
+
+def best_rows(scores: np.ndarray, top_k: int) -> list[int]:
+    """Where the largest of some numbers are, best first, of equal ones the first."""
+    top_k = min(top_k, len(scores))
+    least = np.partition(scores, -top_k)[-top_k]
+    candidates = np.flatnonzero(scores >= least)
+    best = candidates[np.argsort(-scores[candidates], kind="stable")][:top_k]
+    return [int(i) for i in best]
 
 
 def _checksum(file: Path) -> str:
@@ -215,7 +246,7 @@ def _store(index: WikiIndex, folder: Path) -> None:
 
 
 class WikiSearch:
-    """Tool agent that answers a query with the best passages of the Factbook.
+    """Tool agent that answers a query with the best passages of a corpus, by default the Factbook.
 
     Calls run in threads, so a search never holds up the event loop, and any number may run at
     a time.  A query that the trajectory has made before is not searched again.
@@ -230,6 +261,7 @@ class WikiSearch:
         cache_dir: Path | str | None = None,
         passages: Sequence[Passage] | None = None,
         deadline: float = 30.0,
+        load: Callable[..., Index] = load_index,
     ):
         """Sets up the tool; the index is loaded at the first call or by `warm_up`.
 
@@ -239,6 +271,7 @@ class WikiSearch:
             cache_dir: where to keep the index; the user's cache folder when None.
             passages: another corpus than the Factbook.
             deadline: seconds a call may take.
+            load: what loads or builds the index, from the three settings before.
 
         Raises:
             UserError: a number is out of range.
@@ -249,15 +282,15 @@ class WikiSearch:
             raise UserError(f"wiki_search: passage_chars is {passage_chars}; give 40 or more")
         self.top_k = top_k
         self.deadline = deadline
-        self._settings = (cache_dir, passage_chars, passages)
-        self._index: WikiIndex | None = None
+        self._load = functools.partial(load, cache_dir, passage_chars, passages)
+        self._index: Index | None = None
         self._lock = threading.Lock()
 
-    def warm_up(self) -> WikiIndex:
+    def warm_up(self) -> Index:
         """Loads (or builds) the index now and returns it."""
         with self._lock:
             if self._index is None:
-                self._index = load_index(*self._settings)
+                self._index = self._load()
             return self._index
 
     def search(self, query: str) -> list[Hit]:

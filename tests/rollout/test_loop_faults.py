@@ -219,6 +219,27 @@ def test_time_for_tools_is_counted_over_all_calls():
     assert (short.stop_reason, len(short.tool_calls)) == (StopReason.TOOL_TIME, 1)
 
 
+def test_a_tool_knows_the_earlier_calls_and_how_they_ended():
+    seen = []
+
+    class Asks(Says):
+        async def __call__(self, arguments, context):
+            seen.append((context.history, context.outcomes))
+            observation = await super().__call__(arguments, context)
+            first = len(seen) == 1
+            return dataclasses.replace(observation, outcome="error") if first else observation
+
+    # Text that the policy never saw makes it call again and again.
+    ((trajectory,),) = run(requests(tasks=TASKS[:1]), tools=[Asks("wiki_search", HOSTILE)])
+    calls = trajectory.tool_calls
+    assert len(calls) >= 2 and calls[0].outcome == "error"
+    assert seen == [
+        (tuple((c.tool, c.arguments) for c in calls[:i]), tuple(c.outcome for c in calls[:i]))
+        for i, made in enumerate(calls)
+        if made.tool == "wiki_search"
+    ]
+
+
 def test_cancelling_frees_the_slots_and_stops_the_tools(greedy):
     hangs = Hangs("wiki_search", deadline=60.0)
 

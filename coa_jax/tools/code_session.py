@@ -1,0 +1,159 @@
+"""Programs of a trajectory that go on where the earlier ones ended: variables survive.
+
+Nothing is kept alive for that.  Each call runs the earlier programs of its trajectory again, their
+output thrown away, and then its own, all in one fresh sandbox.  So isolation and limits are those
+of any program, nothing is left when a trajectory ends or a run is killed, and a trajectory that is
+sampled again, elsewhere or after a restart, sees the same.  What that asks of programs is that they
+do the same again: `random` is seeded for it, the clock is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+
+from coa_jax.protocol import parse_code
+from coa_jax.tools.base import Outcome, ToolContext, own_calls
+from coa_jax.tools.sandbox.limits import Limits
+from coa_jax.tools.sandbox.run import Result
+
+FORGOTTEN = "What this program did is not remembered; variables are those of before it."
+
+_LONGEST_S = 60.0
+"""Wall seconds of a call with all that it runs again, unless one program may take longer."""
+
+# Runs in the sandbox, on whatever python is there.  The programs lie in a module of their own, so
+# that they do not see this one; each is its own file to whoever reads a traceback.
+_DRIVER = """\
+import sys
+
+def run(programs, cpu_s, wall_s):
+    import atexit, builtins, linecache, os, random, resource, signal, tempfile, traceback, types
+
+    module = types.ModuleType("__main__")
+    module.__builtins__ = builtins
+    sys.modules["__main__"] = module
+
+    def execute(number, name):
+        source = programs[number][0]
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        random.seed(number)
+        try:
+            exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+        finally:
+            if "threading" in sys.modules:
+                threads = sys.modules["threading"]
+                for thread in threads.enumerate():
+                    if thread is not threads.main_thread() and not thread.daemon:
+                        thread.join()
+
+    def stay(code):
+        if os.getpid() != here:
+            leave(code)
+        raise SystemExit(code)
+
+    def report(kind, error, trace):
+        while trace is not None and trace.tb_frame.f_globals is globals_here:
+            trace = trace.tb_next
+        if isinstance(error, SyntaxError) and error.filename in linecache.cache:
+            # Else it is a line of this file, which has that name on the disk.
+            error.text = linecache.getline(error.filename, error.lineno or 0) or error.text
+        traceback.print_exception(kind, error, trace)
+
+    globals_here, here, leave = globals(), os.getpid(), os._exit
+    os._exit = stay  # it would end the programs behind it too
+    sys.excepthook = report
+    streams = [os.dup(number) for number in range(3)]
+    for number, (source, given) in enumerate(programs[:-1], 1):
+        with tempfile.TemporaryFile() as reads, tempfile.TemporaryFile() as writes:
+            reads.write(given.encode("utf-8", "replace"))
+            reads.seek(0)
+            os.dup2(reads.fileno(), 0)
+            os.dup2(writes.fileno(), 1)
+            os.dup2(writes.fileno(), 2)
+            sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+            try:
+                execute(number - 1, "program_%d.py" % number)
+            except BaseException:
+                pass
+            if os.getpid() != here:  # a fork that came to the end of its program
+                leave(0)
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+    os._exit = leave
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    wanted = int(used.ru_utime + used.ru_stime + cpu_s + 0.999)
+    if soft == resource.RLIM_INFINITY or wanted < soft:
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted, hard))
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+    execute(len(programs) - 1, "program.py")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """A program behind those that it continues.
+
+    Attributes:
+        source: what to run.
+        limits: for all of them together.
+        remembered: how many are run again.
+    """
+
+    source: str
+    limits: Limits
+    remembered: int
+
+
+def continued(source: str, name: str, context: ToolContext, limits: Limits) -> Continued:
+    """What to run for a program that continues those of its trajectory.
+
+    Args:
+        source: the program.
+        name: of the tool.
+        context: of the call; programs that came to an end, with an exception too, are continued,
+            those that were stopped are not.
+        limits: of each program.
+    """
+    earlier = []
+    for arguments, outcome in own_calls(name, context):
+        parsed = parse_code(arguments)
+        if parsed is not None and outcome in ("ok", "error"):
+            earlier.append((parsed[0], parsed[1] or ""))
+    number = 1 + len(earlier)
+    wall_s = min(number * limits.wall_s, longest_s(limits.wall_s))
+    whole = dataclasses.replace(limits, wall_s=wall_s, cpu_s=number * limits.cpu_s)
+    programs = [*earlier, (source, "")]
+    data = json.dumps([programs, limits.cpu_s, limits.wall_s])
+    driver = f"{_DRIVER}\nimport json\nrun(*json.loads({data!r}))\n"
+    return Continued(driver, whole, len(earlier))
+
+
+def longest_s(wall_s: float) -> float:
+    """Wall seconds of a call at most, where a program may take ``wall_s``."""
+    return max(wall_s, _LONGEST_S)
+
+
+def own_result(result: Result) -> Result:
+    """How the last program ended, where its alarm has stopped it at its own limit of time."""
+    if result.code == 128 + signal.SIGALRM:
+        return dataclasses.replace(result, reason="wall", code=None)
+    return result
+
+
+def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, str]:
+    """Outcome and text of an observation, which say whether the program will be run again.
+
+    One that a signal has ended (no stack left, an allocation that failed) would end those behind it
+    too: it counts as one that was stopped.
+    """
+    if outcome == "error" and result.code is not None and result.code > 128:
+        outcome = "limit"
+    return outcome, f"{text}\n{FORGOTTEN}" if outcome in ("timeout", "limit") else text
