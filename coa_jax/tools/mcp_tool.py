@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
-from coa_jax.tools.net.secrets import Secret
+from coa_jax.tools.net.secrets import Secret, quieten
 from coa_jax.tools.net.text import clip
 
 T = TypeVar("T")
@@ -148,6 +148,7 @@ class _Session:
             parameters = StdioServerParameters(command=program, args=arguments, env=given)
             silent = Path(os.devnull).open("w")  # noqa: SIM115 - the stack closes it
             return stdio_client(parameters, errlog=stack.enter_context(silent))
+        quieten("mcp")
         headers = {}
         if config.key_env:
             headers["Authorization"] = f"Bearer {Secret(config.key_env).reveal()}"

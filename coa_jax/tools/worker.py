@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import queue
-import re
 import resource
 import select
 import signal
@@ -27,7 +26,9 @@ from typing import Any
 
 _HEAD = struct.Struct(">Q")
 _START = "from coa_jax.tools import worker; worker.serve()"
-_PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
+"""What parsers may know: any other variable may be a key."""
+
 _START_S = 30.0
 """Seconds that a worker may take to start and import what it needs."""
 
@@ -88,7 +89,7 @@ class Workers:
 
 class _Process:
     def __init__(self, function: str, memory_mb: int):
-        environment = {k: v for k, v in os.environ.items() if not _PRIVATE.search(k)}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         start = time.monotonic()
         self._process = subprocess.Popen(

@@ -23,10 +23,13 @@ import httpx2
 from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, GuardedBackend, parse_url, port_of
 from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.secrets import quieten
 
 T = TypeVar("T")
 
 USER_AGENT = "coa_jax/0.1 (research; tool of a language model)"
+
+quieten("httpcore2", "httpx2")
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 

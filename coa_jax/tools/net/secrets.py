@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -11,6 +12,12 @@ _SHORTEST = 6
 """Values below this many characters are no secrets: hiding them would blot out ordinary text."""
 
 HIDDEN = "[secret]"
+
+
+def quieten(*libraries: str) -> None:
+    """Keeps loggers silent that write down what was sent and answered, keys and all."""
+    for name in libraries:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Secret:
