@@ -60,8 +60,9 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
     argument, about = _INPUTS[tool.name]
     history: list[tuple[str, str]] = []
 
-    def forward(self: Any, **arguments: str) -> str:
-        body = body_of(tool.name, arguments)
+    def forward(self: Any, *given: str, **arguments: str) -> str:
+        # A ToolCallingAgent names the argument, the program of a CodeAgent need not.
+        body = body_of(tool.name, {**dict(zip((argument,), given, strict=False)), **arguments})
         context = ToolContext(episode, len(history), None, tuple(history))
         history.append((tool.name, body))
         return asyncio.run(call(tool, body, context)).text

@@ -13,6 +13,7 @@ import httpx
 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
+from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve.config import ServeConfig
@@ -49,9 +50,15 @@ def engine() -> Engine:
 
 
 @contextlib.contextmanager
-def server(config: ServeConfig = CONFIG, api_key: str | None = None) -> Iterator[str]:
-    """Its address; it ends with the context."""
-    service = Service(tiny_policy.policy(), engine(), list(tiny_policy.tools().values()), config)
+def server(
+    config: ServeConfig = CONFIG,
+    api_key: str | None = None,
+    policy: Model | None = None,
+    on: Engine | None = None,
+) -> Iterator[str]:
+    """Its address; it ends with the context.  By default it serves the tiny policy."""
+    used, tools = on or engine(), list(tiny_policy.tools().values())
+    service = Service(policy or tiny_policy.policy(), used, tools, config)
     listener = listen(config)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     loop, asked = asyncio.new_event_loop(), asyncio.Event()
@@ -77,7 +84,7 @@ def server(config: ServeConfig = CONFIG, api_key: str | None = None) -> Iterator
         loop.call_soon_threadsafe(asked.set)
         thread.join(60)
         assert ended == [None]
-        assert not engine().any_active
+        assert not used.any_active
 
 
 def meter(address: str, name: str) -> float:
