@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from coa_jax.ablation import UNFILTERED
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.smol_runs import SmolConfig
+from coa_jax.distill.synthesis.build import SynthesisConfig
+from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
 from coa_jax.distill.traces import TracesConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig
@@ -29,6 +32,7 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.shapes import architecture_of
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build
+from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -99,6 +103,30 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
         if "tasks" in values:
             assert set(values.pop("tasks")) == {"source", "train", "validation", "seed"}
         assert not values
+    elif stage == "synthesize":
+        for name, cls in (
+            ("synthesis", SynthesisConfig),
+            ("without_tools", ClosedBookConfig),
+            ("judge", JudgeConfig),
+        ):
+            build(cls, values.pop(name))
+        for name in ("endpoint", "solver"):
+            build(EndpointConfig, values.pop(name, {}))
+        assert set(values.pop("with_tools")) == {"attempts", "concurrency", "max_messages"}
+        assert not values
+    elif stage == "ablation":
+        for arm in values["arms"].values():
+            build(DistillConfig, {**values["teacher"], **arm})
+        build(ScratchConfig, values["policy"])
+        files = {"model": "m", "data": "d", "validation": "", "prompt_style": "brief"}
+        build(SFTConfig, {**values["sft"], **files})
+        build(EvaluateConfig, values["evaluate"])
+        assert values["reference"] in {*values["arms"], UNFILTERED}
+        assert set(values["distill"]) == {"tasks", "train"}
+    elif stage == "economy":
+        build(DistillConfig, values.pop("teacher"))
+        assert set(values.pop("tasks")) == {"source", "split", "num_tasks", "seed"}
+        assert set(values) == {"traces", "phase", "model", "number"}
     else:
         assert stage == "quickstart", f"say here how configs/{stage} are built"
         style = values["prompt_style"]
@@ -112,7 +140,7 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    stages = {*STAGES, *BASELINES, "quickstart", "serve"}
+    stages = {*STAGES, *BASELINES, "quickstart", "serve", "synthesize", "ablation", "economy"}
     assert {Path(path).parts[1] for path in CONFIGS} == stages
 
 

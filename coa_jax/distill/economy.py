@@ -2,14 +2,17 @@
 
 The paper reports 84.6 % fewer tokens (§5.1).  Here both sides are counted with one tokenizer and
 on the same solved questions.  A team pays for its prompts again at every turn: each agent is shown
-what has been said so far.
+what has been said so far.  A policy whose cache outlives its tool calls reads every token once; one
+that is called turn by turn pays for what came before again (``resent``).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from coa_jax import jsonl
 from coa_jax.distill.filters import Run, is_correct
@@ -17,6 +20,7 @@ from coa_jax.distill.llm import chat_of
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import AgentView
 from coa_jax.distill.team import tools_of
+from coa_jax.trajectory import Author, Trajectory
 
 CountTokens = Callable[[str], int]
 
@@ -81,3 +85,78 @@ def economy(
     means = dict(zip(names, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
     team = means["team_prompt"] + means["team_completion"]
     return {"questions": len(rows), **means, "saved": 1 - means["trajectory"] / team}
+
+
+def resent_tokens(trajectory: Trajectory) -> int:
+    """Tokens of a trajectory if each turn of the policy is one call that pays for its prompt.
+
+    A call's prompt is all that came before it, and a turn is a run of tokens that the policy wrote.
+    """
+    policy = trajectory.author == Author.POLICY
+    ends = np.flatnonzero(policy & ~np.append(policy[1:], False)) + 1
+    return int(ends.sum())
+
+
+def policy_economy(
+    runs: Mapping[str, Run],
+    trajectories: Iterable[Trajectory],
+    tools: Sequence[str],
+    count: CountTokens,
+) -> dict[str, Any]:
+    """Tokens of a team and of a policy on the same tasks.
+
+    Args:
+        runs: the team's run of each task, by its id.
+        trajectories: the policy's, graded; any number of a task.  Those without a grade, or whose
+            task the team could not be graded on, are left out and counted.
+        tools: names of the tools that the team holds.
+        count: length of a text in tokens, by the tokenizer of the trajectories.
+
+    Returns:
+        ``team`` and ``policy``: success and tokens of all attempts, failed ones included, for each
+        solved one; ``both_solved``: means over the pairs that both solved; ``saved``: the share
+        that the policy saves, in both ways of counting.
+    """
+    spent = {name: sum(team_tokens(run.log, tools, count)) for name, run in runs.items()}
+    rows, left_out = [], 0
+    for t in trajectories:
+        run = runs[t.task_id]
+        if run.correct is None or t.reward is None or t.reward.value is None:
+            left_out += 1
+            continue
+        tokens = (spent[t.task_id], len(t.tokens), resent_tokens(t), t.num_policy_tokens)
+        rows.append((is_correct(run), t.reward.value == 1.0, *tokens))
+    table = np.array(rows, float).reshape(-1, 6)
+    team_right, policy_right = table[:, 0] == 1, table[:, 1] == 1
+    both = table[team_right & policy_right, 2:]
+    names = ("team", "policy", "policy_resent", "policy_written")
+    told: dict[str, Any] = {
+        "samples": len(table),
+        "left_out": left_out,
+        "team": _side(team_right, {"tokens": table[:, 2]}),
+        "policy": _side(
+            policy_right,
+            {"tokens": table[:, 3], "resent": table[:, 4], "written": table[:, 5]},
+        ),
+        "both_solved": {"samples": len(both)},
+    }
+    if len(both):
+        told["both_solved"] |= dict(zip(names, both.mean(axis=0).tolist(), strict=True))
+        team, once, resent, _ = both.mean(axis=0)
+        per_solved = told["policy"]["tokens_per_solved"] / told["team"]["tokens_per_solved"]
+        told["saved"] = {
+            "both_solved": float(1 - once / team),
+            "both_solved_resent": float(1 - resent / team),
+            "per_solved": 1 - per_solved,
+        }
+    return told
+
+
+def _side(right: np.ndarray, tokens: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Success, and tokens of all attempts for each solved one."""
+    solved = int(right.sum())
+    told: dict[str, Any] = {"success": float(right.mean()) if len(right) else None}
+    for name, values in tokens.items():
+        told[f"{name}_per_attempt"] = float(values.mean()) if len(values) else None
+        told[f"{name}_per_solved"] = float(values.sum()) / solved if solved else None
+    return told

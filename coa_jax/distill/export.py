@@ -11,10 +11,13 @@ messages   ``NAME_messages.jsonl``                       TRL, ``datasets``
 tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
 ========== ============================================= ======================================
 
-The observations keep the markers by which the paper's fork masks them (``<observation`` up to
-``observation>`` and an empty line).  That rule learns the one line end before each observation,
-which the environment wrote; ``parts`` in the forms ``messages`` and ``tfds`` say exactly who wrote
-what.  Prompts are those of our own SFT with the same ``--prompt_style``.
+Every form says exactly who wrote what, so that the loss mask is that of our own SFT: the turns of
+``sharegpt`` (LLaMA-Factory learns those of ``gpt``; with its template ``empty`` they are joined as
+they are), ``policy`` in ``alpaca`` (spans of characters of ``output``), ``parts`` in ``messages``
+and ``tfds``.  Observations keep the markers by which the paper's fork masks them in ``alpaca``
+(``<observation`` up to ``observation>`` and an empty line); that rule learns the one line end
+before each observation, which the environment wrote.  Prompts are those of our own SFT with the
+same ``--prompt_style``.
 """
 
 from __future__ import annotations
@@ -42,14 +45,38 @@ def prompt_of(record: DistilledRecord, style: str) -> str:
     return render_prompt(get_protocol(record.protocol), record.question, style=style)
 
 
-def alpaca(record: DistilledRecord, style: str = "full") -> dict[str, str]:
-    """The record as a line of LLaMA-Factory's alpaca form."""
-    return {"instruction": prompt_of(record, style), "input": "", "output": record.text}
+def alpaca(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
+    """The record as a line of LLaMA-Factory's alpaca form, which lets further columns be.
+
+    ``policy`` holds (start, end) of each part of ``output`` that the policy wrote, in characters.
+    """
+    spans, end = [], 0
+    for author, text in record.parts:
+        start, end = end, end + len(text)
+        if author == "policy":
+            spans.append([start, end])
+    prompt = prompt_of(record, style)
+    return {"instruction": prompt, "input": "", "output": record.text, "policy": spans}
 
 
 def sharegpt(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
-    """The record as a line of LLaMA-Factory's sharegpt form."""
-    turns = (("human", prompt_of(record, style)), ("gpt", record.text))
+    """The record as a line of LLaMA-Factory's sharegpt form: what tools returned has its own turn.
+
+    Raises:
+        UserError: the policy has not the first and the last word, as that form demands.
+    """
+    turns = [("human", prompt_of(record, style))]
+    for author, text in record.parts:
+        who = "gpt" if author == "policy" else "observation"
+        if turns[-1][0] == who:
+            turns[-1] = (who, turns[-1][1] + text)
+        else:
+            turns.append((who, text))
+    if turns[1:2] == [] or not turns[1][0] == turns[-1][0] == "gpt":
+        raise UserError(
+            f"{record.id}: the form sharegpt needs records that begin and end with the policy's "
+            "text; leave it out of --forms, or export filtered records"
+        )
     return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
 

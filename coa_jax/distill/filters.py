@@ -28,12 +28,17 @@ class Run:
         record: the trajectory converted from them.
         reward: the trajectory as the task's grader sees it, the same one that grades policies;
             its part ``format`` says whether the protocol is obeyed.
+        correct: whether the answer is right; None where neither the grader nor a judge could say.
+        obeys: whether the instructions were kept, for the judge of these; None if it gave no
+            verdict.
     """
 
     task: Task
     log: MessageLog
     record: DistilledRecord
     reward: Reward
+    correct: bool | None
+    obeys: bool | None = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +76,19 @@ class FilterReport:
         return dataclasses.asdict(self)
 
 
+def grade_of(task: Task, reward: Reward) -> bool | None:
+    """Whether an answer is right for the task's grader; None if it could not say."""
+    grader = task.metadata.get("grader", "exact_match")
+    if grader in ("math", "code") and "scorer" not in task.metadata:
+        score = reward.parts.get(grader)
+    else:
+        score = reward.parts.get("judge", reward.parts["exact_match"])
+    return None if score is None else score == 1.0
+
+
 def is_correct(run: Run) -> bool:
-    """Whether the answer is right for the task's grader."""
-    return run.reward.parts["exact_match"] == 1.0
+    """Whether the answer is known to be right."""
+    return run.correct is True
 
 
 def obeys_protocol(run: Run) -> bool:
@@ -124,12 +139,14 @@ def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, 
     return (
         Filter("unanswered", lambda run: run.log.answer is not None),
         Filter("tool_fault", has_no_fault),
-        Filter("wrong_answer", is_correct),
+        Filter("wrong_answer", lambda run: run.correct is not False),
+        Filter("ungraded", lambda run: None not in (run.correct, run.obeys)),
         Filter("protocol", obeys_protocol),
         Filter("repeated_call", repeats_no_call),
         Filter("lucky_mistake", notices_mistakes),
         Filter("too_long", lambda run: len(run.record.text) <= max_chars),
         Filter("too_simple", lambda run: len(run.log.messages) >= min_interactions),
+        Filter("instruction_judge", lambda run: run.obeys is not False),
     )
 
 

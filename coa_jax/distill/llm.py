@@ -8,14 +8,18 @@ another try; a mind that stays unreadable ends its own run and no other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from coa_jax.distill.endpoint import Endpoint
 from coa_jax.distill.messages import AGENTS, Kind
 from coa_jax.distill.minds import DUTIES, MOVES, Action, AgentView, Minds
 from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_reflection
+
+T = TypeVar("T")
 
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 _FORMS = {
@@ -57,6 +61,22 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": asked}]
 
 
+def read_object(reply: str) -> dict[str, Any]:
+    """The JSON object in a reply, whatever words are around it.
+
+    Raises:
+        ValueError: there is none; the message is for the model.
+    """
+    found = _OBJECT.search(reply)
+    if found is None:
+        raise ValueError("the reply holds no JSON object")
+    try:
+        value: dict[str, Any] = json.loads(found[0], strict=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the reply is not valid JSON ({error})") from None
+    return value
+
+
 def read_action(reply: str, view: AgentView) -> Action:
     """The move that a reply makes.
 
@@ -64,13 +84,7 @@ def read_action(reply: str, view: AgentView) -> Action:
         ValueError: it is no JSON object of the form, or no move that the agent may make; the
             message is for the model.
     """
-    found = _OBJECT.search(reply)
-    if found is None:
-        raise ValueError("the reply holds no JSON object")
-    try:
-        value: Any = json.loads(found[0], strict=False)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the reply is not valid JSON ({error})") from None
+    value = read_object(reply)
     for name in ("to", "kind", "content"):
         if not isinstance(value.get(name), str):
             raise ValueError(f"{name!r} is missing or not text")
@@ -94,6 +108,40 @@ def read_action(reply: str, view: AgentView) -> Action:
     return Action(*move, content, thought.strip())
 
 
+async def ask(
+    endpoint: Endpoint,
+    chat: Sequence[Mapping[str, str]],
+    episode: str,
+    turn: str,
+    read: Callable[[str], T],
+    attempts: int = 3,
+) -> T:
+    """What a reply says; one that cannot be read is asked for again, with what is wrong with it.
+
+    Args:
+        endpoint: the model.
+        chat: what it is shown.
+        episode, turn: tell equal chats apart, see `Endpoint.complete`.
+        read: reads a reply; its ValueError is shown to the model.
+        attempts: replies that are asked for.
+
+    Raises:
+        ValueError: none of the replies could be read.
+        UserError: the budget is spent, or the endpoint does not answer.
+    """
+    problem = ""
+    for attempt in range(attempts):
+        reply = await endpoint.complete(chat, episode, f"{turn}/{attempt}")
+        try:
+            return read(reply)
+        except ValueError as error:
+            problem = str(error)
+        again = f"That could not be used: {problem}. Reply with the JSON object alone."
+        said = ({"role": "assistant", "content": reply}, {"role": "user", "content": again})
+        chat = [*chat, *said]
+    raise ValueError(f"no usable reply in {attempts} attempts: {problem}")
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageMind:
     """A mind that asks a model, and asks again with what was wrong.
@@ -113,21 +161,9 @@ class LanguageMind:
             ValueError: no attempt gave a move.
             UserError: the budget is spent, or the endpoint does not answer.
         """
-        chat, problem = chat_of(view), ""
-        for attempt in range(self.attempts):
-            turn = f"{len(view.messages)}/{view.role}/{attempt}"
-            reply = await self.endpoint.complete(chat, view.episode, turn)
-            try:
-                return read_action(reply, view)
-            except ValueError as error:
-                problem = str(error)
-            again = f"That could not be used: {problem}. Reply with the JSON object alone."
-            chat = [
-                *chat,
-                {"role": "assistant", "content": reply},
-                {"role": "user", "content": again},
-            ]
-        raise ValueError(f"no usable reply in {self.attempts} attempts: {problem}")
+        turn = f"{len(view.messages)}/{view.role}"
+        read = functools.partial(read_action, view=view)
+        return await ask(self.endpoint, chat_of(view), view.episode, turn, read, self.attempts)
 
 
 def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:

@@ -21,6 +21,7 @@ from coa_jax.distill.filters import (
     examples_of,
     failures_of,
     first_failure,
+    grade_of,
     has_no_fault,
     is_correct,
     obeys_protocol,
@@ -28,6 +29,7 @@ from coa_jax.distill.filters import (
     quality_filters,
     report_of,
 )
+from coa_jax.distill.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import Minds
 from coa_jax.distill.scripted import scripted_minds
@@ -35,7 +37,7 @@ from coa_jax.distill.selection import SelectionConfig, further_filters, set_filt
 from coa_jax.distill.team import solve
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.graders import grade
+from coa_jax.tasks.graders import grade, run_blocking
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import DistilledRecord
 
@@ -56,6 +58,7 @@ class DistillConfig:
         plain_fraction: share of the runs without reflection or correction that is kept.
         corrected_copies: how often a run that corrected its answer is written.
         selection: thresholds of further filters.
+        judges: models that are asked where rules cannot decide.
     """
 
     mistake_rate: float = 0.1
@@ -68,6 +71,7 @@ class DistillConfig:
     plain_fraction: float = 1.0
     corrected_copies: int = 1
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
+    judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def __post_init__(self) -> None:
         for name in ("mistake_rate", "unrecovered_rate", "plain_fraction"):
@@ -172,7 +176,8 @@ def as_run(task: Task, log: MessageLog) -> Run:
     metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
     metadata["source"] = task.source
     record = convert(log, task.protocol, task.gold, metadata)
-    return Run(task, log, record, grade(task, as_trajectory(record, log)))
+    reward = grade(task, as_trajectory(record, log))
+    return Run(task, log, record, reward, grade_of(task, reward))
 
 
 def select(
@@ -182,7 +187,7 @@ def select(
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Converts and filters finished runs; a pure function of them.
+    """Converts and filters finished runs; a pure function of them and of the judges' verdicts.
 
     Args:
         tasks: the tasks.
@@ -196,6 +201,10 @@ def select(
     """
     filters, together = config.filters(count_tokens), config.set_filters()
     runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
+    if config.judges.answer:
+        runs = run_blocking(judge_answers(runs, config.judges.answer))
+    if config.judges.instruction:
+        runs = run_blocking(judge_instructions(runs, filters, config.judges.instruction))
     failures = failures_of(runs, filters, together)
     if on_example is not None:
         for example in examples_of(runs, failures):
@@ -266,7 +275,8 @@ def teacher_block(
 ) -> dict[str, Any]:
     """The "teacher" block of ``summary.json``, over unfiltered runs.
 
-    Runs with a faulted tool call are neither right nor wrong: they are left out and counted.
+    Runs with a faulted tool call, or that the grader could not judge, are neither right nor wrong:
+    they are left out and counted.
 
     Args:
         tasks: the tasks.
@@ -275,7 +285,7 @@ def teacher_block(
             write to each other and to tools); None leaves that figure None.
     """
     runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
-    graded = [run for run in runs if has_no_fault(run)]
+    graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
     n = len(graded)
     right = sum(is_correct(run) for run in graded)
     valid = sum(obeys_protocol(run) for run in graded)

@@ -84,7 +84,7 @@ def solve(program: Program) -> Solution | None:
             value = inverse_keys().get((step.relation, step.value))
             used += [value] if value else []
         elif isinstance(step, Arithmetic):
-            value = _compute(step.operation, values[step.a.step], values[step.b.step])
+            value = compute(step.operation, values[step.a.step], values[step.b.step])
         else:
             subject = values[step.subject.step] if isinstance(step.subject, Ref) else step.subject
             key = "neighbour" if isinstance(step, Neighbour) else step.relation
@@ -95,10 +95,11 @@ def solve(program: Program) -> Solution | None:
         if not value or value == "0":
             return None
         values.append(value)
-    return Solution(_gold(program, values[-1]), tuple(dict.fromkeys(used)))
+    return Solution(accepted_answers(program, values[-1]), tuple(dict.fromkeys(used)))
 
 
-def _compute(operation: str, a: str, b: str) -> str:
+def compute(operation: str, a: str, b: str) -> str:
+    """The result of an operation of `OPERATIONS` on two numbers of the Factbook, as a text."""
     x, y = to_decimal(a), to_decimal(b)
     if operation == "ratio":
         return repr(round(float(x) / float(y), 2))
@@ -106,7 +107,8 @@ def _compute(operation: str, a: str, b: str) -> str:
     return f"{value.normalize():f}"
 
 
-def _gold(program: Program, value: str) -> tuple[str, ...]:
+def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
+    """What is accepted as the answer of a program (`Task.gold`), given the value of its result."""
     last = program.steps[-1]
     if isinstance(last, Arithmetic):
         return (value,)

@@ -18,7 +18,7 @@ import functools
 import json
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_boxed
@@ -32,6 +32,8 @@ from coa_jax.tasks.private_tests import load_private_tests
 from coa_jax.tools.sandbox.run import SandboxError
 from coa_jax.tools.turns import Turns
 from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
+
+T = TypeVar("T")
 
 ANSWER_REWARDS = ("exact_match", "f1", *release_rewards.QA)
 
@@ -233,7 +235,7 @@ def grade(task: Task, trajectory: Trajectory) -> Reward:
     return _default()(task, trajectory)
 
 
-def run_blocking(coroutine: Coroutine[Any, Any, Reward]) -> Reward:
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end, in a thread of its own where an event loop runs already."""
     try:
         asyncio.get_running_loop()

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation
@@ -107,36 +107,47 @@ class Judge:
         answer = answer.strip()
         if not answer or len(answer) > self._config.answer_chars:
             return False
-        model = self._config.chat.model
-        key = key_of("judge", model, _SYSTEM, _PROMPT, question, list(gold), answer)
+        data = {"question": question, "gold": list(gold), "answer": answer}
+        return await self.decide(_SYSTEM, _PROMPT, data)
+
+    async def decide(self, system: str, prompt: str, data: Mapping[str, object]) -> bool | None:
+        """A verdict of the agreed form (`parse_verdict`) on anything; None if none was to be had.
+
+        Args:
+            system: what the judge is.
+            prompt: what it shall decide, with a slot ``{mark}`` around the data and one for each
+                of the data.
+            data: JSON values, which the judge is shown as JSON strings.
+
+        Raises:
+            UserError: the key of the endpoint is not in the environment.
+        """
+        key = key_of("judge", self._config.chat.model, system, prompt, *data.values())
         known = await asyncio.to_thread(self._store.get, key) if self._store else None
         if known is not None:
             return known.ok
         start = time.monotonic()
         async with self._turns.here():
-            verdict = await self._ask(question, gold, answer)
+            verdict = await self._ask(system, prompt, data)
         if verdict is None:
             self.failures += 1
             return None
         if self._store is not None:
             correct, rationale = verdict
             seen = Observation(rationale, correct, "ok", time.monotonic() - start)
-            await asyncio.to_thread(self._store.put, key, "judge", answer, seen)
+            judged = str(list(data.values())[-1])
+            await asyncio.to_thread(self._store.put, key, "judge", judged, seen)
         return verdict[0]
 
     async def _ask(
-        self, question: str, gold: Sequence[str], answer: str
+        self, system: str, prompt: str, data: Mapping[str, object]
     ) -> tuple[bool, str] | None:
+        shown = {name: _quoted(value) for name, value in data.items()}
         for _ in range(self._config.attempts):
-            prompt = _PROMPT.format(
-                mark=f"[{secrets.token_hex(8)}]",
-                question=_quoted(question),
-                gold=_quoted(list(gold)),
-                answer=_quoted(answer),
-            )
+            asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
             messages = [
-                {"role": "system", "content": _SYSTEM},
-                {"role": "user", "content": prompt},
+                {"role": "system", "content": system},
+                {"role": "user", "content": asked},
             ]
             try:
                 verdict = parse_verdict(await chat(self._config.chat, messages))

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.cli import load_config
 from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.errors import UserError
+from coa_jax.tasks import load_tasks
 from coa_jax.trajectory import read_records
 
+TASKS = load_config("configs/distill/factbook.py").tasks.source
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = DistillConfig(mistake_rate=0.3, unrecovered_rate=0.1)
 
@@ -118,6 +121,32 @@ def test_a_killed_command_continues_to_the_same_files(tmp_path):
     assert summaries[0]["data"] == summaries[1]["data"]
     assert summaries[0]["teacher"]["n"] == 10
     assert "teacher pass@1" in finished.stdout
+
+
+@pytest.mark.slow
+def test_two_thousand_runs_killed_on_the_way_hold_every_task_once(tmp_path):
+    """The bar: under ten minutes on two cores, and the kills change no byte."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    size = ("--config.tasks.train=2000", "--config.teacher.concurrency=16")
+    start = time.monotonic()
+    assert run(straight, *size).returncode == 0
+    seconds = time.monotonic() - start
+    print(f"2,000 runs and 10 of validation, start of the process included: {seconds:.1f} s")
+    assert seconds < 600
+    journal = killed / "journal" / "train.jsonl"
+    for enough in (600, 1300):
+        process = subprocess.Popen(command(killed, *size), cwd=ROOT, stderr=subprocess.DEVNULL)
+        while not (journal.exists() and journal.read_bytes().count(b"\n") > enough):
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    finished = run(killed, *size)
+    assert finished.returncode == 0, finished.stderr
+    assert (killed / "train.jsonl").read_bytes() == (straight / "train.jsonl").read_bytes()
+    episodes = [json.loads(line)["episode"] for line in journal.read_text().splitlines()[1:]]
+    assert len(episodes) == len(set(episodes)) == 2000
+    assert set(episodes) == {task.id for task in load_tasks(TASKS, "train", 2000, 0)}
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):

@@ -63,15 +63,23 @@ def test_llama_factory_finds_the_files_and_masks_the_observations(out):
     assert set(info) == {"train_alpaca", "train_sharegpt"}
     rows = json.loads((out / info["train_alpaca"]["file_name"]).read_text())
     columns = info["train_alpaca"]["columns"]
-    assert all(set(row) == set(columns.values()) for row in rows)
+    assert all(set(row) == {*columns.values(), "policy"} for row in rows)
     chats = json.loads((out / info["train_sharegpt"]["file_name"]).read_text())
     for record, row, chat in zip(RECORDS, rows, chats, strict=True):
-        human, gpt = chat[info["train_sharegpt"]["columns"]["messages"]]
-        assert (human["from"], gpt["from"]) == ("human", "gpt")
-        assert row["instruction"] == human["value"] == prompt_of(record, "full")
-        assert row["output"] == gpt["value"] == record.text
+        human, *turns = chat[info["train_sharegpt"]["columns"]["messages"]]
+        # LLaMA-Factory takes turns in this order only, and learns those of gpt.
+        assert [turn["from"] for turn in turns] == ["gpt", "observation"] * 2 + ["gpt"]
+        assert human == {"from": "human", "value": prompt_of(record, "full")}
+        assert row["instruction"] == human["value"]
+        assert row["output"] == "".join(turn["value"] for turn in turns) == record.text
+        learned = [turn["from"] == "gpt" for turn in turns for _ in turn["value"]]
+        assert np.array_equal(learned, mask_of(record))
+        spans = np.zeros(len(row["output"]), bool)
+        for start, end in row["policy"]:
+            spans[start:end] = True
+        assert np.array_equal(spans, mask_of(record))
         theirs, ours = mask_by_markers(row["output"]), mask_of(record)
-        # They also learn the line end before an observation, and nothing else of it.
+        # The fork's rule also learns the line end before an observation, and nothing else of it.
         extra = np.flatnonzero(theirs != ours)
         assert [record.text[i : i + 13] for i in extra] == ["\n<observation>"[:13]] * 2
         assert theirs[extra].all()
@@ -115,6 +123,13 @@ def test_a_second_export_replaces_the_first(tmp_path):
 def test_an_unknown_form_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="'parquet' is unknown; known are alpaca"):
         export(RECORDS, tmp_path, "train", ("parquet",))
+
+
+def test_a_record_without_the_last_word_of_the_policy_is_no_sharegpt(tmp_path):
+    cut = convert(log_of(("plan", "1. look"), ("call", "x"), ("observation", "y")), "generalist")
+    with pytest.raises(UserError, match="begin and end with the policy"):
+        export([cut], tmp_path, "train", ("sharegpt",))
+    export([cut], tmp_path, "train", ("alpaca",))
 
 
 def test_the_card_counts_what_is_there():

@@ -123,7 +123,11 @@ PLANTED = {
         )[int(n.split("/")[1]) % 3],
     ),
     "plain_share": lambda n: run_of(n, lambda s, r, e: [("request", f"Go {n}."), *s, *e]),
+    "ungraded": run_of,
+    "instruction_judge": run_of,
 }
+# What judges said of these (their own test is test_judges.py).
+JUDGED = {"ungraded": {"correct": None}, "instruction_judge": {"obeys": False}}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +150,10 @@ def planted(config):
 
 
 def failures(planted, config):
-    runs = [as_run(task, log) for _, (task, log) in planted]
+    runs = [
+        dataclasses.replace(as_run(task, log), **JUDGED.get(kind, {}))
+        for kind, (task, log) in planted
+    ]
     filters = config.filters(count_tokens)
     return runs, failures_of(runs, filters, config.set_filters())
 

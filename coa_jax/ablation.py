@@ -1,0 +1,307 @@
+r"""What the filters of distillation are worth: SFT on sets that were filtered in different ways.
+
+    python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
+
+For each seed the teacher solves the training tasks once.  Each arm selects from the same runs, a
+policy is fine-tuned from the same parameters for the same number of updates, and answers the same
+held-out tasks with live tools.  Writes ``report.md`` and ``summary.json``; each arm of each seed
+has a run directory of its own.  A killed run continues when started again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+from absl import flags
+
+from coa_jax import files
+from coa_jax.cli import config_flag, run_main
+from coa_jax.distill.dataset import Split, distill_split, statistics_of
+from coa_jax.distill.pipeline import DistillConfig, as_run, select
+from coa_jax.errors import UserError
+from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate
+from coa_jax.learn import sft
+from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.model.api import load_model
+from coa_jax.progress import Bar, progress
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
+from coa_jax.tasks import Task, load_tasks
+from coa_jax.tools.base import Tool
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.trajectory import DistilledRecord, Trajectory, read_records, write_records
+
+UNFILTERED = "unfiltered"
+"""The arm that learns every run as it is."""
+
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""0.975 quantiles of Student's t for 1 to 9 degrees of freedom."""
+
+
+class Ablation:
+    """The stages over one work directory."""
+
+    def __init__(self, config: ml_collections.ConfigDict, workdir: Path):
+        """Reads the configuration.
+
+        Raises:
+            UserError: a setting is wrong.
+        """
+        self.config, self.workdir = config.to_dict(), workdir
+        settings = build(ToolsConfig, self.config["tools"], "config.tools")
+        self.tools: list[Tool] = make_tools(settings)
+        self.teacher = build(DistillConfig, self.config["teacher"], "config.teacher")
+        self.arms = {
+            name: dataclasses.replace(self.teacher, **arm)
+            for name, arm in self.config["arms"].items()
+        }
+        if not self.arms or UNFILTERED in self.arms:
+            raise UserError(f"config.arms: name one arm or more, none of them {UNFILTERED!r}")
+        if not 1 <= len(self.config["seeds"]) <= len(_T_975) + 1:
+            raise UserError(f"config.seeds: give 1 to {len(_T_975) + 1} seeds")
+        evaluation = build(EvaluateConfig, self.config["evaluate"], "config.evaluate")
+        self.evaluation = evaluation
+        self.held_out = load_tasks(
+            evaluation.tasks, evaluation.split, evaluation.num_tasks, evaluation.seed
+        )
+
+    def data(self, seed: int) -> dict[str, dict[str, Any]]:
+        """Distils for one seed and writes every arm's records; returns figures of the sets."""
+        folder, source = self.workdir / f"seed{seed}", self.config["distill"]
+        teacher = dataclasses.replace(self.teacher, seed=seed)
+        tasks = load_tasks(source["tasks"], "train", source["train"], seed)
+        named = {tool.name: tool for tool in self.tools}
+        with progress(f"distil seed {seed}", total=len(tasks)) as bar:
+            split = distill_split(
+                "train",
+                tasks,
+                named,
+                teacher,
+                folder / "data",
+                self.config["tools"],
+                functools.partial(_show, bar),
+            )
+        told = {}
+        for name, records, dropped in self._sets(tasks, split, seed):
+            write_records(folder / name / "train.jsonl", records)
+            told[name] = {"dropped": dropped, **statistics_of(records)}
+        return told
+
+    def _sets(
+        self, tasks: Sequence[Task], split: Split, seed: int
+    ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
+        """(arm, records, what its filters dropped) of all arms, from the same runs."""
+        runs = [as_run(task, log) for task, log in zip(tasks, split.logs, strict=True)]
+        sets = [(UNFILTERED, [run.record for run in runs], dict[str, int]())]
+        for name, arm in self.arms.items():
+            records, report = select(tasks, split.logs, dataclasses.replace(arm, seed=seed))
+            sets.append((name, records, {k: n for k, n in report.dropped.items() if n}))
+        return sets
+
+    def base(self, seed: int) -> Path:
+        """The untrained policy of a seed, from which every arm starts."""
+        path = self.workdir / f"seed{seed}" / "base"
+        if not (path / "config.json").is_file():
+            policy = build(ScratchConfig, self.config["policy"], "config.policy")
+            records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
+            style = self.config["prompt_style"]
+            write_policy(dataclasses.replace(policy, seed=seed), records, style, path)
+        return path
+
+    def arm(self, seed: int, name: str) -> dict[str, Any]:
+        """Fine-tunes and measures one arm; returns its figures and its answers' grades."""
+        folder = self.workdir / f"seed{seed}" / name
+        with RunDir(folder) as run:
+            summary = folder / "summary.json"
+            known = files.read_json_object(summary) if summary.exists() else {}
+            if "grades" not in known:
+                began = time.monotonic()
+                sft.train(self._sft(seed, name), run, folder / "model")
+                trained = time.monotonic()
+                groups = self._evaluate(folder / "model", run, name)
+                took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
+                run.summary({**blocks(groups, "policy"), "grades": _grades(groups)})
+                run.summary({"timings_s": took})
+        return files.read_json_object(folder / "summary.json")
+
+    def _sft(self, seed: int, name: str) -> sft.SFTConfig:
+        values = {
+            **self.config["sft"],
+            "model": str(self.base(seed)),
+            "data": str(self.workdir / f"seed{seed}" / name / "train.jsonl"),
+            "validation": "",
+            "prompt_style": self.config["prompt_style"],
+            "seed": seed,
+        }
+        return build(sft.SFTConfig, values, "config.sft")
+
+    def _evaluate(self, model: Path, run: RunDir, name: str) -> list[list[Trajectory]]:
+        run.rewind("evaluate", 0)
+        loaded = load_model(model)
+        groups = evaluate(loaded, self.held_out, self.evaluation, self.tools, name)
+        run.traces(1, "evaluate", [t.to_json() for group in groups for t in group])
+        return groups
+
+
+def _show(bar: Bar, done: int) -> None:
+    bar.update(done - bar.done)
+
+
+def _grades(groups: Sequence[Sequence[Trajectory]]) -> list[float | None]:
+    """For each task the mean grade of its samples; None where none could be graded."""
+    grades = []
+    for group in groups:
+        values = [t.reward.value for t in group if t.reward and t.reward.value is not None]
+        grades.append(float(np.mean([value == 1.0 for value in values])) if values else None)
+    return grades
+
+
+# --- what comes out ------------------------------------------------------------------------
+
+
+def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and 95 % interval by Student's t over seeds; no interval for a single one."""
+    mean, n = float(np.mean(values)), len(values)
+    if n < 2:
+        return {"mean": mean, "ci95": None, "seeds": list(values)}
+    half = _T_975[n - 2] * float(np.std(values, ddof=1)) / n**0.5
+    return {"mean": mean, "ci95": [mean - half, mean + half], "seeds": list(values)}
+
+
+def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
+    """How much better one arm is than another.
+
+    Args:
+        one, other: float[seeds, tasks], grades from 0 to 1; NaN where there is none.
+
+    Returns:
+        The mean difference with two 95 % intervals: over seeds (Student's t: would other seeds show
+        it?), and over tasks, their differences averaged over these seeds (normal approximation:
+        would other tasks show it for policies like these?).
+    """
+    difference = one - other
+    by_task = np.nanmean(difference, axis=0)
+    by_task = by_task[~np.isnan(by_task)]
+    over_seeds = mean_over_seeds([float(np.nanmean(row)) for row in difference])
+    half = 1.959964 * float(np.std(by_task, ddof=1)) / len(by_task) ** 0.5
+    mean = float(np.mean(by_task))
+    return {**over_seeds, "ci95_tasks": [mean - half, mean + half], "tasks": len(by_task)}
+
+
+def results(grades: Mapping[str, np.ndarray], reference: str) -> dict[str, Any]:
+    """pass@1 of every arm and its difference to the reference, see `paired_difference`."""
+    told = {}
+    for name, values in grades.items():
+        rates = [float(np.nanmean(row)) for row in values]
+        told[name] = {"pass_at_1": mean_over_seeds(rates)}
+        if name != reference:
+            told[name]["minus_reference"] = paired_difference(values, grades[reference])
+    return told
+
+
+def report(
+    told: Mapping[str, Any],
+    sets: Mapping[str, Sequence[Mapping[str, Any]]],
+    reference: str,
+    updates: int,
+) -> str:
+    """The results as Markdown.
+
+    Args:
+        told: of `results`.
+        sets: for each arm the figures of its set, by seed.
+        reference: the arm that others are compared with.
+        updates: of each policy.
+    """
+    lines = [
+        "# SFT on differently filtered sets",
+        "",
+        f"Every policy makes {updates} updates from the same start; the same held-out tasks. "
+        "Intervals are 95 %: over seeds by Student's t, over tasks with these seeds.",
+        "",
+        f"| arm | records | pass@1 by seed | mean (over seeds) | minus {reference} (over seeds) "
+        "| (over tasks) |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, entry in told.items():
+        rate, less = entry["pass_at_1"], entry.get("minus_reference")
+        records = ", ".join(str(one["records"]) for one in sets[name])
+        seeds = ", ".join(f"{value:.3f}" for value in rate["seeds"])
+        row = [name, records, seeds, _with(rate["mean"], rate["ci95"], "")]
+        row += [_with(less["mean"], less["ci95"], "+") if less else ""]
+        row += [_with(less["mean"], less["ci95_tasks"], "+") if less else ""]
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "| arm | seed | with reflection | with correction | dropped |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for name, by_seed in sets.items():
+        for number, one in enumerate(by_seed):
+            dropped = ", ".join(f"{why} {count}" for why, count in one["dropped"].items())
+            shares = f"{one['with_reflection']:.3f} | {one['with_correction']:.3f}"
+            lines.append(f"| {name} | {number} | {shares} | {dropped or 'nothing'} |")
+    return "\n".join([*lines, ""])
+
+
+def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
+    text = f"{mean:{sign}.3f}"
+    return (
+        text if interval is None else f"{text} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
+    )
+
+
+def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs every arm of every seed that is not there yet; returns the summary."""
+    with RunDir(workdir) as run:
+        if changes := run.config_changes(config):
+            raise UserError(
+                f"{workdir} holds a run with another config ({changes[0]}): give the same one to "
+                "go on, or another --workdir"
+            )
+        run.write_config(config)
+        work = Ablation(config, workdir)
+        names, seeds = (UNFILTERED, *work.arms), work.config["seeds"]
+        sets: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        rows: dict[str, list[list[float | None]]] = {name: [] for name in names}
+        took: dict[str, float] = {}
+        for seed in seeds:
+            figures = work.data(seed)
+            for name in names:
+                print(f"seed {seed}, {name} ...", flush=True)
+                done = work.arm(seed, name)
+                sets[name].append(figures[name])
+                rows[name].append(done["grades"])
+                took[f"seed{seed}/{name}"] = sum(done["timings_s"].values())
+                block = done["policy"]
+                print(f"  pass@1 {block['pass_at_1']:.3f}, {figures[name]['records']} records")
+        grades = {name: np.array(values, float) for name, values in rows.items()}
+        reference = work.config["reference"]
+        told = results(grades, reference)
+        summary = {"arms": told, "sets": sets, "reference": reference, "timings_s": took}
+        run.summary(json.loads(json.dumps(summary)))
+        text = report(told, sets, reference, work.config["sft"]["optimizer"]["total_steps"])
+        files.replace(workdir / "report.md", text.encode())
+    return summary
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/ablation/factbook.py")
+    flags.DEFINE_string("workdir", "runs/ablation", "where the runs are written")
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    workdir = Path(flags.FLAGS.workdir)
+    run_ablation(flags.FLAGS.config, workdir)
+    print((workdir / "report.md").read_text())
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,309 @@
+"""From a corpus to checked tasks: atomic ones, then deeper and wider ones made of those.
+
+What is done next depends on the seed and on what authors and solvers said, never on time or
+concurrency, so a run that was killed repeats its way over the recorded replies to where it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from coa_jax.distill.synthesis.drafts import (
+    Author,
+    Document,
+    Draft,
+    Duplicates,
+    TextRules,
+    document_of,
+    screen,
+    told,
+)
+from coa_jax.distill.synthesis.solvers import Verdict
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import SPLITS, Task
+from coa_jax.tasks.factbook_facts import fraction
+from coa_jax.tasks.grading import parse_number
+from coa_jax.tools.wiki_search import WikiIndex
+
+Solver = Callable[[Sequence[Task]], Awaitable[list[Verdict]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesisConfig:
+    """What is made.
+
+    Attributes:
+        atomic: number of tasks with one hop.
+        depth: numbers of tasks with two, three, ... hops, each hop asking about the answer of the
+            one before.
+        width: number of tasks that join two atomic ones.
+        splits: splits that are written; a task belongs to that of its documents.
+        protocol: of the tasks.
+        seed: which documents, in which order.
+        batch: drafts that are worked on together.
+        candidates: documents that are tried for a further hop of one draft.
+        text: what is asked of texts.
+    """
+
+    atomic: int = 300
+    depth: tuple[int, ...] = (200, 100)
+    width: int = 100
+    splits: tuple[str, ...] = SPLITS
+    protocol: str = "generalist"
+    seed: int = 0
+    batch: int = 64
+    candidates: int = 8
+    text: TextRules = dataclasses.field(default_factory=TextRules)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.splits) - set(SPLITS))
+        if unknown or not self.splits:
+            raise UserError(f"synthesis.splits: give some of {', '.join(SPLITS)}")
+        if min(self.atomic, self.width, *self.depth, 0) < 0 or self.batch < 1:
+            raise UserError("synthesis: numbers of tasks are 0 or more, and a batch is 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A draft with what became of it: ``reason`` why it was dropped, None if it is kept."""
+
+    draft: Draft
+    reason: str | None
+    figures: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Funnel:
+    """Counts of one stage: ``asked`` documents or drafts went in, ``failed`` of them gave nothing
+    readable, ``empty`` nothing at all; of the ``drafted`` ones the rest are dropped or kept.
+    """
+
+    wanted: int
+    asked: int = 0
+    failed: int = 0
+    empty: int = 0
+    drafted: int = 0
+    kept: int = 0
+    dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts as JSON values."""
+        return {**dataclasses.asdict(self), "dropped": dict(sorted(self.dropped.items()))}
+
+
+Job = Callable[[], Awaitable[list[Draft]]]
+"""Writes drafts; raises ValueError where the author gave nothing usable."""
+
+
+class Synthesis:
+    """The work on one corpus.
+
+    Attributes:
+        items: every draft so far.
+        funnels: counts by stage.
+    """
+
+    def __init__(
+        self,
+        config: SynthesisConfig,
+        index: WikiIndex,
+        author: Author,
+        with_tools: Solver,
+        without_tools: Solver,
+        source: str,
+        on_kept: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Takes the parts.
+
+        Args:
+            config: what is made.
+            index: the corpus.
+            author: who writes.
+            with_tools, without_tools: who tries to solve.
+            source: of the tasks.
+            on_kept: called with (stage, kept so far, wanted) after each batch.
+        """
+        self._config, self._index, self._author = config, index, author
+        self._with_tools, self._without_tools = with_tools, without_tools
+        self._source = source
+        self._tell = on_kept or (lambda stage, kept, wanted: None)
+        self._duplicates = Duplicates(config.text.near_duplicate)
+        self.items: list[Item] = []
+        self.funnels: dict[str, Funnel] = {}
+
+    @property
+    def kept(self) -> list[Item]:
+        """Drafts that passed every check."""
+        return [item for item in self.items if item.reason is None]
+
+    async def run(self) -> None:
+        """Makes all tasks.
+
+        Raises:
+            UserError: a budget is spent or a model cannot be reached; run again to continue.
+        """
+        config = self._config
+        level = await self._stage("atomic", config.atomic, map(self._atomic, self._documents()))
+        atomic = level
+        for hops, number in enumerate(config.depth, 2):
+            level = await self._stage(f"depth_{hops}", number, map(self._deeper, level))
+        await self._stage("width", config.width, map(self._wider, self._pairs(atomic)))
+
+    def task_rows(self) -> list[dict[str, Any]]:
+        """The kept tasks as lines of a question file."""
+        return [
+            {
+                "id": item.draft.id,
+                "question": item.draft.question,
+                "answer": list(item.draft.gold),
+                "split": item.draft.split,
+                "protocol": self._config.protocol,
+                "metadata": {**item.draft.to_json(), "source": self._source, **item.figures},
+            }
+            for item in self.kept
+        ]
+
+    def dropped_rows(self) -> list[dict[str, Any]]:
+        """The dropped drafts with their reasons."""
+        return [
+            {
+                "reason": item.reason,
+                "question": item.draft.question,
+                "answer": list(item.draft.gold),
+                "metadata": {**item.draft.to_json(), **item.figures},
+            }
+            for item in self.items
+            if item.reason is not None
+        ]
+
+    # --- what is written --------------------------------------------------------------------
+
+    def _documents(self) -> list[Document]:
+        """The documents of the wanted splits in the order of the seed."""
+        seed, splits = self._config.seed, self._config.splits
+        documents = dict.fromkeys(map(document_of, self._index.passages))
+        wanted = [document for document in documents if document.split in splits]
+        return sorted(wanted, key=lambda d: fraction(seed, "document", d.title, d.text))
+
+    def _atomic(self, document: Document) -> Job:
+        return lambda: self._author.atomic(document)
+
+    def _deeper(self, draft: Draft) -> Job:
+        async def job() -> list[Draft]:
+            for document in self._about_answer(draft):
+                deeper = await self._author.deepen(draft, document)
+                if deeper is not None:
+                    return [deeper]
+            return []
+
+        return job
+
+    def _wider(self, pair: tuple[Draft, Draft]) -> Job:
+        async def job() -> list[Draft]:
+            wider = await self._author.widen(*pair)
+            return [] if wider is None else [wider]
+
+        return job
+
+    def _about_answer(self, draft: Draft) -> list[Document]:
+        """Other documents of the split that speak of the draft's answer, in a seeded order."""
+        answer = draft.steps[-1][1]
+        if parse_number(answer) is not None or "|" in answer or ";" in answer:
+            return []
+        found = []
+        for hit in self._index.search(answer, 16 * self._config.candidates):
+            document = document_of(hit.passage)
+            same_split = document.split == draft.split and document not in draft.documents
+            if same_split and told([answer], f"{document.title}\n{document.text}"):
+                found.append(document)
+        # Pages on the answer first; among equals the seed decides, or all would ask for one fact.
+        seed = self._config.seed
+
+        def order(document: Document) -> tuple[bool, float]:
+            about = document.subject.casefold() == answer.casefold()
+            return not about, fraction(seed, draft.id, document.title, document.text)
+
+        return sorted(found, key=order)[: self._config.candidates]
+
+    def _pairs(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, Draft]]:
+        """Pairs of drafts of one split and topic, each draft with its next ones in a shuffle."""
+        groups = collections.defaultdict(list)
+        for draft in drafts:
+            if draft.topic is not None:
+                groups[draft.split, draft.topic].append(draft)
+        seed = self._config.seed
+        for group in groups.values():
+            group.sort(key=lambda draft: fraction(seed, "pair", draft.id))
+        longest = max(map(len, groups.values()), default=0)
+        for distance in range(1, longest):
+            for _, group in sorted(groups.items()):
+                yield from zip(group, group[distance:], strict=False)
+
+    # --- what is kept -----------------------------------------------------------------------
+
+    async def _stage(self, name: str, wanted: int, jobs: Iterable[Job]) -> list[Draft]:
+        """Works through jobs until enough drafts are kept; returns these."""
+        funnel = self.funnels[name] = Funnel(wanted)
+        kept: list[Draft] = []
+        left = iter(jobs)
+        while funnel.kept < wanted:
+            size = min(self._config.batch, wanted - funnel.kept + 4)
+            batch = [job for _, job in zip(range(size), left, strict=False)]
+            if not batch:
+                break
+            drafts = await self._write(batch, funnel)
+            for item in await self._check(drafts, wanted - funnel.kept):
+                self.items.append(item)
+                if item.reason is None:
+                    kept.append(item.draft)
+                    funnel.kept += 1
+                else:
+                    funnel.dropped[item.reason] += 1
+            self._tell(name, funnel.kept, wanted)
+        return kept
+
+    async def _write(self, jobs: Sequence[Job], funnel: Funnel) -> list[Draft]:
+        async def attempt(job: Job) -> list[Draft] | None:
+            try:
+                return await job()
+            except ValueError:
+                return None
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                written = [group.create_task(attempt(job)) for job in jobs]
+        except BaseExceptionGroup as stopped:
+            told_user, _ = stopped.split(UserError)
+            raise _first(told_user or stopped) from None
+        results = [task.result() for task in written]
+        drafts = [draft for result in results for draft in result or ()]
+        funnel.asked += len(jobs)
+        funnel.failed += results.count(None)
+        funnel.empty += results.count([])
+        funnel.drafted += len(drafts)
+        return drafts
+
+    async def _check(self, drafts: Sequence[Draft], room: int) -> list[Item]:
+        """Text first, then the solver with tools, then the one without: the cheap ones first."""
+        faults = screen(drafts, self._config.text, self._duplicates)
+        figures: list[dict[str, Any]] = [{} for _ in drafts]
+        for solver in (self._with_tools, self._without_tools):
+            left = [number for number, fault in enumerate(faults) if fault is None]
+            tasks = [drafts[n].task(self._config.protocol, self._source) for n in left]
+            for number, (reason, found) in zip(left, await solver(tasks), strict=True):
+                faults[number] = reason
+                figures[number] |= found
+        for number in [n for n, fault in enumerate(faults) if fault is None][room:]:
+            faults[number] = "more_than_wanted"
+        return [Item(*row) for row in zip(drafts, faults, figures, strict=True)]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first single exception of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,217 @@
+"""Who answers without tools: a question that can be guessed or remembered needs none.
+
+The paper asks a model 32 times without tools and drops the question if more than 0.3 of the answers
+are right (§3.3.1).  What is asked here may be a model behind an endpoint, a policy on this machine,
+or, without any model, someone who knows only how such questions are usually answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+from coa_jax.distill.chance import uniform
+from coa_jax.distill.endpoint import Endpoint
+from coa_jax.distill.llm import read_object
+from coa_jax.distill.synthesis.drafts import Document
+from coa_jax.distill.synthesis.facts import fact_of
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
+from coa_jax.model.api import load_model
+from coa_jax.model.tokenizer import chat_ids, eos_ids
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.rollout.collect import collect
+from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.factbook_facts import compute, to_decimal
+from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Neighbour, Step, understand
+
+_SYSTEM = (
+    "Answer the question from memory, in as few words as possible. If you are not sure, give your "
+    'best guess. Reply with one JSON object and nothing else: {"answer": "..."}.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedBookConfig:
+    """The check without tools.
+
+    Attributes:
+        who: ``prior``, ``endpoint`` or ``policy``.
+        samples: answers to a question.
+        max_rate: the question is dropped if a larger share of them is right.
+        policy: directory of the policy's model.
+        seed: of the guesses and of the policy's sampling.
+        temperature: of the policy's sampling; that of an endpoint is among its own settings.
+        engine, rollout: shapes and budgets of the policy.
+    """
+
+    who: Literal["prior", "endpoint", "policy"] = "prior"
+    samples: int = 32
+    max_rate: float = 0.3
+    policy: str = ""
+    seed: int = 0
+    temperature: float = 1.0
+    engine: EngineConfig = dataclasses.field(
+        default_factory=lambda: EngineConfig(
+            slots=32, max_length=416, chunk=16, extend_buckets=(64, 128)
+        )
+    )
+    rollout: RolloutConfig = dataclasses.field(
+        default_factory=lambda: RolloutConfig(max_tokens=416, max_turn_tokens=160)
+    )
+
+    def __post_init__(self) -> None:
+        if self.who not in ("prior", "endpoint", "policy"):
+            raise UserError(f"without_tools.who is {self.who!r}; give prior, endpoint or policy")
+        if self.samples < 1 or not 0.0 <= self.max_rate <= 1.0:
+            raise UserError("without_tools: give samples of 1 or more and a max_rate from 0 to 1")
+        if (self.who == "policy") != bool(self.policy):
+            raise UserError("without_tools.policy goes with without_tools.who=policy; give both")
+
+
+class ClosedBook(Protocol):
+    """Answers questions without tools."""
+
+    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        """For each task that many answers."""
+        ...
+
+
+class Prior:
+    """Guesses as one would who knows how questions about a relation are usually answered.
+
+    A guess is the value of that relation in a random document of the corpus; a question that asks
+    for an entity gets the entity of one.  What it does not understand it does not answer.
+    """
+
+    def __init__(self, documents: Iterable[Document], seed: int) -> None:
+        """Reads the corpus once."""
+        self._seed = seed
+        self._values: dict[str, list[str]] = collections.defaultdict(list)
+        self._entities: dict[str, list[str]] = collections.defaultdict(list)
+        for document in documents:
+            fact = fact_of(document)
+            if fact is not None and fact[2] != "0":
+                self._values[fact[0].key].append(fact[2].replace("; ", "|"))
+                self._entities[fact[0].key].append(fact[1])
+
+    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        """See `ClosedBook`."""
+        return [[self._guess(task, str(k)) for k in range(samples)] for task in tasks]
+
+    def _guess(self, task: Task, draw: str) -> str:
+        program = understand(task.question)
+        if program is None:
+            return ""
+        last = program.steps[-1]
+        if not isinstance(last, Arithmetic):
+            return self._pick(last, task.id, draw)
+        a, b = (
+            self._pick(program.steps[ref.step], task.id, f"{draw}/{side}")
+            for side, ref in (("a", last.a), ("b", last.b))
+        )
+        if not a or not b or to_decimal(b) == 0:
+            return ""
+        return compute(last.operation, a, b)
+
+    def _pick(self, step: Step, episode: str, draw: str) -> str:
+        if isinstance(step, Arithmetic):
+            return ""
+        known = self._entities if isinstance(step, Inverse) else self._values
+        options = known["neighbour" if isinstance(step, Neighbour) else step.relation]
+        return options[int(uniform(self._seed, episode, draw) * len(options))] if options else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembers:
+    """A language model behind an endpoint that is asked without tools."""
+
+    endpoint: Endpoint
+    concurrency: int = 16
+
+    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        """See `ClosedBook`; a reply that is not of the form counts as it stands."""
+        turns = asyncio.Semaphore(self.concurrency)
+
+        async def one(task: Task, number: int) -> str:
+            chat = [
+                {"role": "system", "content": _SYSTEM},
+                {"role": "user", "content": task.question},
+            ]
+            async with turns:
+                reply = await self.endpoint.complete(chat, task.id, f"closed/{number}")
+            try:
+                answer = read_object(reply).get("answer")
+            except ValueError:
+                return reply.strip()
+            return answer if isinstance(answer, str) else reply.strip()
+
+        async with asyncio.TaskGroup() as group:
+            asked = [[group.create_task(one(t, k)) for k in range(samples)] for t in tasks]
+        return [[reply.result() for reply in replies] for replies in asked]
+
+
+class Policy:
+    """A policy on this machine whose every call of a tool is answered that there is none."""
+
+    def __init__(self, config: ClosedBookConfig) -> None:
+        """Loads the model.
+
+        Raises:
+            UserError: it cannot be loaded.
+        """
+        self._config, self._asked = config, 0
+        model = load_model(config.policy)
+        self._tokenizer = model.tokenizer
+        self._engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer))
+
+    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        """See `ClosedBook`."""
+        return await asyncio.to_thread(self._answers, tasks, samples)
+
+    def _answers(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        config = self._config
+        requests = [self._request(task, samples) for task in tasks]
+        with asyncio.Runner() as runner:
+            groups = collect(runner, self._engine, self._tokenizer, requests, (), config.rollout)
+        return [[trajectory.answer or "" for trajectory in group] for group in groups]
+
+    def _request(self, task: Task, samples: int) -> Request:
+        config = self._config
+        rules = get_protocol(task.protocol)
+        text = render_prompt(rules, task.question, style=config.rollout.prompt_style)
+        return Request(
+            task=task,
+            prompt=tuple(chat_ids(self._tokenizer, text)),
+            seed=config.seed,
+            # By the question, so that answers do not depend on what is asked beside it.
+            prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
+            samples=tuple(range(samples)),
+            sampling=SamplingParams(config.temperature, 1.0, 0),
+        )
+
+
+def closed_book(
+    config: ClosedBookConfig,
+    documents: Iterable[Document],
+    endpoint: Endpoint | None,
+    concurrency: int,
+) -> tuple[str, Any]:
+    """(what tells its answers from those of others, who answers) of a configuration.
+
+    Raises:
+        UserError: an endpoint is needed and none is given; the policy cannot be loaded.
+    """
+    if config.who == "prior":
+        return f"prior/{config.seed}", Prior(documents, config.seed)
+    if config.who == "policy":
+        sampling = f"{config.temperature:g}/{config.seed}/{config.rollout}"
+        return f"policy/{config.policy}/{sampling}", Policy(config)
+    if endpoint is None:
+        raise UserError("without_tools.who=endpoint needs config.endpoint or config.solver")
+    return f"endpoint/{endpoint.config.model}", Remembers(endpoint, concurrency)

@@ -1,0 +1,133 @@
+"""An author without a language model: the plain sentences of the Factbook's pages.
+
+It reads passages with the wording of `factbook_relations` and writes questions with the grammar of
+the factbook tasks; all it knows of the world is what the corpus says.  Any corpus with such
+sentences will do.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+from coa_jax.distill.synthesis.drafts import Document, Draft
+from coa_jax.tasks.factbook_facts import accepted_answers, compute, fraction, to_decimal
+from coa_jax.tasks.factbook_grammar import (
+    OPERATIONS,
+    TEMPLATES,
+    Arithmetic,
+    Inverse,
+    Lookup,
+    Neighbour,
+    Program,
+    Ref,
+    Step,
+    Subject,
+    render,
+    understand,
+)
+from coa_jax.tools import factbook_relations
+from coa_jax.tools.factbook_relations import RELATIONS, Relation
+
+Fact = tuple[Relation, str, str]
+"""(relation, entity, value) as a passage states it."""
+
+
+def fact_of(document: Document) -> Fact | None:
+    """The fact that a passage states, if it is one plain sentence."""
+    for relation in RELATIONS.values():
+        if document.title.endswith(f": {relation.title}"):
+            found = factbook_relations.read(relation, document.text)
+            return (relation, *found) if found else None
+    return None
+
+
+class FactsAuthor:
+    """Writes questions about facts; see `Author`."""
+
+    def __init__(self, documents: Iterable[Document], seed: int) -> None:
+        """Reads the corpus once, to know which values belong to one entity only."""
+        self._seed = seed
+        self._owners: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+        for document in documents:
+            fact = fact_of(document)
+            if fact is not None:
+                relation, entity, value = fact
+                self._owners[relation.key, value.casefold()].add(entity)
+
+    async def atomic(self, document: Document) -> list[Draft]:
+        """The question for the value, and that for the entity if the value gives it away."""
+        fact = fact_of(document)
+        if fact is None or fact[2] == "0":
+            return []
+        relation, entity, value = fact
+        drafts = [self._draft("atomic", (_about(relation, entity),), value, (document,))]
+        if relation.invertible and len(self._owners[relation.key, value.casefold()]) == 1:
+            step = Inverse(relation.key, value)
+            drafts.append(self._draft("atomic", (step,), entity, (document,)))
+        return drafts
+
+    async def deepen(self, draft: Draft, document: Document) -> Draft | None:
+        """Asks for a fact of the entity that is the draft's answer."""
+        program, fact = understand(draft.question), fact_of(document)
+        if program is None or fact is None or fact[2] == "0":
+            return None
+        relation, entity, value = fact
+        answer = draft.steps[-1][1]
+        entity_is_answer = isinstance(program.steps[-1], Inverse | Neighbour)
+        if not entity_is_answer or entity.casefold() != answer.casefold():
+            return None
+        steps = (*program.steps, _about(relation, Ref(len(program.steps) - 1)))
+        alone = render(Program((_about(relation, entity),)))
+        return self._draft(
+            "depth",
+            steps,
+            value,
+            (*draft.documents, document),
+            (*draft.steps, (alone, value)),
+            (*draft.hidden, answer),
+        )
+
+    async def widen(self, one: Draft, other: Draft) -> Draft | None:
+        """Sum, difference or ratio of two numbers of one kind."""
+        if to_decimal(one.steps[-1][1]) < to_decimal(other.steps[-1][1]):
+            one, other = other, one
+        a, b = (understand(draft.question) for draft in (one, other))
+        if a is None or b is None or a == b:
+            return None
+        (first,), (second,) = a.steps, b.steps
+        x, y = one.steps[-1][1], other.steps[-1][1]
+        draw = fraction(self._seed, one.question, other.question)
+        operation = OPERATIONS[int(draw * len(OPERATIONS))]
+        steps = (first, second, Arithmetic(operation, Ref(0), Ref(1)))
+        documents, parts = (*one.documents, *other.documents), (*one.steps, *other.steps)
+        value = compute(operation, x, y)
+        return self._draft("width", steps, value, documents, parts, (x, y))
+
+    def _draft(
+        self,
+        form: str,
+        steps: tuple[Step, ...],
+        value: str,
+        documents: tuple[Document, ...],
+        parts: tuple[tuple[str, str], ...] = (),
+        hidden: tuple[str, ...] = (),
+    ) -> Draft:
+        program = Program(steps)
+        question = render(program, int(fraction(self._seed, "wording", program) * TEMPLATES))
+        last, topic = steps[-1], None
+        if isinstance(last, Lookup) and form == "atomic" and RELATIONS[last.relation].number:
+            topic = last.relation
+        return Draft(
+            form,  # type: ignore[arg-type]
+            question,
+            accepted_answers(program, value),
+            documents,
+            parts or ((question, value),),
+            hidden,
+            topic,
+        )
+
+
+def _about(relation: Relation, subject: Subject) -> Lookup | Neighbour:
+    return Neighbour(subject) if relation.key == "neighbour" else Lookup(relation.key, subject)

@@ -1,0 +1,143 @@
+"""What solvers say about a draft: it can be solved with tools, and not without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.distill.journal import open_journal
+from coa_jax.distill.messages import MessageLog
+from coa_jax.distill.minds import Minds
+from coa_jax.distill.pipeline import DistillConfig, run_teacher
+from coa_jax.distill.synthesis.closed_book import ClosedBook, ClosedBookConfig
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.grading import grade_answer
+from coa_jax.tasks.judge import Judge
+from coa_jax.tools.base import Tool
+
+Verdict = tuple[str | None, dict[str, Any]]
+"""(what speaks against a task, or None; figures)."""
+
+
+class WithTools:
+    """The team of `coa_jax.distill.team` with live tools; its runs are kept in a journal."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        minds: Minds,
+        team: DistillConfig,
+        attempts: int,
+        journal: Path,
+        fingerprint: Mapping[str, Any],
+        judge: Judge | None = None,
+    ) -> None:
+        """Opens the journal.
+
+        Args:
+            tools: by name.
+            minds: of the team.
+            team: concurrency and length of a run.
+            attempts: runs on a task before it counts as unsolved.
+            journal: file of finished runs, which are not run again.
+            fingerprint: what runs depend on.
+            judge: asked about answers that are not word for word an accepted one.
+
+        Raises:
+            UserError: the journal was written with other settings.
+        """
+        self._tools, self._minds, self._team = tools, minds, team
+        self._attempts, self._judge = attempts, judge
+        self._journal = open_journal(journal, dict(fingerprint))
+        self.resumed = len(self._journal.done)
+
+    async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
+        """A verdict on each task."""
+        verdicts: dict[str, Verdict] = {}
+        for attempt in range(self._attempts):
+            left = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
+            again = [dataclasses.replace(task, id=f"{task.id}#{attempt}") for task in left]
+            logs = await run_teacher(
+                again,
+                self._tools,
+                self._team,
+                self._minds,
+                self._journal.done,
+                lambda _, log: self._keep(log),
+            )
+            for task, log in zip(left, logs, strict=True):
+                reason = await self._reason(task, log)
+                calls = len(log.calls)
+                verdicts[task.id] = reason, {"tool_calls": calls, "attempts": attempt + 1}
+        return [verdicts[task.id] for task in tasks]
+
+    def _keep(self, log: MessageLog) -> None:
+        self._journal.append(log)
+        self._journal.done[log.episode] = log
+
+    async def _reason(self, task: Task, log: MessageLog) -> str | None:
+        if any(message.outcome == "fault" for message in log.messages):
+            return "tool_fault"
+        if log.answer is None:
+            return "not_solved_with_tools"
+        if grade_answer(log.answer, task.gold) != 1.0:
+            verdict: bool | None = False
+            if self._judge is not None:
+                verdict = await self._judge(task.question, task.gold, log.answer)
+            if not verdict:
+                return "ungraded" if verdict is None else "not_solved_with_tools"
+        return None if log.calls else "solved_without_a_call"
+
+
+class WithoutTools:
+    """The paper's filter: many answers without tools, of which few may be right."""
+
+    def __init__(
+        self, config: ClosedBookConfig, name: str, solver: ClosedBook, record: Path
+    ) -> None:
+        """Opens the record of answers.
+
+        Args:
+            config: samples and the highest rate.
+            name: tells the solver's answers from those of others.
+            solver: who answers.
+            record: file of answers, which are not asked for again.
+
+        Raises:
+            UserError: the record is malformed.
+        """
+        self._config, self._solver, self._record = config, solver, record
+        self._name = f"{name}/{config.samples}"
+        jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
+        self._known = dict(jsonl.read_lines(record, self._row))
+
+    def _row(self, row: Any) -> tuple[tuple[str, str], list[str]]:
+        answers = row["answers"]
+        if not isinstance(answers, list):
+            raise ValueError("'answers' is no list")
+        return (row["solver"], row["id"]), answers
+
+    async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
+        """A verdict on each task; ``closed_book`` is the share of right answers."""
+        new = [task for task in tasks if (self._name, task.id) not in self._known]
+        answered = await self._solver(new, self._config.samples) if new else []
+        rows = [
+            {"solver": self._name, "id": task.id, "answers": answers}
+            for task, answers in zip(new, answered, strict=True)
+        ]
+        jsonl.append_lines(self._record, rows)
+        self._known.update(map(self._row, rows))
+        return [self._verdict(task) for task in tasks]
+
+    def _verdict(self, task: Task) -> Verdict:
+        answers = self._known[self._name, task.id]
+        if len(answers) != self._config.samples:
+            raise UserError(f"{self._record}: {task.id} has {len(answers)} answers; remove it")
+        right = sum(grade_answer(answer, task.gold) == 1.0 for answer in answers)
+        rate = right / len(answers)
+        reason = "known_without_tools" if rate > self._config.max_rate else None
+        return reason, {"closed_book": rate}

@@ -1,0 +1,157 @@
+r"""Counts the tokens that a trained policy saves against the team of agents that taught it (§5.1).
+
+    python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
+
+Reads the trajectories that ``python -m coa_jax.evaluate`` wrote, lets the team solve the same
+tasks, counts both with the policy's tokenizer and writes ``summary.json``.  The team's runs are
+kept in ``team.jsonl`` (and ``calls/``): a second start, or another policy, pays for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import flags
+
+from coa_jax import jsonl
+from coa_jax.cli import config_flag, run_main
+from coa_jax.distill.economy import policy_economy
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.journal import open_journal
+from coa_jax.distill.llm import language_minds
+from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
+from coa_jax.errors import UserError
+from coa_jax.model.tokenizer import decode_ids, encode_plain, load_tokenizer
+from coa_jax.progress import progress
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
+from coa_jax.tasks import Task, load_tasks
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.trajectory import Author, Trajectory
+
+
+def read_traces(path: str, phase: str) -> list[Trajectory]:
+    """The trajectories of one phase of a run, e.g. ``evaluate-rl``.
+
+    Raises:
+        UserError: the file cannot be read or has none.
+    """
+    seen: set[str] = set()
+
+    def decode(row: Any) -> Trajectory | None:
+        found = str(row["metadata"].get("phase", ""))
+        seen.add(found)
+        return Trajectory.from_json(row) if found == phase else None
+
+    traces = [trace for trace in jsonl.read_lines(path, decode) if trace is not None]
+    if not traces:
+        known = ", ".join(sorted(seen)) or "nothing"
+        raise UserError(f"{path}: no trajectory of the phase {phase!r}; it has {known}")
+    return traces
+
+
+def check_tokenizer(tokenizer: Any, trace: Trajectory, model: str) -> None:
+    """Raises UserError unless a trajectory was written with this tokenizer."""
+    own = trace.tokens[trace.author != Author.PROMPT].tolist()
+    try:
+        same = decode_ids(tokenizer, own).startswith(trace.text)
+    except (IndexError, KeyError, OverflowError, TypeError):
+        same = False
+    if not same:
+        raise UserError(f"{model}: not the tokenizer that the trajectories were written with")
+
+
+def tasks_of(config: ml_collections.ConfigDict, traces: list[Trajectory]) -> list[Task]:
+    """The first tasks of an evaluation, in its order.
+
+    Raises:
+        UserError: the trajectories are of other tasks.
+    """
+    loaded = load_tasks(config.source, config.split, config.num_tasks, config.seed)
+    by_id = {task.id: task for task in loaded}
+    wanted = list(dict.fromkeys(trace.task_id for trace in traces))
+    missing = next((name for name in wanted if name not in by_id), None)
+    if missing is not None:
+        raise UserError(
+            f"the trajectories hold the task {missing!r}, which config.tasks does not: give the "
+            "source, split, num_tasks and seed of the evaluation"
+        )
+    return [by_id[name] for name in wanted]
+
+
+def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs the team and compares; returns what it writes to ``summary.json``."""
+    teacher = build(DistillConfig, config.teacher, "config.teacher")
+    traces = read_traces(config.traces, config.phase)
+    tokenizer = load_tokenizer(config.model)
+    check_tokenizer(tokenizer, traces[0], config.model)
+    tasks = tasks_of(config.tasks, traces)[: config.number]
+    settings = config.tools.to_dict()
+    tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
+    with RunDir(workdir) as run:
+        run.write_config(config)
+        minds, model, endpoint = teacher.minds(), "scripted", None
+        if "endpoint" in config:
+            limits = build(EndpointConfig, config.endpoint, "config.endpoint")
+            endpoint = Endpoint(limits, workdir / "calls" / "team.jsonl")
+            minds, model = language_minds(endpoint), limits.model
+        slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
+        made_by = {"minds": model, **slips, "tools": settings}
+        journal = open_journal(workdir / "team.jsonl", made_by)
+        with progress("team", total=len(tasks), initial=0) as bar:
+
+            def keep(_: Task, log: Any) -> None:
+                journal.append(log)
+                bar.update()
+
+            logs = asyncio.run(run_teacher(tasks, tools, teacher, minds, journal.done, keep))
+        runs = {task.id: as_run(task, log) for task, log in zip(tasks, logs, strict=True)}
+        told = policy_economy(
+            runs,
+            [trace for trace in traces if trace.task_id in runs],
+            list(tools),
+            lambda text: len(encode_plain(tokenizer, text)),
+        )
+        told |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
+        if endpoint is not None:
+            told["spent"] = endpoint.spent.to_json()
+        run.summary({"economy": told})
+    return told
+
+
+def describe(told: dict[str, Any]) -> str:
+    """The figures for a terminal."""
+    team, policy, both = told["team"], told["policy"], told["both_solved"]
+    lines = [
+        f"{told['tasks']} tasks, {told['samples']} trajectories ({told['left_out']} left out); "
+        f"success: team {team['success']:.3f}, policy {policy['success']:.3f}"
+    ]
+    if "saved" in told:
+        saved = told["saved"]
+        lines += [
+            f"solved by both ({both['samples']}): team {both['team']:.0f} tokens, policy "
+            f"{both['policy']:.0f}: {100 * saved['both_solved']:.1f} % fewer; with each turn's "
+            f"prompt sent again {both['policy_resent']:.0f}: "
+            f"{100 * saved['both_solved_resent']:.1f} % fewer",
+            f"all attempts, for each solved one: team {team['tokens_per_solved']:.0f}, policy "
+            f"{policy['tokens_per_solved']:.0f}: {100 * saved['per_solved']:.1f} % fewer",
+        ]
+    return "\n".join(lines)
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/economy/factbook.py")
+    flags.DEFINE_string("workdir", None, "where the results are written", required=True)
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    print(describe(measure(flags.FLAGS.config, Path(flags.FLAGS.workdir))))
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,169 @@
+r"""Makes questions with checked answers from a corpus.
+
+    python -m coa_jax.synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
+    python -m coa_jax.distill --workdir=runs/distill \
+        --config.tasks.source=runs/questions/questions.jsonl
+
+Writes ``questions.jsonl`` (read by ``coa_jax.tasks``), ``dropped.jsonl`` with every draft that was
+not kept and why, and ``summary.json`` with the counts of every stage.  ``runs.jsonl`` holds the
+runs with tools, ``closed_book.jsonl`` the answers without, ``calls/`` every exchange with a model:
+a killed run that is started again finds there what it has done, and pays for nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+from absl import flags
+
+from coa_jax import jsonl
+from coa_jax.cli import config_flag, run_main
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.llm import language_minds
+from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.distill.scripted import scripted_minds
+from coa_jax.distill.synthesis.build import Item, Synthesis, SynthesisConfig
+from coa_jax.distill.synthesis.closed_book import ClosedBookConfig, closed_book
+from coa_jax.distill.synthesis.drafts import Author, document_of
+from coa_jax.distill.synthesis.facts import FactsAuthor
+from coa_jax.distill.synthesis.language import LanguageAuthor
+from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
+from coa_jax.errors import UserError
+from coa_jax.progress import progress
+from coa_jax.run_dir import RunDir
+from coa_jax.settings import build
+from coa_jax.tasks.judge import Judge, JudgeConfig
+from coa_jax.tools.corpus import read_corpus
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.wiki_search import WikiIndex, load_index
+
+
+def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Makes the questions; returns what it writes to ``summary.json``."""
+    how = build(SynthesisConfig, config.synthesis, "config.synthesis")
+    tools = build(ToolsConfig, config.tools, "config.tools")
+    with RunDir(workdir) as run:
+        run.write_config(config)
+        passages = read_corpus(tools.corpus) if tools.corpus else None
+        index = load_index(None, tools.passage_chars, passages)
+        source = Path(tools.corpus).name if tools.corpus else "factbook"
+        summary = asyncio.run(_work(config, how, tools, index, source, workdir))
+        run.summary(summary)
+    return summary
+
+
+async def _work(
+    config: ml_collections.ConfigDict,
+    how: SynthesisConfig,
+    tools: ToolsConfig,
+    index: WikiIndex,
+    source: str,
+    workdir: Path,
+) -> dict[str, Any]:
+    endpoints = {
+        name: Endpoint(
+            build(EndpointConfig, config[name], f"config.{name}"), workdir / f"calls/{name}.jsonl"
+        )
+        for name in ("endpoint", "solver")
+        if name in config
+    }
+    model = endpoints.get("endpoint")
+    documents = [document_of(passage) for passage in index.passages]
+    author: Author = (
+        FactsAuthor(documents, how.seed) if model is None else LanguageAuthor(model, how.text)
+    )
+    concurrency = config.with_tools.concurrency
+    judge = build(JudgeConfig, config.judge, "config.judge")
+    with_tools = WithTools(
+        {tool.name: tool for tool in make_tools(tools)},
+        scripted_minds() if model is None else language_minds(model),
+        DistillConfig(concurrency=concurrency, max_messages=config.with_tools.max_messages),
+        config.with_tools.attempts,
+        workdir / "runs.jsonl",
+        {
+            "minds": "scripted" if model is None else model.config.model,
+            "tools": config.tools.to_dict(),
+            "max_messages": config.with_tools.max_messages,
+        },
+        Judge(judge) if judge else None,
+    )
+    check = build(ClosedBookConfig, config.without_tools, "config.without_tools")
+    name, solver = closed_book(check, documents, endpoints.get("solver", model), concurrency)
+    without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
+    wanted = how.atomic + sum(how.depth) + how.width
+    with progress("synthesize", total=wanted) as bar:
+
+        def show(stage: str, kept: int, of: int) -> None:
+            done = sum(funnel.kept for funnel in work.funnels.values())
+            bar.update(done - bar.done, stage=stage)
+
+        work = Synthesis(how, index, author, with_tools, without_tools, source, show)
+        try:
+            await work.run()
+        finally:
+            for endpoint in endpoints.values():
+                await endpoint.close()
+    jsonl.write_lines(workdir / "questions.jsonl", work.task_rows())
+    jsonl.write_lines(workdir / "dropped.jsonl", work.dropped_rows())
+    return {
+        "stages": {stage: funnel.to_json() for stage, funnel in work.funnels.items()},
+        "kept": statistics_of(work.kept),
+        "resumed_runs": with_tools.resumed,
+        "spent": {name: endpoint.spent.to_json() for name, endpoint in endpoints.items()},
+    }
+
+
+def statistics_of(items: Sequence[Item]) -> dict[str, Any]:
+    """Figures of the kept tasks."""
+    rates = [item.figures["closed_book"] for item in items]
+    bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
+    names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")
+    splits: dict[str, int] = {}
+    for item in items:
+        splits[item.draft.split] = splits.get(item.draft.split, 0) + 1
+    return {
+        "tasks": len(items),
+        "by_split": dict(sorted(splits.items())),
+        "closed_book_rates": dict(zip(names, bins.tolist(), strict=True)),
+        "tool_calls_mean": float(np.mean([item.figures["tool_calls"] for item in items]))
+        if items
+        else None,
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The counts of the stages for a terminal."""
+    lines = []
+    for stage, funnel in summary["stages"].items():
+        dropped = ", ".join(f"{why} {count}" for why, count in funnel["dropped"].items())
+        lines.append(
+            f"{stage}: {funnel['kept']} of {funnel['wanted']} wanted; asked {funnel['asked']}, "
+            f"nothing usable {funnel['failed']}, nothing to ask {funnel['empty']}, drafts "
+            f"{funnel['drafted']}" + (f" (dropped: {dropped})" if dropped else "")
+        )
+    return "\n".join(lines)
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    config_flag("configs/synthesize/factbook.py")
+    flags.DEFINE_string("workdir", None, "where the questions are written", required=True)
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    workdir = Path(flags.FLAGS.workdir)
+    summary = synthesize(flags.FLAGS.config, workdir)
+    print(describe(summary))
+    if not summary["kept"]["tasks"]:
+        raise UserError(f"no question was kept; {workdir}/dropped.jsonl says why")
+    print(f"{summary['kept']['tasks']} questions -> {workdir}/questions.jsonl")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

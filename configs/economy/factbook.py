@@ -1,0 +1,43 @@
+r"""Tokens of the quickstart's policy against those of the team that taught it.
+
+    python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
+
+Needs: a finished quickstart in runs/quickstart; or trajectories of ``python -m coa_jax.evaluate``:
+give ``traces``, their ``phase`` (``evaluate-`` and the stage), ``model`` for its tokenizer, and the
+``tasks`` of that evaluation.
+Takes: seconds with the scripted team.  A config that adds ``endpoint``, as
+configs/distill/endpoint.py does, measures a team of language models, with ten to thirty calls a
+task.
+Gives: success of both, and tokens for each task that both solved and for each solved task over all
+attempts, with the share that the policy saves.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    quickstart = load_config("configs/quickstart/factbook.py")
+    evaluation = quickstart.evaluate
+    config = ml_collections.ConfigDict()
+    config.traces, config.phase = "runs/quickstart/traces.jsonl", "evaluate-rl"
+    config.model = "runs/quickstart/models/rl"
+    config.number = 100
+    config.tasks = ml_collections.ConfigDict(
+        {
+            "source": evaluation.tasks,
+            "split": evaluation.split,
+            "num_tasks": evaluation.num_tasks,
+            "seed": evaluation.seed,
+        }
+    )
+    config.teacher = complete(DistillConfig, quickstart.teacher)
+    config.tools = complete(ToolsConfig, quickstart.tools)
+    return config

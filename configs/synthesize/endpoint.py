@@ -1,0 +1,42 @@
+r"""Questions with checked answers from any corpus, written by a language model.
+
+    python -m coa_jax.synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
+
+Needs: ``pip install 'coa_jax[distill]'``, an OpenAI-compatible endpoint (``endpoint.base_url``,
+``endpoint.model``) and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
+Takes: for each question a call to write it, ten to thirty for the team that solves it with tools,
+and ``without_tools.samples`` (32) for the answers without; ``synthesis.batch`` go on at a time.
+Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every exchange.
+
+``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct);
+each of the two endpoints has its own budget and prices.  A judge (``judge.chat.url``, ``model``)
+decides where the team's answer is not word for word the accepted one.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.distill.endpoint import EndpointConfig
+from coa_jax.settings import complete
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    config = load_config("configs/synthesize/factbook.py")
+    endpoint = {
+        "base_url": "http://localhost:8000/v1",
+        "model": "Qwen/Qwen2.5-72B-Instruct",
+        "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
+        "max_calls": 50_000,
+    }
+    with config.unlocked():
+        config.tools.names = ("wiki_search",)
+        config.synthesis.batch = 16
+        config.synthesis.candidates = 3
+        config.with_tools.attempts = 2
+        config.without_tools.who = "endpoint"
+        config.endpoint = complete(EndpointConfig, endpoint)
+        config.solver = complete(EndpointConfig, {**endpoint, "temperature": 1.0})
+    return config

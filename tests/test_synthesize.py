@@ -1,0 +1,219 @@
+"""The command over the Factbook, and over a corpus of its own with a model behind an endpoint."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax.cli import load_config
+from coa_jax.distill.synthesis.drafts import told
+from coa_jax.errors import UserError
+from coa_jax.synthesize import synthesize
+from coa_jax.tasks import load_tasks
+from coa_jax.tasks.factbook_facts import facts, solve, split_of
+from coa_jax.tasks.factbook_grammar import understand
+from tests.distill.chat_server import serving
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = {
+    "synthesis.atomic": 40,
+    "synthesis.depth": (15, 5),
+    "synthesis.width": 6,
+    "synthesis.batch": 16,
+}
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, synthesize(load_config("configs/synthesize/factbook.py", SMALL), workdir)
+
+
+def test_every_stage_gives_what_is_wanted_and_accounts_for_every_draft(whole):
+    workdir, summary = whole
+    wanted = {"atomic": 40, "depth_2": 15, "depth_3": 5, "width": 6}
+    assert {stage: f["kept"] for stage, f in summary["stages"].items()} == wanted
+    for funnel in summary["stages"].values():
+        assert funnel["drafted"] == funnel["kept"] + sum(funnel["dropped"].values())
+    assert len(rows_of(workdir / "questions.jsonl")) == summary["kept"]["tasks"] == 66
+    dropped = sum(sum(f["dropped"].values()) for f in summary["stages"].values())
+    assert len(rows_of(workdir / "dropped.jsonl")) == dropped
+    # The prior knows how often currencies, governments and lowest points repeat.
+    assert summary["stages"]["atomic"]["dropped"]["known_without_tools"] > 0
+
+
+def test_the_questions_are_tasks_with_the_answers_of_the_structured_facts(whole):
+    source = str(whole[0] / "questions.jsonl")
+    hops = set()
+    for split in ("train", "validation", "test"):
+        for task in load_tasks(source, split):
+            program = understand(task.question)
+            assert len(program.steps) - (task.metadata["form"] == "width") == task.metadata["hops"]
+            hops.add((task.metadata["form"], task.metadata["hops"]))
+            solution = solve(program)
+            if solution is not None:
+                assert set(task.gold) == set(solution.gold)
+                assert split_of(solution.entities[0]) == split
+            assert not told(task.gold, task.question)
+            for step in task.metadata["steps"][:-1]:
+                assert not told([step["answer"]], task.question)
+    assert hops == {("atomic", 1), ("depth", 2), ("depth", 3), ("width", 2)}
+    assert len(facts()) > 200
+
+
+def test_the_splits_share_no_subject(whole):
+    subjects = {}
+    for row in rows_of(whole[0] / "questions.jsonl"):
+        for title in row["metadata"]["documents"]:
+            subjects.setdefault(title.partition(": ")[0], set()).add(row["split"])
+    assert all(len(splits) == 1 for splits in subjects.values())
+
+
+def command(workdir):
+    changes = [f"--config.{name}={value}" for name, value in SMALL.items()]
+    program = [sys.executable, "-m", "coa_jax.synthesize", f"--workdir={workdir}"]
+    return [*program, *changes, "--config.with_tools.concurrency=3"]
+
+
+def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
+    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
+    runs = tmp_path / "runs.jsonl"
+    deadline = time.monotonic() + 120
+    while not (runs.exists() and runs.read_bytes().count(b"\n") > 10):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = runs.read_bytes().count(b"\n") - 1
+    again = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["resumed_runs"] >= done
+    for name in ("questions.jsonl", "dropped.jsonl"):
+        assert (tmp_path / name).read_bytes() == (whole[0] / name).read_bytes()
+    episodes = [row["episode"] for row in rows_of(runs)[1:]]
+    assert len(episodes) == len(set(episodes))
+    assert "66 questions" in again.stdout
+
+
+# --- a model over a corpus of its own --------------------------------------------------------
+
+FOUNDERS = {f"Brell{k} Institute": f"Ina{k} Voss{k}" for k in range(24)}
+CORPUS = [
+    {"title": name, "text": f"The {name} was founded by {person}."}
+    for name, person in FOUNDERS.items()
+] + [
+    {"title": person, "text": f"{person} was born in {1900 + k}."}
+    for k, person in enumerate(FOUNDERS.values())
+]
+
+
+def answer_of(question):
+    """What the corpus says to a question of `model`."""
+    parts = []
+    for name, person in FOUNDERS.items():
+        if f"{name}?" in question or f"{name} " in question:
+            born = "born" in question
+            parts.append(str(1900 + list(FOUNDERS).index(name)) if born else person)
+        elif f"{person}?" in question:
+            parts.append(str(1900 + list(FOUNDERS).index(name)))
+    return "|".join(parts)
+
+
+def model(chat):
+    """Writes questions on the corpus and solves them by one search, as the team's every mind."""
+    system, asked = chat[0]["content"], chat[1]["content"]
+    if system.startswith("You write questions"):
+        return json.dumps(author(asked))
+    if system.startswith("Answer the question from memory"):
+        # It remembers one founder.
+        known = "Brell3 Institute" in asked
+        return json.dumps({"answer": answer_of(asked) if known else "nobody"})
+    question = re.search(r"Question: (.*?)\n\nMessages", asked, re.DOTALL)[1]
+    last = re.findall(r"^\[\d+\] (\w+) -> (\w+) \((\w+)\)", asked, re.MULTILINE)[-1]
+    moves = {
+        ("user", "manager", "question"): ("search", "request", "Look it up."),
+        ("manager", "search", "request"): ("wiki_search", "call", question),
+        ("wiki_search", "search", "observation"): ("manager", "report", answer_of(question)),
+        ("search", "manager", "report"): ("user", "answer", answer_of(question)),
+    }
+    to, kind, content = moves[last]
+    return json.dumps({"thought": "", "to": to, "kind": kind, "content": content})
+
+
+def author(asked):
+    fields = dict(re.findall(r"^([a-z ]+): (.*)$", asked, re.MULTILINE))
+    if "first question" in fields:
+        one, other = (json.loads(fields[f"{k} question"])[:-1] for k in ("first", "second"))
+        return {"merged": f"{one}, and {other[0].lower()}{other[1:]}?"}
+    document = json.loads(fields["document"])
+    name, text = document["title"], document["text"]
+    if "bridge" in fields:
+        bridge, known = json.loads(fields["bridge"]), json.loads(fields["known question"])
+        if name != bridge:
+            return {"merged": None}
+        merged = known.replace("Who founded", "When was the founder of").replace("?", " born?")
+        born = text.split()[-1].rstrip(".")
+        return {"question": f"When was {bridge} born?", "answer": born, "merged": merged}
+    if " founded " in text:
+        person = text.partition(" by ")[2].rstrip(".")
+        return {"tasks": [{"question": f"Who founded the {name}?", "answer": person}]}
+    return {"tasks": []}
+
+
+def test_a_model_writes_questions_on_any_corpus_and_nothing_is_paid_for_twice(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in CORPUS))
+
+    def run(limit):
+        changes = {
+            "tools.corpus": str(corpus),
+            "synthesis.atomic": 20,
+            "synthesis.depth": (6,),
+            "synthesis.width": 3,
+            "synthesis.batch": 6,
+            "without_tools.samples": 4,
+            **{f"{e}.{k}": v for e in ("endpoint", "solver") for k, v in reach.items()},
+            "endpoint.max_calls": limit,
+        }
+        config = load_config("configs/synthesize/endpoint.py", changes)
+        return synthesize(config, tmp_path / "run")
+
+    with serving(model) as server:
+        reach = {"base_url": server.url, "model": "m", "retries": 0, "prices": ()}
+        with pytest.raises(UserError, match=r"max_calls=60 is spent"):
+            run(60)
+        assert not (tmp_path / "run" / "questions.jsonl").exists()
+        summary = run(0)
+        asked = len(server.seen)
+        files = {p: p.read_bytes() for p in (tmp_path / "run").glob("*.jsonl")}
+        assert run(0)["stages"] == summary["stages"]
+        assert len(server.seen) == asked
+    calls = [*rows_of(tmp_path / "run/calls/endpoint.jsonl")]
+    calls += rows_of(tmp_path / "run/calls/solver.jsonl")
+    assert len({row["key"] for row in calls}) == len(calls) == asked
+    assert all(path.read_bytes() == data for path, data in files.items())
+
+    stages = summary["stages"]
+    assert stages["atomic"]["dropped"]["known_without_tools"] == 1  # the founder it remembers
+    assert stages["atomic"]["empty"] > 0  # births alone give no question here
+    assert stages["depth_2"]["kept"] == 6
+    assert stages["width"]["kept"] == 3
+    by_form = {row["metadata"]["form"]: row for row in rows_of(tmp_path / "run/questions.jsonl")}
+    depth, width = by_form["depth"], by_form["width"]
+    assert depth["question"].startswith("When was the founder of the Brell")
+    assert len(depth["metadata"]["steps"]) == 2
+    assert depth["metadata"]["steps"][1]["answer"] == depth["answer"][0]
+    assert width["answer"][0].count("|") == 1
+    assert width["question"].endswith("joined by |.")
+    assert summary["spent"]["solver"]["calls"] % 4 == 0
