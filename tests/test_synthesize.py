@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "synthesis.atomic": 40,
     "synthesis.depth": (15, 5),
-    "synthesis.width": 6,
+    "synthesis.width": 3,
     "synthesis.batch": 16,
 }
 
@@ -41,11 +41,11 @@ def whole(tmp_path_factory):
 
 def test_every_stage_gives_what_is_wanted_and_accounts_for_every_draft(whole):
     workdir, summary = whole
-    wanted = {"atomic": 40, "depth_2": 15, "depth_3": 5, "width": 6}
+    wanted = {"atomic": 40, "depth_2": 15, "depth_3": 5, "width": 3}
     assert {stage: f["kept"] for stage, f in summary["stages"].items()} == wanted
     for funnel in summary["stages"].values():
         assert funnel["drafted"] == funnel["kept"] + sum(funnel["dropped"].values())
-    assert len(rows_of(workdir / "questions.jsonl")) == summary["kept"]["tasks"] == 66
+    assert len(rows_of(workdir / "questions.jsonl")) == summary["kept"]["tasks"] == 63
     dropped = sum(sum(f["dropped"].values()) for f in summary["stages"].values())
     assert len(rows_of(workdir / "dropped.jsonl")) == dropped
     # The prior knows how often currencies, governments and lowest points repeat.
@@ -103,7 +103,7 @@ def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
         assert (tmp_path / name).read_bytes() == (whole[0] / name).read_bytes()
     episodes = [row["episode"] for row in rows_of(runs)[1:]]
     assert len(episodes) == len(set(episodes))
-    assert "66 questions" in again.stdout
+    assert "63 questions" in again.stdout
 
 
 # --- a model over a corpus of its own --------------------------------------------------------

@@ -45,7 +45,7 @@ class SynthesisConfig:
         protocol: of the tasks.
         seed: which documents, in which order.
         batch: drafts that are worked on together.
-        candidates: documents that are tried for a further hop of one draft.
+        candidates: documents that are tried for further hops of one draft; each may give one.
         text: what is asked of texts.
     """
 
@@ -56,7 +56,7 @@ class SynthesisConfig:
     protocol: str = "generalist"
     seed: int = 0
     batch: int = 64
-    candidates: int = 8
+    candidates: int = 24
     text: TextRules = dataclasses.field(default_factory=TextRules)
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Synthesis:
         level = await self._stage("atomic", config.atomic, map(self._atomic, self._documents()))
         atomic = level
         for hops, number in enumerate(config.depth, 2):
-            level = await self._stage(f"depth_{hops}", number, map(self._deeper, level))
+            level = await self._stage(f"depth_{hops}", number, self._deepenings(level))
         await self._stage("width", config.width, map(self._wider, self._pairs(atomic)))
 
     def task_rows(self) -> list[dict[str, Any]]:
@@ -186,19 +186,24 @@ class Synthesis:
         """The documents of the wanted splits in the order of the seed."""
         seed, splits = self._config.seed, self._config.splits
         documents = dict.fromkeys(map(document_of, self._index.passages))
-        wanted = [document for document in documents if document.split in splits]
+        wanted = [d for d in documents if d.split in splits and self._author.reads(d)]
         return sorted(wanted, key=lambda d: fraction(seed, "document", d.title, d.text))
 
     def _atomic(self, document: Document) -> Job:
         return lambda: self._author.atomic(document)
 
-    def _deeper(self, draft: Draft) -> Job:
+    def _deepenings(self, drafts: Sequence[Draft]) -> Iterator[Job]:
+        """Every draft with its first document on the answer, then with its second, ..."""
+        found = {draft.id: self._about_answer(draft) for draft in drafts}
+        for round_ in range(self._config.candidates):
+            for draft in drafts:
+                if round_ < len(found[draft.id]):
+                    yield self._deeper(draft, found[draft.id][round_])
+
+    def _deeper(self, draft: Draft, document: Document) -> Job:
         async def job() -> list[Draft]:
-            for document in self._about_answer(draft):
-                deeper = await self._author.deepen(draft, document)
-                if deeper is not None:
-                    return [deeper]
-            return []
+            deeper = await self._author.deepen(draft, document)
+            return [] if deeper is None else [deeper]
 
         return job
 
@@ -217,8 +222,9 @@ class Synthesis:
         found = []
         for hit in self._index.search(answer, 16 * self._config.candidates):
             document = document_of(hit.passage)
-            same_split = document.split == draft.split and document not in draft.documents
-            if same_split and told([answer], f"{document.title}\n{document.text}"):
+            fits = document.split == draft.split and document not in draft.documents
+            speaks = told([answer], f"{document.title}\n{document.text}")
+            if fits and speaks and self._author.reads(document):
                 found.append(document)
         # Pages on the answer first; among equals the seed decides, or all would ask for one fact.
         seed = self._config.seed

@@ -98,6 +98,10 @@ class Draft:
 class Author(Protocol):
     """Who writes questions.  An author that gave nothing usable raises ValueError."""
 
+    def reads(self, document: Document) -> bool:
+        """Whether it could write questions on a document at all; costs nothing."""
+        ...
+
     async def atomic(self, document: Document) -> list[Draft]:
         """Questions that one look at a document answers."""
         ...

@@ -55,6 +55,11 @@ class FactsAuthor:
                 relation, entity, value = fact
                 self._owners[relation.key, value.casefold()].add(entity)
 
+    def reads(self, document: Document) -> bool:
+        """Whether a document is one plain sentence that says more than zero."""
+        fact = fact_of(document)
+        return fact is not None and fact[2] != "0"
+
     async def atomic(self, document: Document) -> list[Draft]:
         """The question for the value, and that for the entity if the value gives it away."""
         fact = fact_of(document)

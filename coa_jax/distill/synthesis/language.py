@@ -67,6 +67,10 @@ class LanguageAuthor:
     per_document: int = 2
     attempts: int = 3
 
+    def reads(self, document: Document) -> bool:
+        """A model may find something in any document."""
+        return True
+
     async def atomic(self, document: Document) -> list[Draft]:
         """Questions on a document; those that break a rule are among them if others do not."""
 

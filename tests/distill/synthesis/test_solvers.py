@@ -114,6 +114,7 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
     assert answers == again == [["Lima", "Lima", "It may be Quito.", '{"answer": 4}']]
 
 
+@pytest.mark.slow
 def test_a_local_policy_gets_no_tool(tmp_path):
     """The tiny policy answers these questions from what its tools return, and from nothing else."""
     model = tiny_policy.policy()

@@ -1,0 +1,159 @@
+"""The ablation end to end with a policy of no size, and its statistics against SciPy."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from coa_jax.ablation import (
+    UNFILTERED,
+    Ablation,
+    mean_over_seeds,
+    paired_difference,
+    report,
+    results,
+    run_ablation,
+)
+from coa_jax.cli import load_config
+from coa_jax.errors import UserError
+from coa_jax.trajectory import read_records
+
+TINY = {
+    "seeds": (3, 4),
+    "distill.train": 60,
+    "policy.vocab_size": 400,
+    "policy.hidden_size": 32,
+    "policy.intermediate_size": 32,
+    "policy.num_layers": 2,
+    "policy.num_heads": 2,
+    "policy.num_kv_heads": 1,
+    "policy.head_dim": 16,
+    "sft.optimizer.total_steps": 2,
+    "sft.optimizer.warmup_steps": 1,
+    "sft.batch_size": 2,
+    "evaluate.num_tasks": 4,
+    "evaluate.engine.slots": 4,
+    "evaluate.engine.max_length": 192,
+    "evaluate.rollout.max_tokens": 192,
+    "evaluate.rollout.max_turn_tokens": 24,
+}
+
+
+def config(**changes):
+    return load_config("configs/ablation/factbook.py", {**TINY, **changes})
+
+
+# --- the sets -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("sets")
+    work = Ablation(config(**{"distill.train": 200}), workdir)
+    told = work.data(3)
+    records = {name: read_records(workdir / f"seed3/{name}/train.jsonl") for name in told}
+    return told, records
+
+
+def test_the_unfiltered_set_holds_real_defects(sets):
+    told, records = sets
+    assert len(records[UNFILTERED]) == 200
+    dropped = told["filtered"]["dropped"]
+    assert dropped["wrong_answer"] > 10
+    assert dropped["lucky_mistake"] + dropped.get("repeated_call", 0) > 0
+    wrong = [r for r in records[UNFILTERED] if r.answer not in r.gold]
+    assert len(wrong) >= dropped["wrong_answer"]
+    assert all(r.answer in r.gold or "|" in r.gold[0] for r in records["filtered"])
+
+
+def test_each_arm_turns_one_stage_off(sets):
+    told, records = sets
+    full = {r.id for r in records["filtered"]}
+    reflection = {r.id for r in records["without_reflection_stage"]}
+    correction = {r.id for r in records["without_correction_stage"]}
+    assert told["filtered"]["dropped"]["plain_share"] > 0
+    assert "plain_share" not in told["without_reflection_stage"]["dropped"]
+    assert full < reflection
+    assert any("#2" in name for name in full)
+    assert correction == {name for name in full if "#2" not in name}
+
+
+# --- the statistics --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_the_interval_over_seeds_is_students(n):
+    values = np.random.default_rng(n).uniform(0.2, 0.5, n)
+    told = mean_over_seeds(list(values))
+    low, high = scipy.stats.t.interval(0.95, n - 1, values.mean(), scipy.stats.sem(values))
+    assert told["ci95"] == pytest.approx([low, high], rel=1e-3)
+    assert mean_over_seeds([0.5])["ci95"] is None
+
+
+def test_the_difference_is_paired_by_seed_and_by_task():
+    rng = np.random.default_rng(0)
+    other = rng.integers(0, 2, (3, 400)).astype(float)
+    one = np.clip(other + (rng.uniform(size=other.shape) < 0.1), 0, 1)
+    one[1, 7] = other[2, 9] = math.nan
+    told = paired_difference(one, other)
+    difference = one - other
+    by_seed = [np.nanmean(row) for row in difference]
+    assert told["mean"] == pytest.approx(np.mean(by_seed))
+    by_task = np.nanmean(difference, axis=0)
+    low, high = scipy.stats.norm.interval(0.95, by_task.mean(), scipy.stats.sem(by_task))
+    assert told["ci95_tasks"] == pytest.approx([low, high], rel=1e-5)
+    assert told["ci95_tasks"][0] > 0  # it really is better
+    assert told["tasks"] == 400
+
+
+def test_arms_that_do_the_same_do_not_differ():
+    grades = np.random.default_rng(1).integers(0, 2, (3, 50)).astype(float)
+    told = results({"unfiltered": grades, "same": grades}, "unfiltered")
+    assert told["same"]["minus_reference"]["ci95"] == [0.0, 0.0]
+    assert "minus_reference" not in told["unfiltered"]
+    figures = {"records": 5, "with_reflection": 0.5, "with_correction": 0.1, "dropped": {}}
+    text = report(told, dict.fromkeys(told, [figures] * 3), "unfiltered", 800)
+    assert "| same | 5, 5, 5 |" in text
+    assert "+0.000 (+0.000 to +0.000)" in text
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_whole_runs_is_reported_and_goes_on(tmp_path, capsys):
+    summary = run_ablation(config(), tmp_path)
+    assert list(summary["arms"]) == [
+        UNFILTERED,
+        "filtered",
+        "without_reflection_stage",
+        "without_correction_stage",
+    ]
+    text = (tmp_path / "report.md").read_text()
+    assert all(f"| {name} |" in text for name in summary["arms"])
+    traces = (tmp_path / "seed4/filtered/traces.jsonl").read_text().splitlines()
+    assert len(traces) == 4
+    # An arm that is gone is made again, and nothing else is.
+    gone = tmp_path / "seed4" / "filtered" / "summary.json"
+    kept = json.loads(gone.read_text())
+    others = {p: p.stat().st_mtime_ns for p in tmp_path.glob("seed*/*/model/*") if p.is_file()}
+    gone.unlink()
+    again = run_ablation(config(), tmp_path)
+    assert again["arms"] == summary["arms"]
+    assert json.loads(gone.read_text())["grades"] == kept["grades"]
+    same = [p for p, t in others.items() if p.stat().st_mtime_ns == t]
+    assert {p.parent.parent for p in others} - {p.parent.parent for p in same} <= {gone.parent}
+    with pytest.raises(UserError, match="another config"):
+        run_ablation(config(**{"sft.batch_size": 1}), tmp_path)
+
+
+def test_mistakes_of_the_user_are_explained(tmp_path):
+    changed = config()
+    with changed.unlocked():
+        changed.arms = {"unfiltered": {}}
+    with pytest.raises(UserError, match="none of them 'unfiltered'"):
+        Ablation(changed, tmp_path)
+    with pytest.raises(UserError, match="1 to 10 seeds"):
+        Ablation(config(seeds=tuple(range(11))), tmp_path)
