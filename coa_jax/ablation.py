@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,6 +64,9 @@ class Ablation:
         }
         if not self.arms or UNFILTERED in self.arms:
             raise UserError(f"config.arms: name one arm or more, none of them {UNFILTERED!r}")
+        unknown = sorted(set(self.config["references"]) - {UNFILTERED, *self.arms})
+        if unknown:
+            raise UserError(f"config.references: there is no arm {unknown[0]!r}")
         if not 1 <= len(self.config["seeds"]) <= len(_T_975) + 1:
             raise UserError(f"config.seeds: give 1 to {len(_T_975) + 1} seeds")
         evaluation = build(EvaluateConfig, self.config["evaluate"], "config.evaluate")
@@ -196,53 +198,54 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
     return {**over_seeds, "ci95_tasks": [mean - half, mean + half], "tasks": len(by_task)}
 
 
-def results(grades: Mapping[str, np.ndarray], reference: str) -> dict[str, Any]:
-    """pass@1 of every arm and its difference to the reference, see `paired_difference`."""
-    told = {}
-    for name, values in grades.items():
-        rates = [float(np.nanmean(row)) for row in values]
-        told[name] = {"pass_at_1": mean_over_seeds(rates)}
-        if name != reference:
-            told[name]["minus_reference"] = paired_difference(values, grades[reference])
-    return told
+def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict[str, Any]:
+    """pass@1 of every arm and its difference to each reference, see `paired_difference`."""
+    return {
+        name: {
+            "pass_at_1": mean_over_seeds([float(np.nanmean(row)) for row in values]),
+            "minus": {
+                other: paired_difference(values, grades[other])
+                for other in references
+                if other != name
+            },
+        }
+        for name, values in grades.items()
+    }
 
 
 def report(
-    told: Mapping[str, Any],
-    sets: Mapping[str, Sequence[Mapping[str, Any]]],
-    reference: str,
-    updates: int,
+    told: Mapping[str, Any], sets: Mapping[str, Sequence[Mapping[str, Any]]], updates: int
 ) -> str:
     """The results as Markdown.
 
     Args:
         told: of `results`.
         sets: for each arm the figures of its set, by seed.
-        reference: the arm that others are compared with.
         updates: of each policy.
     """
     lines = [
         "# SFT on differently filtered sets",
         "",
         f"Every policy makes {updates} updates from the same start; the same held-out tasks. "
-        "Intervals are 95 %: over seeds by Student's t, over tasks with these seeds.",
+        "Intervals are 95 %.",
         "",
-        f"| arm | records | pass@1 by seed | mean (over seeds) | minus {reference} (over seeds) "
-        "| (over tasks) |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| arm | records | pass@1 by seed | mean (over seeds, Student's t) |",
+        "| --- | --- | --- | --- |",
     ]
     for name, entry in told.items():
-        rate, less = entry["pass_at_1"], entry.get("minus_reference")
-        records = ", ".join(str(one["records"]) for one in sets[name])
+        rate, records = entry["pass_at_1"], ", ".join(str(one["records"]) for one in sets[name])
         seeds = ", ".join(f"{value:.3f}" for value in rate["seeds"])
-        row = [name, records, seeds, _with(rate["mean"], rate["ci95"], "")]
-        row += [_with(less["mean"], less["ci95"], "+") if less else ""]
-        row += [_with(less["mean"], less["ci95_tasks"], "+") if less else ""]
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "| arm | seed | with reflection | with correction | dropped |"]
+        lines.append(f"| {name} | {records} | {seeds} | {_with(rate['mean'], rate['ci95'], '')} |")
+    lines += ["", "| difference | mean (over seeds) | mean (over tasks, with these seeds) |"]
+    lines += ["| --- | --- | --- |"]
+    for name, entry in told.items():
+        for other, less in entry["minus"].items():
+            over = (_with(less["mean"], less[key], "+") for key in ("ci95", "ci95_tasks"))
+            lines.append(f"| {name} - {other} | {' | '.join(over)} |")
+    lines += ["", "| arm | set | with reflection | with correction | dropped |"]
     lines += ["| --- | --- | --- | --- | --- |"]
     for name, by_seed in sets.items():
-        for number, one in enumerate(by_seed):
+        for number, one in enumerate(by_seed, 1):
             dropped = ", ".join(f"{why} {count}" for why, count in one["dropped"].items())
             shares = f"{one['with_reflection']:.3f} | {one['with_correction']:.3f}"
             lines.append(f"| {name} | {number} | {shares} | {dropped or 'nothing'} |")
@@ -281,11 +284,10 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 block = done["policy"]
                 print(f"  pass@1 {block['pass_at_1']:.3f}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}
-        reference = work.config["reference"]
-        told = results(grades, reference)
-        summary = {"arms": told, "sets": sets, "reference": reference, "timings_s": took}
-        run.summary(json.loads(json.dumps(summary)))
-        text = report(told, sets, reference, work.config["sft"]["optimizer"]["total_steps"])
+        told = results(grades, work.config["references"])
+        summary = {"arms": told, "sets": sets, "timings_s": took}
+        run.summary(summary)
+        text = report(told, sets, work.config["sft"]["optimizer"]["total_steps"])
         files.replace(workdir / "report.md", text.encode())
     return summary
 

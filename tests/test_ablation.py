@@ -51,7 +51,7 @@ def config(**changes):
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("sets")
-    work = Ablation(config(**{"distill.train": 200}), workdir)
+    work = Ablation(config(**{"distill.train": 80}), workdir)
     told = work.data(3)
     records = {name: read_records(workdir / f"seed3/{name}/train.jsonl") for name in told}
     return told, records
@@ -59,25 +59,28 @@ def sets(tmp_path_factory):
 
 def test_the_unfiltered_set_holds_real_defects(sets):
     told, records = sets
-    assert len(records[UNFILTERED]) == 200
+    assert len(records[UNFILTERED]) == 80
     dropped = told["filtered"]["dropped"]
-    assert dropped["wrong_answer"] > 10
+    assert dropped["wrong_answer"] > 5
     assert dropped["lucky_mistake"] + dropped.get("repeated_call", 0) > 0
     wrong = [r for r in records[UNFILTERED] if r.answer not in r.gold]
     assert len(wrong) >= dropped["wrong_answer"]
     assert all(r.answer in r.gold or "|" in r.gold[0] for r in records["filtered"])
 
 
-def test_each_arm_turns_one_stage_off(sets):
+def test_each_stage_has_an_arm_of_its_own(sets):
     told, records = sets
-    full = {r.id for r in records["filtered"]}
-    reflection = {r.id for r in records["without_reflection_stage"]}
-    correction = {r.id for r in records["without_correction_stage"]}
-    assert told["filtered"]["dropped"]["plain_share"] > 0
-    assert "plain_share" not in told["without_reflection_stage"]["dropped"]
-    assert full < reflection
-    assert any("#2" in name for name in full)
-    assert correction == {name for name in full if "#2" not in name}
+    full, fewer, more = (
+        [r.id for r in records[name]] for name in ("filtered", "reflection", "correction")
+    )
+    assert "plain_share" not in told["filtered"]["dropped"]
+    assert told["reflection"]["dropped"]["plain_share"] == len(full) - len(fewer) > 0
+    assert set(fewer) < set(full)
+    assert told["reflection"]["with_reflection"] > told["filtered"]["with_reflection"]
+    twice = {name.removesuffix("#2") for name in more if name.endswith("#2")}
+    assert {name for name in more if not name.endswith("#2")} == set(full)
+    corrected = {r.id for r in records["filtered"] if r.metadata["double_checks"] > 1}
+    assert twice == corrected != set()
 
 
 # --- the statistics --------------------------------------------------------------------------
@@ -110,13 +113,14 @@ def test_the_difference_is_paired_by_seed_and_by_task():
 
 def test_arms_that_do_the_same_do_not_differ():
     grades = np.random.default_rng(1).integers(0, 2, (3, 50)).astype(float)
-    told = results({"unfiltered": grades, "same": grades}, "unfiltered")
-    assert told["same"]["minus_reference"]["ci95"] == [0.0, 0.0]
-    assert "minus_reference" not in told["unfiltered"]
+    told = results({"unfiltered": grades, "same": grades}, ("unfiltered",))
+    assert told["same"]["minus"]["unfiltered"]["ci95"] == [0.0, 0.0]
+    assert told["unfiltered"]["minus"] == {}
     figures = {"records": 5, "with_reflection": 0.5, "with_correction": 0.1, "dropped": {}}
-    text = report(told, dict.fromkeys(told, [figures] * 3), "unfiltered", 800)
+    text = report(told, dict.fromkeys(told, [figures] * 3), 800)
     assert "| same | 5, 5, 5 |" in text
-    assert "+0.000 (+0.000 to +0.000)" in text
+    zero = "+0.000 (+0.000 to +0.000)"
+    assert f"| same - unfiltered | {zero} | {zero} |" in text
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -125,12 +129,7 @@ def test_arms_that_do_the_same_do_not_differ():
 @pytest.mark.slow
 def test_the_whole_runs_is_reported_and_goes_on(tmp_path, capsys):
     summary = run_ablation(config(), tmp_path)
-    assert list(summary["arms"]) == [
-        UNFILTERED,
-        "filtered",
-        "without_reflection_stage",
-        "without_correction_stage",
-    ]
+    assert list(summary["arms"]) == [UNFILTERED, "filtered", "reflection", "correction"]
     text = (tmp_path / "report.md").read_text()
     assert all(f"| {name} |" in text for name in summary["arms"])
     traces = (tmp_path / "seed4/filtered/traces.jsonl").read_text().splitlines()
@@ -155,5 +154,7 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
         changed.arms = {"unfiltered": {}}
     with pytest.raises(UserError, match="none of them 'unfiltered'"):
         Ablation(changed, tmp_path)
+    with pytest.raises(UserError, match="no arm 'filterd'"):
+        Ablation(config(references=("filterd",)), tmp_path)
     with pytest.raises(UserError, match="1 to 10 seeds"):
         Ablation(config(seeds=tuple(range(11))), tmp_path)

@@ -121,7 +121,7 @@ def build_all(stage: str, values: dict[str, Any]) -> None:
         files = {"model": "m", "data": "d", "validation": "", "prompt_style": "brief"}
         build(SFTConfig, {**values["sft"], **files})
         build(EvaluateConfig, values["evaluate"])
-        assert values["reference"] in {*values["arms"], UNFILTERED}
+        assert set(values["references"]) <= {*values["arms"], UNFILTERED}
         assert set(values["distill"]) == {"tasks", "train"}
     elif stage == "economy":
         build(DistillConfig, values.pop("teacher"))

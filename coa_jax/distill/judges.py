@@ -6,13 +6,11 @@ run is dropped as ``ungraded`` and asked about again when the command is started
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from coa_jax.distill.filters import Filter, Run, first_failure, has_no_fault
-from coa_jax.errors import UserError
+from coa_jax.distill.together import gather
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.judge import Judge, JudgeConfig
@@ -79,7 +77,7 @@ async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
         verdict = await judge(run.task.question, run.task.gold, run.log.answer or "")
         return dataclasses.replace(run, correct=verdict)
 
-    return await _all(one(run) for run in runs)
+    return await gather(one(run) for run in runs)
 
 
 async def judge_instructions(
@@ -107,7 +105,7 @@ async def judge_instructions(
         }
         return dataclasses.replace(run, obeys=await judge.decide(_SYSTEM, _PROMPT, data))
 
-    return await _all(one(run) for run in runs)
+    return await gather(one(run) for run in runs)
 
 
 def _shown(author: str, text: str) -> str:
@@ -115,15 +113,3 @@ def _shown(author: str, text: str) -> str:
         return text
     half = _OBSERVATION_CHARS // 2
     return f"{text[:half]} ... {text[-half:]}"
-
-
-async def _all(coroutines: Iterable[Coroutine[Any, Any, Run]]) -> list[Run]:
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as stopped:
-        told, _ = stopped.split(UserError)
-        if told is None:
-            raise
-        raise told.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -35,6 +35,7 @@ from coa_jax.distill.minds import Minds
 from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distill.team import solve
+from coa_jax.distill.together import gather
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.graders import grade, run_blocking
@@ -102,14 +103,6 @@ class DistillConfig:
         return set_filters(self.selection, self.seed)
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
-
-
 async def run_teacher(
     tasks: Sequence[Task],
     tools: Mapping[str, Tool],
@@ -154,16 +147,7 @@ async def run_teacher(
             if on_log is not None:
                 on_log(task, log)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(config.concurrency, len(tasks))):
-                group.create_task(work())
-    except BaseExceptionGroup as stopped:
-        # Several workers at once say the same, e.g. that the budget is spent; one line is enough.
-        told = next((e for e in _leaves(stopped) if isinstance(e, UserError)), None)
-        if told is None:
-            raise
-        raise told from None
+    await gather(work() for _ in range(min(config.concurrency, len(tasks))))
     return [logs[task.id] for task in tasks]
 
 

@@ -6,18 +6,17 @@ Needs: what the quickstart needs; launch/quickstart.sh shows settings of malloc 
 a CPU shorter.
 Takes: for each of four arms and three seeds as long as the stages ``sft`` and ``evaluate_sft`` in
 the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/ablation/report.md: pass@1 on 800 held-out questions for each arm, and its difference to
-the unfiltered set with intervals over seeds and over tasks.
+Gives: runs/ablation/report.md: pass@1 on 800 held-out questions for each arm, and its differences
+to the unfiltered and the filtered set with intervals over seeds and over tasks.
 
 The teacher slips often here, and half of its wrong suggestions pass its own check, so that the
-unfiltered set holds the defects that filters are for: wrong answers, mistakes that were lucky, the
-same call twice.  The arms:
+unfiltered set holds the defects that filters are for: wrong answers, and mistakes that were lucky.
+The arms:
 
 - ``unfiltered``: every run as it is;
-- ``filtered``: all stages of the paper (§3.2.1): quality, half of the runs without reflection, runs
-  that corrected their answer twice;
-- ``without_reflection_stage``: all runs without reflection are kept;
-- ``without_correction_stage``: every run counts once.
+- ``filtered``: the filters of quality (paper §3.2.1), as in configs/distill/factbook.py;
+- ``reflection``: these, and of the runs without reflection one half;
+- ``correction``: these, and runs that corrected their answer count twice.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ def get_config() -> ml_collections.ConfigDict:
     quickstart = load_config("configs/quickstart/factbook.py")
     config = ConfigDict()
     config.seeds = (0, 1, 2)
-    config.reference = "unfiltered"
+    config.references = ("unfiltered", "filtered")
     config.prompt_style = quickstart.prompt_style
     config.tools = quickstart.tools.to_dict()
     config.distill = {"tasks": quickstart.distill.tasks, "train": quickstart.distill.train}
     config.teacher = {"mistake_rate": 0.3, "unrecovered_rate": 0.5}
     config.arms = {
-        "filtered": {"plain_fraction": 0.5, "corrected_copies": 2},
-        "without_reflection_stage": {"plain_fraction": 1.0, "corrected_copies": 2},
-        "without_correction_stage": {"plain_fraction": 0.5, "corrected_copies": 1},
+        "filtered": {"plain_fraction": 1.0, "corrected_copies": 1},
+        "reflection": {"plain_fraction": 0.5, "corrected_copies": 1},
+        "correction": {"plain_fraction": 1.0, "corrected_copies": 2},
     }
     config.policy = quickstart.policy.to_dict()
     config.sft = quickstart.sft.to_dict()

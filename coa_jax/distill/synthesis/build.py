@@ -6,7 +6,6 @@ concurrency, so a run that was killed repeats its way over the recorded replies 
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from coa_jax.distill.synthesis.drafts import (
     told,
 )
 from coa_jax.distill.synthesis.solvers import Verdict
+from coa_jax.distill.together import gather
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.factbook_facts import fraction
@@ -279,13 +279,7 @@ class Synthesis:
             except ValueError:
                 return None
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                written = [group.create_task(attempt(job)) for job in jobs]
-        except BaseExceptionGroup as stopped:
-            told_user, _ = stopped.split(UserError)
-            raise _first(told_user or stopped) from None
-        results = [task.result() for task in written]
+        results = await gather(map(attempt, jobs))
         drafts = [draft for result in results for draft in result or ()]
         funnel.asked += len(jobs)
         funnel.failed += results.count(None)
@@ -306,10 +300,3 @@ class Synthesis:
         for number in [n for n, fault in enumerate(faults) if fault is None][room:]:
             faults[number] = "more_than_wanted"
         return [Item(*row) for row in zip(drafts, faults, figures, strict=True)]
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first single exception of a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -18,6 +18,7 @@ from coa_jax.distill.endpoint import Endpoint
 from coa_jax.distill.llm import read_object
 from coa_jax.distill.synthesis.drafts import Document
 from coa_jax.distill.synthesis.facts import fact_of
+from coa_jax.distill.together import gather
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
@@ -151,9 +152,8 @@ class Remembers:
                 return reply.strip()
             return answer if isinstance(answer, str) else reply.strip()
 
-        async with asyncio.TaskGroup() as group:
-            asked = [[group.create_task(one(t, k)) for k in range(samples)] for t in tasks]
-        return [[reply.result() for reply in replies] for replies in asked]
+        replies = await gather(one(task, k) for task in tasks for k in range(samples))
+        return [replies[i : i + samples] for i in range(0, len(replies), samples)]
 
 
 class Policy:

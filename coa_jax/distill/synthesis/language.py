@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from coa_jax.distill.contamination import entities
 from coa_jax.distill.endpoint import Endpoint
 from coa_jax.distill.llm import ask, read_object
 from coa_jax.distill.synthesis.drafts import Document, Draft, TextRules, fault_of, told
+
+T = TypeVar("T")
 
 _SYSTEM = (
     "You write questions that test agents who search a collection of documents. The agents see the "
@@ -140,7 +143,7 @@ class LanguageAuthor:
         prompt = _WIDEN.format(first=json.dumps(one.question), second=json.dumps(other.question))
         return await self._ask(prompt, one.id, f"widen/{other.id}", read)
 
-    async def _ask(self, prompt: str, episode: str, turn: str, read: Any) -> Any:
+    async def _ask(self, prompt: str, episode: str, turn: str, read: Callable[[str], T]) -> T:
         chat = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": prompt}]
         return await ask(self.endpoint, chat, episode, turn, read, self.attempts)
 

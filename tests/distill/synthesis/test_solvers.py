@@ -114,6 +114,15 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
     assert answers == again == [["Lima", "Lima", "It may be Quito.", '{"answer": 4}']]
 
 
+def test_a_spent_budget_is_one_line(tmp_path):
+    async def work(server):
+        config = EndpointConfig(base_url=server.url, model="m", max_calls=2)
+        await Remembers(Endpoint(config, tmp_path / "calls.jsonl"))([LIMA, ODD], 4)
+
+    with serving(lambda chat: "x") as server, pytest.raises(UserError, match="max_calls=2 is spe"):
+        asyncio.run(work(server))
+
+
 @pytest.mark.slow
 def test_a_local_policy_gets_no_tool(tmp_path):
     """The tiny policy answers these questions from what its tools return, and from nothing else."""
