@@ -137,7 +137,9 @@ def describe(told: dict[str, Any]) -> str:
             f"prompt sent again {both['policy_resent']:.0f}: "
             f"{100 * saved['both_solved_resent']:.1f} % fewer",
             f"all attempts, for each solved one: team {team['tokens_per_solved']:.0f}, policy "
-            f"{policy['tokens_per_solved']:.0f}: {100 * saved['per_solved']:.1f} % fewer",
+            f"{policy['tokens_per_solved']:.0f}: {100 * saved['per_solved']:.1f} % fewer; sent "
+            f"again {policy['resent_per_solved']:.0f}: {100 * saved['per_solved_resent']:.1f} % "
+            "fewer",
         ]
     return "\n".join(lines)
 

@@ -77,23 +77,10 @@ async def _work(
     author: Author = (
         FactsAuthor(documents, how.seed) if model is None else LanguageAuthor(model, how.text)
     )
-    concurrency = config.with_tools.concurrency
-    judge = build(JudgeConfig, config.judge, "config.judge")
-    with_tools = WithTools(
-        {tool.name: tool for tool in make_tools(tools)},
-        scripted_minds() if model is None else language_minds(model),
-        DistillConfig(concurrency=concurrency, max_messages=config.with_tools.max_messages),
-        config.with_tools.attempts,
-        workdir / "runs.jsonl",
-        {
-            "minds": "scripted" if model is None else model.config.model,
-            "tools": config.tools.to_dict(),
-            "max_messages": config.with_tools.max_messages,
-        },
-        Judge(judge) if judge else None,
-    )
+    with_tools = _with_tools(config, tools, model, workdir)
     check = build(ClosedBookConfig, config.without_tools, "config.without_tools")
-    name, solver = closed_book(check, documents, endpoints.get("solver", model), concurrency)
+    asked = endpoints.get("solver", model)
+    name, solver = closed_book(check, documents, asked, config.with_tools.concurrency)
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
     wanted = how.atomic + sum(how.depth) + how.width
     with progress("synthesize", total=wanted) as bar:
@@ -112,13 +99,34 @@ async def _work(
     jsonl.write_lines(workdir / "dropped.jsonl", work.dropped_rows())
     return {
         "stages": {stage: funnel.to_json() for stage, funnel in work.funnels.items()},
-        "kept": statistics_of(work.kept),
+        "kept": figures_of(work.kept),
         "resumed_runs": with_tools.resumed,
         "spent": {name: endpoint.spent.to_json() for name, endpoint in endpoints.items()},
     }
 
 
-def statistics_of(items: Sequence[Item]) -> dict[str, Any]:
+def _with_tools(
+    config: ml_collections.ConfigDict, tools: ToolsConfig, model: Endpoint | None, workdir: Path
+) -> WithTools:
+    """The team that solves with tools: language minds, or the scripted ones without a model."""
+    team = config.with_tools
+    judge = build(JudgeConfig, config.judge, "config.judge")
+    return WithTools(
+        {tool.name: tool for tool in make_tools(tools)},
+        scripted_minds() if model is None else language_minds(model),
+        DistillConfig(concurrency=team.concurrency, max_messages=team.max_messages),
+        team.attempts,
+        workdir / "runs.jsonl",
+        {
+            "minds": "scripted" if model is None else model.config.model,
+            "tools": config.tools.to_dict(),
+            "max_messages": team.max_messages,
+        },
+        Judge(judge) if judge else None,
+    )
+
+
+def figures_of(items: Sequence[Item]) -> dict[str, Any]:
     """Figures of the kept tasks."""
     rates = [item.figures["closed_book"] for item in items]
     bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
@@ -161,7 +169,13 @@ def main(argv: list[str]) -> None:
     summary = synthesize(flags.FLAGS.config, workdir)
     print(describe(summary))
     if not summary["kept"]["tasks"]:
-        raise UserError(f"no question was kept; {workdir}/dropped.jsonl says why")
+        funnel = summary["stages"]["atomic"]
+        raise UserError(
+            f"no question was kept; {workdir}/dropped.jsonl says why"
+            if funnel["asked"]
+            else "the author cannot read any document of these splits: without a model it knows "
+            "sentences of the Factbook only; use configs/synthesize/endpoint.py"
+        )
     print(f"{summary['kept']['tasks']} questions -> {workdir}/questions.jsonl")
 
 

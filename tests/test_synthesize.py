@@ -106,6 +106,16 @@ def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
     assert "63 questions" in again.stdout
 
 
+def test_a_corpus_that_the_author_cannot_read_is_explained(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "Tides", "text": "The tide turned twice that day."}\n')
+    line = [*command(tmp_path / "run"), f"--config.tools.corpus={corpus}"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: the author cannot read any document")
+
+
 # --- a model over a corpus of its own --------------------------------------------------------
 
 FOUNDERS = {f"Brell{k} Institute": f"Ina{k} Voss{k}" for k in range(24)}

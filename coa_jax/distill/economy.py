@@ -143,11 +143,12 @@ def policy_economy(
     if len(both):
         told["both_solved"] |= dict(zip(names, both.mean(axis=0).tolist(), strict=True))
         team, once, resent, _ = both.mean(axis=0)
-        per_solved = told["policy"]["tokens_per_solved"] / told["team"]["tokens_per_solved"]
+        side, all_team = told["policy"], told["team"]["tokens_per_solved"]
         told["saved"] = {
             "both_solved": float(1 - once / team),
             "both_solved_resent": float(1 - resent / team),
-            "per_solved": 1 - per_solved,
+            "per_solved": 1 - side["tokens_per_solved"] / all_team,
+            "per_solved_resent": 1 - side["resent_per_solved"] / all_team,
         }
     return told
 

@@ -101,6 +101,8 @@ def test_policy_and_team_are_compared_on_what_both_solved_and_over_all_attempts(
     assert told["policy"]["tokens_per_solved"] == (22 + 13 + 15 + 11) / 3
     assert told["team"]["tokens_per_solved"] == (team["a"] + team["b"] + 2 * team["c"]) / 3
     assert told["saved"]["both_solved"] == pytest.approx(1 - 16.5 / both["team"])
+    # Sent again: 14 + 22, 13, 15 and 11 tokens.
+    assert told["policy"]["resent_per_solved"] == (36 + 13 + 15 + 11) / 3
     assert told["saved"]["per_solved"] == pytest.approx(
         1 - told["policy"]["tokens_per_solved"] / told["team"]["tokens_per_solved"]
     )
