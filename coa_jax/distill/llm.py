@@ -108,6 +108,10 @@ def read_action(reply: str, view: AgentView) -> Action:
     return Action(*move, content, thought.strip())
 
 
+class UnusableReplyError(ValueError):
+    """A model gave no reply of the agreed form, however often it was asked."""
+
+
 async def ask(
     endpoint: Endpoint,
     chat: Sequence[Mapping[str, str]],
@@ -126,7 +130,7 @@ async def ask(
         attempts: replies that are asked for.
 
     Raises:
-        ValueError: none of the replies could be read.
+        UnusableReplyError: none of the replies could be read.
         UserError: the budget is spent, or the endpoint does not answer.
     """
     problem = ""
@@ -139,7 +143,7 @@ async def ask(
         again = f"That could not be used: {problem}. Reply with the JSON object alone."
         said = ({"role": "assistant", "content": reply}, {"role": "user", "content": again})
         chat = [*chat, *said]
-    raise ValueError(f"no usable reply in {attempts} attempts: {problem}")
+    raise UnusableReplyError(f"no usable reply in {attempts} attempts: {problem}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +162,7 @@ class LanguageMind:
         """The next message of ``view.role``.
 
         Raises:
-            ValueError: no attempt gave a move.
+            UnusableReplyError: no attempt gave a move.
             UserError: the budget is spent, or the endpoint does not answer.
         """
         turn = f"{len(view.messages)}/{view.role}"

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from coa_jax.distill.llm import UnusableReplyError
 from coa_jax.distill.synthesis.drafts import (
     Author,
     Document,
@@ -96,7 +97,7 @@ class Funnel:
 
 
 Job = Callable[[], Awaitable[list[Draft]]]
-"""Writes drafts; raises ValueError where the author gave nothing usable."""
+"""Writes drafts; raises UnusableReplyError where the author gave nothing usable."""
 
 
 class Synthesis:
@@ -276,7 +277,7 @@ class Synthesis:
         async def attempt(job: Job) -> list[Draft] | None:
             try:
                 return await job()
-            except ValueError:
+            except UnusableReplyError:
                 return None
 
         results = await gather(map(attempt, jobs))

@@ -96,7 +96,7 @@ class Draft:
 
 
 class Author(Protocol):
-    """Who writes questions.  An author that gave nothing usable raises ValueError."""
+    """Who writes questions; `llm.UnusableReplyError` if what came back could not be used."""
 
     def reads(self, document: Document) -> bool:
         """Whether it could write questions on a document at all; costs nothing."""
