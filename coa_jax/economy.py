@@ -101,7 +101,8 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
         made_by = {"minds": model, **slips, "tools": settings}
         journal = open_journal(workdir / "team.jsonl", made_by)
-        with progress("team", total=len(tasks), initial=0) as bar:
+        known = sum(task.id in journal.done for task in tasks)
+        with progress("team", total=len(tasks), initial=known) as bar:
 
             def keep(_: Task, log: Any) -> None:
                 journal.append(log)

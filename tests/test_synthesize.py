@@ -129,15 +129,10 @@ CORPUS = [
 
 
 def answer_of(question):
-    """What the corpus says to a question of `model`."""
-    parts = []
-    for name, person in FOUNDERS.items():
-        if f"{name}?" in question or f"{name} " in question:
-            born = "born" in question
-            parts.append(str(1900 + list(FOUNDERS).index(name)) if born else person)
-        elif f"{person}?" in question:
-            parts.append(str(1900 + list(FOUNDERS).index(name)))
-    return "|".join(parts)
+    """What the corpus says to a question that `author` wrote."""
+    named = [number for number, name in enumerate(FOUNDERS) if name in question]
+    people = list(FOUNDERS.values())
+    return "|".join(str(1900 + k) if "born" in question else people[k] for k in named)
 
 
 def model(chat):
