@@ -9,7 +9,7 @@ the ``timings_s`` of a quickstart's summary.json.
 Gives: runs/ablation/report.md: pass@1 on 800 held-out questions for each arm, and its differences
 to the unfiltered and the filtered set with intervals over seeds and over tasks.
 
-The teacher slips often here, and half of its wrong suggestions pass its own check, so that the
+The teacher slips often here, and most of its wrong suggestions pass its own check, so that the
 unfiltered set holds the defects that filters are for: wrong answers, and mistakes that were lucky.
 The arms:
 
@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.prompt_style = quickstart.prompt_style
     config.tools = quickstart.tools.to_dict()
     config.distill = {"tasks": quickstart.distill.tasks, "train": quickstart.distill.train}
-    config.teacher = {"mistake_rate": 0.3, "unrecovered_rate": 0.5}
+    config.teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7}
     config.arms = {
         "filtered": {"plain_fraction": 1.0, "corrected_copies": 1},
         "reflection": {"plain_fraction": 0.5, "corrected_copies": 1},
