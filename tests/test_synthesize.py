@@ -58,8 +58,8 @@ def test_the_questions_are_tasks_with_the_answers_of_the_structured_facts(whole)
     for split in ("train", "validation", "test"):
         for task in load_tasks(source, split):
             program = understand(task.question)
-            assert len(program.steps) - (task.metadata["form"] == "width") == task.metadata["hops"]
-            hops.add((task.metadata["form"], task.metadata["hops"]))
+            assert len(program.steps) - (task.metadata["kind"] == "width") == task.metadata["hops"]
+            hops.add((task.metadata["kind"], task.metadata["hops"]))
             solution = solve(program)
             if solution is not None:
                 assert set(task.gold) == set(solution.gold)
@@ -214,7 +214,7 @@ def test_a_model_writes_questions_on_any_corpus_and_nothing_is_paid_for_twice(tm
     assert stages["atomic"]["empty"] > 0  # births alone give no question here
     assert stages["depth_2"]["kept"] == 6
     assert stages["width"]["kept"] == 3
-    by_form = {row["metadata"]["form"]: row for row in rows_of(tmp_path / "run/questions.jsonl")}
+    by_form = {row["metadata"]["kind"]: row for row in rows_of(tmp_path / "run/questions.jsonl")}
     depth, width = by_form["depth"], by_form["width"]
     assert depth["question"].startswith("When was the founder of the Brell")
     assert len(depth["metadata"]["steps"]) == 2

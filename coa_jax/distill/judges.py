@@ -57,6 +57,8 @@ def _undecided(run: Run) -> bool:
     answer = run.log.answer
     if run.correct or answer is None or not has_no_fault(run):
         return False
+    if not run.task.gold:
+        return False  # nothing to hold the answer against
     if run.task.metadata.get("grader") == "code" or "scorer" in run.task.metadata:
         return False  # programs are run, and generators check their own answers
     numbers = parse_number(answer) and all(map(parse_number, run.task.gold))

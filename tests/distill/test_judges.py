@@ -53,21 +53,22 @@ def config_of(server, tmp_path, *names):
 
 def test_answers_in_other_words_are_judged_and_silence_is_counted(tmp_path):
     pairs = [run_of(name, answer) for name, answer in ANSWERS.items()]
-    pairs.append(run_of("number", "12", ("13",)))
+    pairs += [run_of("number", "12", ("13",)), run_of("unknown", "Lima", ())]
     judges, examples = Judges(), []
     tasks, logs = zip(*pairs, strict=True)
     with serving(judges) as server:
         config = config_of(server, tmp_path, "answer")
         records, report = select(tasks, logs, config, on_example=examples.append)
-        # The right one and two numbers need no judge; the silent one is asked twice.
+        # The right one, two numbers, and what has no accepted answer need no judge; the silent one
+        # is asked twice.
         asked = sorted(judges.asked)
         assert asked == sorted(
             [("answer", t) for t in ("the city of Lima", "Quito", "silence", "silence")]
         )
         assert [record.id for record in records] == ["exact", "words"]
         dropped = {why: count for why, count in report.dropped.items() if count}
-        assert dropped == {"wrong_answer": 2, "ungraded": 1}
-        assert report.kept + sum(dropped.values()) == report.total == 5
+        assert dropped == {"wrong_answer": 3, "ungraded": 1}
+        assert report.kept + sum(dropped.values()) == report.total == 6
         silent = [e["record"]["id"] for e in examples if e["filter"] == "ungraded"]
         assert silent == ["mute"]
         # Verdicts are kept, silence is not: it is asked about again.

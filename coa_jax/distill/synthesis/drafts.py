@@ -88,7 +88,7 @@ class Draft:
     def to_json(self) -> dict[str, Any]:
         """What is written about it besides its question and answers."""
         return {
-            "form": self.form,
+            "kind": self.form,
             "hops": len(self.steps),
             "steps": [{"question": q, "answer": a} for q, a in self.steps],
             "documents": [document.title for document in self.documents],
