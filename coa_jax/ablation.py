@@ -26,17 +26,16 @@ from coa_jax.cli import config_flag, run_main
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, as_run, select
 from coa_jax.errors import UserError
-from coa_jax.evaluate.run import EvaluateConfig, blocks, evaluate
+from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import sft
 from coa_jax.learn.scratch import ScratchConfig, write_policy
-from coa_jax.model.api import load_model
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.trajectory import DistilledRecord, Trajectory, read_records, write_records
+from coa_jax.trajectory import DistilledRecord, read_records, write_records
 
 UNFILTERED = "unfiltered"
 """The arm that learns every run as it is."""
@@ -128,9 +127,17 @@ class Ablation:
                 began = time.monotonic()
                 sft.train(self._sft(seed, name), run, folder / "model")
                 trained = time.monotonic()
-                groups = self._evaluate(folder / "model", run, name)
+                outcome = evaluate_model(
+                    folder / "model",
+                    self.held_out,
+                    self.evaluation,
+                    run,
+                    "policy",
+                    self.tools,
+                    self.config["tools"],
+                )
                 took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
-                run.summary({**blocks(groups, "policy"), "grades": _grades(groups)})
+                run.summary({"grades": _grades(outcome)})
                 run.summary({"timings_s": took})
         return files.read_json_object(folder / "summary.json")
 
@@ -145,23 +152,16 @@ class Ablation:
         }
         return build(sft.SFTConfig, values, "config.sft")
 
-    def _evaluate(self, model: Path, run: RunDir, name: str) -> list[list[Trajectory]]:
-        run.rewind("evaluate", 0)
-        loaded = load_model(model)
-        groups = evaluate(loaded, self.held_out, self.evaluation, self.tools, name)
-        run.traces(1, "evaluate", [t.to_json() for group in groups for t in group])
-        return groups
-
 
 def _show(bar: Bar, done: int) -> None:
     bar.update(done - bar.done)
 
 
-def _grades(groups: Sequence[Sequence[Trajectory]]) -> list[float | None]:
-    """For each task the mean grade of its samples; None where none could be graded."""
+def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
+    """For each task the share of its graded samples that solved it; None where none was graded."""
     grades = []
-    for group in groups:
-        values = [t.reward.value for t in group if t.reward and t.reward.value is not None]
+    for task in outcome["tasks"]:
+        values = [s["value"] for s in task["samples"] if s["value"] is not None]
         grades.append(float(np.mean([value == 1.0 for value in values])) if values else None)
     return grades
 

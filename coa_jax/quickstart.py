@@ -23,8 +23,7 @@ from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.policy import local_policy, weights_name
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
+from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig, write_policy
@@ -110,18 +109,16 @@ class Pipeline:
 
     def evaluate(self, stage: str) -> None:
         """Measures a policy on the held-out tasks."""
-        path, config = self.models / stage, self.evaluation
-        policy = local_policy(
-            lambda: load_model(path),
-            config.engine,
-            config.sampling,
-            config.seed,
-            config.rollout,
+        outcome = evaluate_model(
+            self.models / stage,
+            self.held_out,
+            self.evaluation,
+            self.run,
+            stage,
             self.tools,
+            self.config["tools"],
         )
-        name = f"{stage} {weights_name(str(path))}"
-        about = settings(config, name, self.config["tools"])
-        print(table(evaluate(policy, self.held_out, config, self.run, stage, about)), flush=True)
+        print(table(outcome), flush=True)
 
     def report(self) -> None:
         """Builds the page."""

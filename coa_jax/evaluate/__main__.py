@@ -19,9 +19,7 @@ from absl import flags
 from coa_jax.cli import config_flag, run_main
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.policy import Policy, local_policy, weights_name
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
-from coa_jax.model.api import load_model
+from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, settings
 from coa_jax.report.benchmark import write_page
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, take
@@ -46,24 +44,17 @@ def main(argv: list[str]) -> None:
         run.write_config(flags.FLAGS.config)
         live = make_tools(tools)  # first: they may bring the protocol that tasks name
         tasks = load_tasks(config.tasks, config.split, config.num_tasks or None, config.seed)
-        policy: Policy
+        described, fresh = _on_answers(tools), flags.FLAGS.fresh
         if config.endpoint:
-            name = f"{config.endpoint.model} (endpoint)"
             policy = endpoint_policy(
                 config.endpoint, config.sampling, config.seed, config.rollout, live
             )
+            about = settings(config, f"{config.endpoint.model} (endpoint)", described)
+            outcome = evaluate(policy, tasks, config, run, stage, about, fresh=fresh)
         else:
-            name = f"{Path(path).name} {weights_name(path)}"
-            policy = local_policy(
-                lambda: load_model(path),
-                config.engine,
-                config.sampling,
-                config.seed,
-                config.rollout,
-                live,
+            outcome = evaluate_model(
+                Path(path), tasks, config, run, stage, live, described, fresh=fresh
             )
-        about = settings(config, name, _on_answers(tools))
-        outcome = evaluate(policy, tasks, config, run, stage, about, fresh=flags.FLAGS.fresh)
         page = write_page(outcome, run.path / "evaluate" / stage / "index.html")
     print(table(outcome))
     print(f"page -> {page}")

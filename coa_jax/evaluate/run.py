@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from coa_jax import files
@@ -15,13 +16,15 @@ from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
 from coa_jax.evaluate.figures import blocks, result
 from coa_jax.evaluate.journal import Journal, digest
-from coa_jax.evaluate.policy import Policy, Wanted, prompt_text
+from coa_jax.evaluate.policy import Policy, Wanted, local_policy, prompt_text, weights_name
 from coa_jax.evaluate.sample import Key, measured
 from coa_jax.evaluate.scaling import PickConfig, choose, scaling
+from coa_jax.model.api import load_model
 from coa_jax.progress import progress
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Reward, Trajectory
 
 
@@ -182,6 +185,32 @@ def evaluate(
     files.write_json(journal.folder / "results.json", outcome)
     run.summary(blocks(outcome))
     return outcome
+
+
+def evaluate_model(
+    path: Path,
+    tasks: Sequence[Task],
+    config: EvaluateConfig,
+    run: RunDir,
+    stage: str,
+    tools: Sequence[Tool],
+    tool_settings: Mapping[str, Any],
+    *,
+    fresh: bool = False,
+) -> dict[str, Any]:
+    """`evaluate` of a model that decodes on this machine.
+
+    Args:
+        path: Hugging Face directory.
+        tasks, config, run, stage, fresh: see `evaluate`.
+        tools: live tools.
+        tool_settings: settings of them on which answers depend.
+    """
+    policy = local_policy(
+        lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout, tools
+    )
+    about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings)
+    return evaluate(policy, tasks, config, run, stage, about, fresh=fresh)
 
 
 async def _finish(
