@@ -5,6 +5,9 @@ compiled programs over the devices of all, and by gathering what each of them ha
 would wait for ever for a process that does not come, so all of them `meet` before, for a bounded
 time.  A thread of each process, `_watch`, ends it with one line when another one is gone.
 
+The coordinator, process 0, hosts the service through which they talk.  Of its client only calls
+with a deadline come back when it is frozen or cut off, so the watch makes no other.
+
 Environment of a process:
 
 ======================================  ===========================================================
@@ -17,17 +20,20 @@ COA_JAX_LOST_SECONDS                    silence after which a process is given u
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -42,6 +48,7 @@ EXIT_LOST = 3
 
 _ROOT = "coa_jax"
 _VERDICT = f"{_ROOT}/verdict"
+_COORDINATOR = f"{_ROOT}/alive/0"
 _FINISHED = "finished"
 _SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, which few programs serve
 
@@ -57,8 +64,9 @@ class _Joined:
         lost_seconds: silence after which a process is given up.
         doing: what it is at, for the others to read.
         met: how often it has met the others.
+        told: how many exchanges it has been part of.
         beat: how often it has said that it lives.
-        ending: whether the interpreter is at its end, which waits for all processes.
+        ending: set when the interpreter is at its end, which waits for all processes.
         lock: of what two threads do.
     """
 
@@ -69,8 +77,9 @@ class _Joined:
     lost_seconds: float
     doing: str = "starting"
     met: int = 0
+    told: int = 0
     beat: int = 0
-    ending: bool = False
+    ending: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def tell(self) -> None:
@@ -95,7 +104,19 @@ class _Joined:
         """What those said whom this process watches: process 0 watches all, the others it."""
         if self.index == 0:
             return self.others()
-        return {0: json.loads(self.client.key_value_try_get(f"{_ROOT}/alive/0"))}
+        milliseconds = int(_interval(self) * 1000)
+        return {0: json.loads(self.client.blocking_key_value_get(_COORDINATOR, milliseconds))}
+
+    def coordinator_is_gone(self) -> bool:
+        """Whether nobody listens any more where process 0 did."""
+        host, port = self.coordinator.rsplit(":", 1)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # out of reach: it may come back before it is given up
+        return False
 
 
 _joined: _Joined | None = None
@@ -142,10 +163,27 @@ def join() -> None:
             seconds,
         )
         _joined.tell()
-        watch = threading.Thread(target=_watch, args=(_joined,), daemon=True, name="watch")
-        watch.start()
+        _hold_aborts()
+        threads = [
+            threading.Thread(target=run, args=(_joined,), daemon=True, name=run.__name__)
+            for run in (_live, _watch)
+        ]
+        for thread in threads:
+            thread.start()
         # Handlers run in reverse order, so this one before that of JAX.
-        atexit.register(_finish, _joined, watch)
+        atexit.register(_finish, _joined, threads)
+
+
+def _hold_aborts() -> None:
+    """Lets an abort wait for 6 seconds, in which the watch can say what is the matter.
+
+    JAX aborts a process as soon as its connection to the coordinator breaks.  The C library calls
+    what handles SIGABRT, whose number is 6, with that number in the thread that aborts, and aborts
+    when it returns.  Nothing of Python runs there, so that no lock can keep the process alive.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _number(name: str, default: float | None = None) -> float:
@@ -200,17 +238,57 @@ def meet(what: str, seconds: float) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise  # a process is gone; see `fail`
-        late = [
-            f"process {number} ({state['name']}), which is at: {state['doing']}"
-            for number, state in sorted(here.others().items())
-            if state["met"] < here.met
-        ]
-        raise UserError(
-            f"{what}: after {seconds:g} s still without {' and '.join(late) or 'some process'}; "
-            "look into its log, or raise mesh.wait_seconds if it is only slow; run the same "
-            "command again to continue"
-        ) from error
+        came = [number for number, state in here.others().items() if state["met"] >= here.met]
+        raise _late(here, what, seconds, came) from error
     here.doing = before
+
+
+def _late(here: _Joined, what: str, seconds: float, came: Collection[int]) -> UserError:
+    """The error that names all processes but those that came."""
+    late = [
+        f"process {number} ({state['name']}), which is at: {state['doing']}"
+        for number, state in sorted(here.others().items())
+        if number not in came
+    ]
+    return UserError(
+        f"{what}: after {seconds:g} s still without {' and '.join(late) or 'some process'}; "
+        "look into its log, or raise mesh.wait_seconds if it is only slow; run the same "
+        "command again to continue"
+    )
+
+
+async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
+    """What each process has to say, on all of them, in their order.
+
+    It runs no program on the devices, so that one thread may do this while another is in programs
+    of all processes; but one thread only.
+
+    Args:
+        value: of this process; what JSON takes, and short.
+        what: for messages.
+        seconds: how long to wait for the slowest process.
+
+    Raises:
+        UserError: a process did not come.
+    """
+    here = _joined
+    if here is None:
+        return [value]
+    here.told += 1
+    place, end, pause = f"{_ROOT}/told/{here.told}/", time.monotonic() + seconds, 0.01
+    here.client.key_value_set(f"{place}{here.index}", json.dumps(value))
+    while True:
+        entries = here.client.key_value_dir_get(place)
+        told = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+        if len(told) == here.count:
+            break
+        if time.monotonic() > end:
+            raise _late(here, what, seconds, told)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    if here.told > 1:  # who has said this has read all that came before
+        here.client.key_value_delete(f"{_ROOT}/told/{here.told - 1}/{here.index}")
+    return [told[number] for number in range(here.count)]
 
 
 def share(items: Sequence[T]) -> list[T]:
@@ -264,12 +342,14 @@ def fail(error: BaseException, reason: str, code: int) -> NoReturn:
     _exit(code)
 
 
-def _finish(here: _Joined, watch: threading.Thread) -> None:
-    here.doing, here.ending = _FINISHED, True
+def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
+    here.doing = _FINISHED
+    here.ending.set()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.tell()
     # A thread that waits in the client while the interpreter ends would abort the process.
-    watch.join(2 * _interval(here) + 1)
+    for thread in threads:
+        thread.join(3 * _interval(here) + 1)
 
 
 def _say(here: _Joined, verdict: str) -> None:
@@ -286,13 +366,22 @@ def _exit(code: int) -> NoReturn:
 
 
 def _interval(here: _Joined) -> float:
-    return min(max(here.lost_seconds / 10, 0.1), 5.0)
+    return min(max(here.lost_seconds / 10, 0.1), 2.0)
+
+
+def _live(here: _Joined) -> None:
+    """Says again and again that this process lives, which may take as long as it likes."""
+    while not here.ending.wait(_interval(here)):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the watch finds out why
+            here.tell()
 
 
 def _watch(here: _Joined) -> None:
     """Ends this process when another is gone: the main thread may be in a program that waits."""
-    seen: dict[int, tuple[int, float]] = {}
-    while True:
+    start = time.monotonic()
+    unknown = {"beat": 0, "name": f"the coordinator at {here.coordinator}", "doing": "starting"}
+    seen = {0: (unknown, start)}
+    while not here.ending.is_set():
         try:
             # This wait is what the connection's end interrupts at once.
             text = here.client.blocking_key_value_get(_VERDICT, int(_interval(here) * 1000))
@@ -300,27 +389,28 @@ def _watch(here: _Joined) -> None:
             if by == here.index and "has failed" in verdict:
                 return  # that is this process, which is about to end
             _end(here, verdict)
-        except jax.errors.JaxRuntimeError as error:
-            if here.ending:
-                return
-            if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
-                _end(here, f"process 0, the coordinator at {here.coordinator}, is gone")
+        except jax.errors.JaxRuntimeError:
+            pass  # there is none, or the question has not been answered
         try:
-            here.tell()
             watched = here.watched()
         except jax.errors.JaxRuntimeError:
-            continue  # the next wait says why
+            if here.coordinator_is_gone() and not here.ending.is_set():
+                _end(here, f"process 0, the coordinator at {here.coordinator}, is gone")
+            watched = {}
+            here.ending.wait(0.1)  # the question may have come back at once
         now = time.monotonic()
         for number, state in watched.items():
-            if state["beat"] != seen.get(number, (-1, now))[0]:
-                seen[number] = (state["beat"], now)
-            silent = now - seen[number][1]
-            if silent > here.lost_seconds and state["doing"] != _FINISHED:
-                _say(
-                    here,
+            if number not in seen or state["beat"] != seen[number][0]["beat"]:
+                seen[number] = (state, now)
+        for number, (state, heard) in seen.items():
+            if now - heard > here.lost_seconds and state["doing"] != _FINISHED:
+                verdict = (
                     f"process {number} ({state['name']}) has not been heard from for "
-                    f"{silent:.0f} s; its last words: {state['doing']}",
+                    f"{now - heard:.0f} s; its last words: {state['doing']}"
                 )
+                if number == 0 != here.index:
+                    _end(here, verdict)  # nobody is there to whom it could be said
+                _say(here, verdict)
 
 
 def _end(here: _Joined, verdict: str) -> NoReturn:

@@ -11,13 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def launch(
-    count: int, devices: int, *command: str, timeout: float = 300, **env: str
+    count: int, devices: int, *command: str, timeout: float = 300, grace: int = 60, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python COMMAND...`` as ``count`` processes of ``devices`` simulated devices each."""
+    """Runs ``python COMMAND...`` as ``count`` processes of ``devices`` simulated devices each.
+
+    When one fails, the others have ``grace`` seconds to end by themselves.
+    """
     return subprocess.run(
         [
             *("bash", str(ROOT / "launch" / "local_processes.sh"), str(count)),
-            *("--devices", str(devices), "--grace", "60", sys.executable, *command),
+            *("--devices", str(devices), "--grace", str(grace), sys.executable, *command),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         cwd=ROOT,

@@ -11,7 +11,7 @@ import pytest
 from tests.parallel.launched import ROOT, launch
 
 PROGRAM = """
-import os, signal, sys, time
+import asyncio, os, signal, sys, time
 from coa_jax.cli import run_main
 
 def main(argv):
@@ -24,19 +24,27 @@ def main(argv):
     items = [(n, "x" * 10**n) for n in mine]
     merged = processes.gather(items, "gathering", 60)
     assert [(n, len(text)) for n, text in merged] == [(n, 10**n) for n in range(7)]
+    for turn in range(3):
+        told = asyncio.run(processes.exchange([turn, me], "telling", 60))
+        assert told == [[turn, 0], [turn, 1]]
     print("gathered", mine, flush=True)
     if me == int(case[-1]):
         processes.doing("rollouts of step 3")
-        if case.startswith("kill"):
+        if "kill" in case:
             processes.meet("rollouts", 60)
+            if "freeze" in case:
+                time.sleep(1)  # so that the other has heard what this one is at
+                os.kill(os.getpid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)
         if case.startswith("fail"):
             raise KeyError("no such thing")
         if case.startswith("late"):
             time.sleep(30)
-    if case.startswith("kill"):
+    if "kill" in case:
         processes.meet("rollouts", 60)
         time.sleep(60)
+    if case.startswith("late to tell"):
+        asyncio.run(processes.exchange(0, "the update of step 3", 1.5))
     if case.startswith("late"):
         processes.meet("the update of step 3", 1.5)
     if case.startswith("fail"):
@@ -46,11 +54,10 @@ run_main(main)
 """
 
 
-def run(tmp_path, case):
+def run(tmp_path, case, grace=60):
     (tmp_path / "program.py").write_text(PROGRAM)
-    return launch(
-        2, 2, str(tmp_path / "program.py"), CASE=case, COA_JAX_LOST_SECONDS="2", timeout=120
-    )
+    command, env = str(tmp_path / "program.py"), {"CASE": case, "COA_JAX_LOST_SECONDS": "2"}
+    return launch(2, 2, command, timeout=120, grace=grace, **env)
 
 
 def lines(text, process):
@@ -91,8 +98,9 @@ def test_processes_gather_in_order_and_a_killed_one_is_named(tmp_path):
     )
 
 
-def test_a_process_that_does_not_come_is_named_by_those_that_wait(tmp_path):
-    done = run(tmp_path, "late 1")
+@pytest.mark.parametrize("case", ["late 1", pytest.param("late to tell 1", marks=pytest.mark.slow)])
+def test_a_process_that_does_not_come_is_named_by_those_that_wait(tmp_path, case):
+    done = run(tmp_path, case)
     assert "error: process 0 ended with exit code 2" in done.stderr
     assert lines(done.stderr, 0) == [
         line for line in lines(done.stderr, 0) if line.startswith("error: the update of step 3: ")
@@ -110,7 +118,23 @@ def test_the_others_end_with_the_process_that_coordinates(tmp_path):
     done = run(tmp_path, "kill 0")
     assert done.returncode == 128 + 9
     assert "error: process 0 ended with exit code 137" in done.stderr
-    assert any("error: process 0, the coordinator" in line for line in lines(done.stderr, 1))
+    assert "error: process 1 ended with exit code 3" in done.stderr
+    assert re.match(
+        r"error: process 0, the coordinator at 127.0.0.1:\d+, is gone; run the same command again",
+        lines(done.stderr, 1)[-1],
+    )
+
+
+@pytest.mark.slow
+def test_a_frozen_coordinator_is_named_though_its_service_does_not_answer(tmp_path):
+    done = run(tmp_path, "kill or rather freeze 0", grace=5)
+    assert done.returncode == 3
+    line = lines(done.stderr, 1)[-1]
+    assert re.match(
+        r"error: process 0 \(.*, pid \d+\) has not been heard from for [2345] s; its last words: "
+        r"rollouts of step 3; run the same command again to continue$",
+        line,
+    )
 
 
 @pytest.mark.slow
