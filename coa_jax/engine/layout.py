@@ -92,7 +92,7 @@ def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tup
 
 def groups_of(mesh: Mesh, tensor: int) -> np.ndarray:
     """The groups of a mesh of `decode_mesh`, ``[groups, tensor]`` devices."""
-    last = [i for i, name in enumerate(mesh.axis_names) if name.startswith("tensor")]
+    last = [mesh.axis_names.index(name) for name in _split_axes(mesh)]
     first = [i for i in range(mesh.devices.ndim) if i not in last]
     return mesh.devices.transpose(*first, *last).reshape(-1, tensor)
 
@@ -130,14 +130,46 @@ def publish(params: Params, model: ModelConfig, dtype: str, tensor: int = 0) -> 
     mesh = _mesh_of(params)
     if mesh is None:
         return [publish_program(model, dtype, None)(params)]
-    size = tensor or mesh.shape["tensor"]
-    mesh = decode_mesh(mesh, size)
-    everywhere = publish_program(model, dtype, mesh)(params)
+    return cut(publish_program(model, dtype, decode_mesh(mesh, tensor))(params), model)
+
+
+def cut(everywhere: Params, model: ModelConfig) -> list[Params]:
+    """The copies that the groups of this process have, without copying them.
+
+    Args:
+        everywhere: the copies of all groups in one tree, on one device or on a `decode_mesh`.
+        model: the architecture.
+    """
+    mesh = _mesh_of(everywhere)
+    if mesh is None:
+        return [everywhere]
     return [
         jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group)))
-        for group in groups_of(mesh, size)
+        for group in groups_of(mesh, math.prod(mesh.shape[name] for name in _split_axes(mesh)))
         if group[0].process_index == jax.process_index()
     ]
+
+
+def join(parts: Sequence[Params], model: ModelConfig, mesh: Mesh | None, tensor: int) -> Params:
+    """One tree of the copies of all groups, as it was before `cut`, without copying them.
+
+    Args:
+        parts: the copies of this process.
+        model: the architecture.
+        mesh, tensor: of training, and see `decode_mesh`.
+    """
+    if mesh is None:
+        (alone,) = parts
+        return alone
+
+    def whole(place: NamedSharding, *copies: jax.Array) -> jax.Array:
+        shards = {s.device: s.data for copy in copies for s in copy.addressable_shards}
+        order = place.addressable_devices_indices_map(copies[0].shape)
+        return jax.make_array_from_single_device_arrays(
+            copies[0].shape, place, [shards[device] for device in order]
+        )
+
+    return jax.tree.map(whole, _places(model, decode_mesh(mesh, tensor)), *parts)
 
 
 @functools.lru_cache
@@ -155,7 +187,12 @@ def publish_program(model: ModelConfig, dtype: str, mesh: Mesh | None) -> Any:
 
     if mesh is None:
         return jax.jit(program)
-    names = tuple(name for name in mesh.axis_names if name.startswith("tensor"))
+    return jax.jit(program, out_shardings=_places(model, mesh))
+
+
+def _places(model: ModelConfig, mesh: Mesh) -> Params:
+    """Where the copies of all groups of a `decode_mesh` lie."""
+    names = _split_axes(mesh)
     size = math.prod(mesh.shape[name] for name in names)
 
     def everywhere(place: NamedSharding) -> NamedSharding:
@@ -163,8 +200,12 @@ def publish_program(model: ModelConfig, dtype: str, mesh: Mesh | None) -> Any:
         return NamedSharding(mesh, spec)
 
     group = AbstractMesh((1, 1, size), AXES, axis_types=(AxisType.Auto,) * 3)
-    places = jax.tree.map(everywhere, decode_shardings(model, group))
-    return jax.jit(program, out_shardings=places)
+    return jax.tree.map(everywhere, decode_shardings(model, group))
+
+
+def _split_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a `decode_mesh` that run through a group."""
+    return tuple(name for name in mesh.axis_names if name.startswith("tensor"))
 
 
 def _group_mesh(devices: np.ndarray) -> Mesh:

@@ -45,7 +45,20 @@ class Sampled:
     kept: int = 0
 
 
-def sample_groups(
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one process has sampled for a step.
+
+    Attributes:
+        rounds: its groups, graded, of each round.
+        cursor: index of the next task.
+    """
+
+    rounds: list[list[list[Trajectory]]]
+    cursor: int
+
+
+def sample_share(
     config: RLConfig,
     runner: asyncio.Runner,
     engines: Sequence[Engine],
@@ -55,44 +68,61 @@ def sample_groups(
     tools: Sequence[Tool],
     graders: Graders,
     clock: Clock,
-    surplus: Sequence[list[Trajectory]] = (),
-) -> Sampled:
-    """Samples tasks from ``cursor`` on until there are ``groups`` groups to learn from.
+    surplus: int = 0,
+) -> Share:
+    """Samples this process's part of tasks from ``cursor`` on, until all processes have enough.
 
-    An algorithm that learns from a signal takes those whose rewards differ (DAPO's dynamic
-    sampling, arXiv 2503.14476 §3.2).  It begins with the ``surplus`` of earlier steps, the oldest
-    first, and samples in at most ``max_rounds`` rounds: the first as many tasks as are missing, a
-    later one as many as the rate of the earlier rounds makes necessary.  Other algorithms take
-    every group of one round.  The time of grading goes to ``clock``.
+    An algorithm that learns from a signal takes groups whose rewards differ (DAPO's dynamic
+    sampling, arXiv 2503.14476 §3.2).  It has ``surplus`` of them from earlier steps and samples in
+    at most ``max_rounds`` rounds: the first as many tasks as are missing, a later one as many as
+    the rate of the earlier rounds makes necessary.  Other algorithms take every group of one round.
+
+    No program of all processes is run here, so that one may run beside it.  The time of grading
+    goes to ``clock``.
     """
-    everything: list[list[Trajectory]] = []
-    learnable = list(surplus)
-    for _ in range(config.max_rounds):
-        missing = config.groups - len(learnable)
+    rounds: list[list[list[Trajectory]]] = []
+    sampled = useful = 0
+    while len(rounds) < config.max_rounds:
+        missing = config.groups - surplus - useful
         if missing <= 0:
             break
-        useful = len(learnable) - len(surplus)
-        rate = max(useful / len(everything), 0.25) if everything else 1.0
+        rate = max(useful / sampled, 0.25) if sampled else 1.0
         wanted = min(config.groups, int(np.ceil(missing / rate)))
         requests = [
             _request(config, model, stream[index], index)
             for index in range(cursor, cursor + wanted)
         ]
-        cursor += wanted
-        # Each process samples and grades its part; what follows depends on what all have gathered.
+        cursor, sampled = cursor + wanted, sampled + wanted
         mine = processes.share(requests)
-        sampled = collect(runner, engines, model.tokenizer, mine, tools, config.rollout)
+        collected = collect(runner, engines, model.tokenizer, mine, tools, config.rollout)
         with clock("reward"):
             tasks = [request.task for request in mine]
-            groups = _graded(config, runner, graders, tasks, sampled)
+            groups = _graded(config, runner, graders, tasks, collected)
+        rounds.append(groups)
+        if config.chosen.learn_from == "all":
+            break
+        found = sum(has_signal(rewards(group)) for group in groups)
+        if processes.count() > 1:
+            wait = config.mesh.wait_seconds
+            found = sum(runner.run(processes.exchange(found, "counting of groups", wait)))
+        useful += found
+    return Share(rounds, cursor)
+
+
+def assemble(config: RLConfig, share: Share, surplus: Sequence[list[Trajectory]] = ()) -> Sampled:
+    """Puts a step together from the shares of all processes, each of which calls this.
+
+    It begins with the ``surplus`` of earlier steps, the oldest first.
+    """
+    everything: list[list[Trajectory]] = []
+    learnable = list(surplus)
+    for groups in share.rounds:
         for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
             everything.append(graded)
             if config.chosen.learn_from == "all" or has_signal(rewards(graded)):
                 learnable.append(graded)
-        if config.chosen.learn_from == "all":
-            break
     used, left = learnable[: config.groups], learnable[config.groups :]
-    return Sampled(used, everything, cursor, left, kept=min(len(surplus), len(used)))
+    return Sampled(used, everything, share.cursor, left, kept=min(len(surplus), len(used)))
 
 
 def _request(config: RLConfig, model: Model, task: Task, index: int) -> Request:

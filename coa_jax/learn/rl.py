@@ -17,12 +17,20 @@ import numpy as np
 from absl import logging
 
 from coa_jax.engine.engine import make_engines, publish_all
+from coa_jax.engine.layout import cut, join
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
-from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
-from coa_jax.learn.groups import Sampled, describe, graded_values, rewards, sample_groups
+from coa_jax.learn.groups import (
+    Sampled,
+    Share,
+    assemble,
+    describe,
+    graded_values,
+    rewards,
+    sample_share,
+)
 from coa_jax.learn.metrics import (
     memory,
     rollout_metrics,
@@ -41,6 +49,7 @@ from coa_jax.model.attention.causal import choose
 from coa_jax.model.lora import merge, split
 from coa_jax.model.peft_io import save_trained
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.model.weights import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.progress import progress
@@ -90,21 +99,18 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     )
     for engine in engines if config.rollout.max_seconds else ():
         engine.warm_up()  # or the first trajectories would spend their time on compilation
-    alone = processes.count() == 1
+
+    def sampler() -> Params:
+        """The parameters of the engines of all processes."""
+        parts = [engine.params for engine in engines]
+        return join(parts, model.config, mesh, config.mesh.decode_tensor)
 
     checkpoints = Checkpoints(run.checkpoints / "rl", config.keep_last, config.keep_best)
     ahead, total = bool(config.rollouts_ahead), config.optimizer.total_steps // config.updates
-    if ahead and (len(engines) > 1 or not alone):
-        raise UserError(
-            "rl config: rollouts_ahead needs one process with one engine; set it to 0, or "
-            "mesh.decode_tensor to the number of devices"
-        )
     step = cursor = policy_step = 0
     surplus: list[list[Trajectory]] = []
     further: dict[str, Any] = {} if critic is None else {"critic": critic}
-    restored = checkpoints.newest(
-        state, {**further, "sampler": engines[0].params} if ahead else further
-    )
+    restored = checkpoints.newest(state, {**further, "sampler": sampler()} if ahead else further)
     if restored is not None:
         state, step, cursor = restored.state, restored.step, int(restored.extra["cursor"])
         surplus = [
@@ -114,16 +120,20 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         critic, policy_step = restored.more.get("critic", critic), step
         publish_all(engines, merge(base, state.params))
         if "sampler" in restored.more:
-            engines[0].params, policy_step = restored.more["sampler"], step - 1
+            policy_step = step - 1
+            for engine, part in zip(
+                engines, cut(restored.more["sampler"], model.config), strict=True
+            ):
+                engine.publish(part)
     run.rewind("rl", step)
     watch, saved = Watch(run.rows("rl")), step
-    batches = Background(_sampling(config, engines, model, stream, tools), lazy=not alone)
+    batches = Background(_sampling(config, engines, model, stream, tools))
 
     def save(metrics: dict[str, float]) -> None:
         # With the parameters that sample the next batch, where they are not those of the state.
         more: dict[str, Any] = {} if critic is None else {"critic": critic}
         if ahead and step < total:
-            more["sampler"] = engines[0].params
+            more["sampler"] = sampler()
         extra = {"cursor": cursor, "surplus": [_rows([group]) for group in surplus]}
         checkpoints.save(step, state, extra, metrics=metrics, more=more)
 
@@ -132,25 +142,31 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         contextlib.closing(batches),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
         # A process that left its rollouts alone would leave the others waiting.
-        stop_on_sigterm(batches.abandon if alone else lambda: None) as stop,
+        stop_on_sigterm(batches.abandon if processes.count() == 1 else lambda: None) as stop,
         progress("RL", total=total, initial=step) as bar,
     ):
         if step < total:
-            batches.start(cursor, policy_step, surplus)
+            batches.start(cursor, len(surplus))
         clock, row = Clock(*_PARTS), {}
         while step < total:
             profile.before(step + 1)
             processes.doing(f"rollouts of step {step + 1}")
             try:
                 with clock("rollout_wait"):
-                    sampled, figures = batches.result()
+                    share, seconds, reward_seconds = batches.result()
+                    sampled = stamp(assemble(config, share, surplus), policy_step)
+                    # That of the slowest process: all have waited for it.
+                    wait = config.mesh.wait_seconds
+                    seconds = max(processes.gather([seconds], "gathering of times", wait))
             except asyncio.CancelledError:
                 break
+            figures = sampling_metrics(sampled, engines, seconds, reward_seconds)
             cursor, surplus = sampled.cursor, sampled.surplus
             if ahead and step + 1 < total:
                 with clock("publish"):
                     publish_all(engines, merge(base, state.params))
-                batches.start(cursor, step, surplus)
+                policy_step = step
+                batches.start(cursor, len(surplus))
             processes.doing(f"update of step {step + 1}")
             with clock("update"):
                 state, critic, stats = update(
@@ -170,7 +186,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             if not ahead and step < total and not error:
                 with clock("publish"):
                     publish_all(engines, merge(base, state.params))
-                batches.start(cursor, step, surplus)
+                policy_step = step
+                batches.start(cursor, len(surplus))
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             with clock("traces"):
                 run.traces(step, "rl", _rows(sampled.everything))
@@ -202,22 +219,19 @@ def _sampling(
     model: Model,
     stream: grain.MapDataset,
     tools: Sequence[Tool],
-) -> Callable[..., tuple[Sampled, dict[str, float]]]:
-    """Samples the batch of a cursor with the policy after some step; and figures about that."""
+) -> Callable[..., tuple[Share, float, float]]:
+    """Samples this process's share of a batch; and the seconds of that, and of its grading."""
 
     graders = Graders(config.graders)
 
-    def sample(
-        runner: asyncio.Runner, cursor: int, policy_step: int, surplus: list[list[Trajectory]]
-    ) -> tuple[Sampled, dict[str, float]]:
+    def sample(runner: asyncio.Runner, cursor: int, surplus: int) -> tuple[Share, float, float]:
         for engine in engines:
             engine.restart()
         clock = Clock("reward")
-        sampled = sample_groups(
+        share = sample_share(
             config, runner, engines, model, stream, cursor, tools, graders, clock, surplus
         )
-        figures = sampling_metrics(sampled, engines, clock.elapsed(), clock.seconds["reward"])
-        return stamp(sampled, policy_step), figures
+        return share, clock.elapsed(), clock.seconds["reward"]
 
     return sample
 

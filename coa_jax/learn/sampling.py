@@ -16,16 +16,13 @@ class Background(Generic[T]):
     The thread stays, because programs of tools die with the thread that started them.
     """
 
-    def __init__(self, compute: Callable[..., T], *, lazy: bool = False):
-        """Takes what to compute.
+    def __init__(self, compute: Callable[..., T]):
+        """Takes what to compute: a function of a runner for its coroutines and of more.
 
-        Args:
-            compute: a function of a runner for its coroutines and of more.
-            lazy: whether a computation waits until its result is asked for.  With several
-                processes it has to: what they do together they must do in one order.
+        With several processes it runs no program of all of them: those come in one order
+        everywhere, which is that of the main thread.
         """
-        self._compute, self._lazy = compute, lazy
-        self._started: tuple[Any, ...] = ()
+        self._compute = compute
         self._pool = ThreadPoolExecutor(1, "rollouts")
         self._runner = asyncio.Runner(loop_factory=self._new_loop)
         self._future: Future[T] | None = None
@@ -49,12 +46,7 @@ class Background(Generic[T]):
     def start(self, *arguments: Any) -> None:
         """Begins a computation; the one before has been fetched."""
         assert self._future is None
-        self._started = arguments
-        if not self._lazy:
-            self._submit()
-
-    def _submit(self) -> None:
-        self._future = self._pool.submit(self._compute, self._runner, *self._started)
+        self._future = self._pool.submit(self._compute, self._runner, *arguments)
 
     def result(self) -> T:
         """Waits for the computation.
@@ -62,8 +54,6 @@ class Background(Generic[T]):
         Raises:
             asyncio.CancelledError: it was abandoned.
         """
-        if self._future is None:
-            self._submit()
         assert self._future is not None
         result = self._future.result()
         self._future = None

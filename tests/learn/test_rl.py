@@ -15,7 +15,7 @@ from coa_jax.learn import groups as groups_module
 from coa_jax.learn import rl
 from coa_jax.learn.algorithms import Algorithm, presets
 from coa_jax.learn.clock import Clock
-from coa_jax.learn.groups import sample_groups
+from coa_jax.learn.groups import assemble, sample_share
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.api import Model, save_model
@@ -134,7 +134,7 @@ def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder)
 
 def leave_one_over(*args):
     """Samples as ever, and keeps one group more for the next step."""
-    sampled = sample_groups(*args)
+    sampled = assemble(*args)
     if len(sampled.used) < 2:
         return sampled
     *used, last = sampled.used
@@ -143,7 +143,7 @@ def leave_one_over(*args):
 
 def test_groups_that_are_left_over_are_learnt_by_the_next_step_and_outlive_an_interruption(folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "sample_groups", leave_one_over)
+        patch.setattr(rl, "assemble", leave_one_over)
         whole = train(folder, "surplus")
         history = rows(whole, "rl")
         left = [row["group/surplus"] for row in history]
@@ -196,9 +196,10 @@ def test_sampling_goes_on_until_enough_groups_have_a_signal(
     kept = [group(True, 100 + i) for i in range(surplus)]
     stream = [tiny_policy.TASKS[i % 3] for i in range(12)]
     with asyncio.Runner() as runner:
-        found = sample_groups(
-            config, runner, None, tiny_policy.policy(), stream, 0, (), Written(), Clock(), kept
+        share = sample_share(
+            config, runner, None, tiny_policy.policy(), stream, 0, (), Written(), Clock(), len(kept)
         )
+    found = assemble(config, share, kept)
     assert len(found.everything) == found.cursor == sampled
     assert (len(found.used), len(found.surplus), found.kept) == (used, left, surplus)
     numbers = [members[0].sample_id for members in found.used + found.surplus]

@@ -32,15 +32,26 @@ def folder(tmp_path_factory):
     return path
 
 
-def train(folder, name, case, processes, **env):
-    command = ("-m", "tests.parallel.tiny_training", str(folder), name, case)
-    return launch(processes, 8 // processes, *command, timeout=550, **env)
+def train(folder, name, case, processes, *more, devices=8, **env):
+    command = ("-m", "tests.parallel.tiny_training", str(folder), name, case, *more)
+    return launch(processes, devices // processes, *command, timeout=550, **env)
 
 
-def trained(folder, name, case, processes):
-    done = train(folder, name, case, processes)
-    assert done.returncode == 0, done.stderr[-4000:]
+def trained(folder, name, case, processes, *more, **options):
+    """A run that came to its end; one of that name that is there already is not repeated."""
+    if not (folder / name / "model").exists():
+        done = train(folder, name, case, processes, *more, **options)
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert (folder / name / "model").exists()
     return folder / name
+
+
+def stopped(folder, name, case, processes, sizes, step, **options):
+    """A run that was asked to stop in a step, and did."""
+    done = train(folder, name, case, processes, sizes, str(step), **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"stopped by SIGTERM after step {step} of" in done.stderr
+    assert not (folder / name / "model").exists()
 
 
 def close_weights(left, right, start):
@@ -75,18 +86,55 @@ def sampled(run):
     }
 
 
-def test_rl_is_the_same_with_one_process_and_with_two(folder):
-    one, two = (trained(folder, f"rl{n}", "rl", n) for n in (1, 2))
+def same_samples(one, two):
     left, right = sampled(one), sampled(two)
     assert list(left) == list(right)
-    assert {key[0] for key in left} == {1, 2}
     for key, trajectory in left.items():
         np.testing.assert_array_equal(trajectory.tokens, right[key].tokens)
         np.testing.assert_allclose(trajectory.logp, right[key].logp, atol=1e-4)
         assert trajectory.reward == right[key].reward
+    return {key[0] for key in left}
+
+
+def test_rl_is_the_same_with_one_process_and_with_two(folder):
+    one, two = (trained(folder, f"rl{n}", "rl", n) for n in (1, 2))
+    assert same_samples(one, two) == {1, 2}
     close_metrics(one, two, "rl", ["loss", "optim/grad_norm", "tokens", "reward/mean"])
     assert all(row["mismatch/abs_logp_max"] < 1e-4 for row in rows(two, "rl"))
     close_weights(two / "model", one / "model", folder / "model")
+
+
+def test_sft_goes_on_on_other_meshes_with_other_processes_and_fewer_devices(folder):
+    whole = trained(folder, "sft1", "sft", 1)
+    stopped(folder, "sft-parts", "sft", 1, "1,8,1", 1)
+    stopped(folder, "sft-parts", "sft", 2, "2,4,1", 2)
+    parts = trained(folder, "sft-parts", "sft", 1, "1,2,2", devices=4)
+    close_metrics(whole, parts, "sft", ["loss", "optim/grad_norm", "tokens", "epoch"])
+    close_weights(parts / "model", whole / "model", folder / "base")
+
+
+def test_rl_goes_on_on_another_mesh_with_another_number_of_processes(folder):
+    whole = trained(folder, "rl1", "rl", 1)
+    stopped(folder, "rl-parts", "rl", 2, "1,8,1", 1)
+    parts = trained(folder, "rl-parts", "rl", 1, "2,2,1", devices=4)
+    assert same_samples(whole, parts) == {1, 2}
+    close_metrics(whole, parts, "rl", ["loss", "optim/grad_norm", "tokens", "reward/mean"])
+    close_weights(parts / "model", whole / "model", folder / "model")
+
+
+def test_rollouts_ahead_are_the_same_with_several_engines_and_with_two_processes(folder):
+    one = trained(folder, "ahead1", "ahead", 1)  # four engines of two devices
+    two = trained(folder, "ahead2", "ahead", 2, "1,4,2,1")  # four of one device in each
+    assert same_samples(one, two) == {1, 2, 3}
+    close_metrics(one, two, "rl", ["loss", "optim/grad_norm", "tokens", "stale/mean"])
+    close_weights(two / "model", one / "model", folder / "model")
+    for t in read_trajectories(two / "traces.jsonl"):
+        assert t.metadata["policy_step"] == max(t.metadata["step"] - 2, 0)
+    # The policy that samples is one step behind, and a checkpoint has it too.
+    stopped(folder, "ahead-parts", "ahead", 2, "1,4,2,1", 2)
+    parts = trained(folder, "ahead-parts", "ahead", 1, "2,2,1", devices=4)
+    assert same_samples(one, parts) == {1, 2, 3}
+    close_weights(parts / "model", one / "model", folder / "model")
 
 
 def test_a_constrained_run_on_a_mesh_learns_what_it_sampled(folder):
@@ -98,7 +146,7 @@ def test_a_constrained_run_on_a_mesh_learns_what_it_sampled(folder):
 
 
 def test_a_tool_that_hangs_on_one_process_only_ends_by_its_deadline(folder):
-    run = trained(folder, "hang", "hang", 2)
+    run = trained(folder, "hang", "hang1", 2)
     assert [row["step"] for row in rows(run, "rl")] == [1, 2]
     outcomes = {key: [c.outcome for c in t.tool_calls] for key, t in sampled(run).items()}
     # Groups are dealt out in turns: those of process 1 have the tool that hangs.
@@ -112,9 +160,17 @@ def test_a_tool_that_hangs_on_one_process_only_ends_by_its_deadline(folder):
 
 
 def test_a_process_that_is_killed_during_a_rollout_is_named(folder):
-    done = train(folder, "kill", "kill", 2, COA_JAX_LOST_SECONDS="5")
+    done = train(folder, "kill1", "kill1", 2, COA_JAX_LOST_SECONDS="5")
     assert done.returncode == 128 + 9
     assert "error: process 0 ended with exit code 3" in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "has not been heard from" in line]
     assert line.startswith("[0] error: process 1 (")
     assert "its last words: rollouts of step 1" in line
+
+
+def test_so_is_the_one_that_coordinates(folder):
+    done = train(folder, "kill0", "kill0", 2, COA_JAX_LOST_SECONDS="5")
+    assert done.returncode == 128 + 9
+    assert "error: process 1 ended with exit code 3" in done.stderr
+    line = [line for line in done.stderr.splitlines() if line.startswith("[1]")][-1]
+    assert line.startswith("[1] error: process 0, the coordinator at 127.0.0.1:")

@@ -1,9 +1,10 @@
-"""A tiny SFT or RL run on a mesh of 8 devices, by one process or several.
+"""A tiny SFT or RL run on a mesh, by one process or several.
 
-python -m tests.parallel.tiny_training FOLDER NAME CASE
+python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECODE] [STOP]]
 
 FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  Of
-CASE ``hang`` and ``kill``, process 1 has a tool that hangs, or one that kills its process.
+CASE ``hang1``, process 1 has a tool that hangs, of ``kill0`` process 0 one that kills its process,
+and so on.  The last process asks for an end in step STOP.
 """
 
 from __future__ import annotations
@@ -43,9 +44,24 @@ class BadTool:
         raise AssertionError
 
 
+def stop_in(step: int) -> None:
+    """Lets the last process have a SIGTERM when that step's metrics are written."""
+    write = RunDir.metrics
+
+    def metrics(run: RunDir, number: int, phase: str, **scalars: Any) -> None:
+        write(run, number, phase, **scalars)
+        if number == step and processes.index() == processes.count() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    RunDir.metrics = metrics  # type: ignore[method-assign]
+
+
 def main(argv: list[str]) -> None:
     folder, name, case = Path(argv[1]), argv[2], argv[3]
-    mesh = MeshConfig(2, 2, 2, wait_seconds=200.0)
+    sizes = argv[4] if len(argv) > 4 else "2,2,2"
+    mesh = MeshConfig(*map(int, sizes.split(",")), wait_seconds=200.0)
+    if len(argv) > 5:
+        stop_in(int(argv[5]))
     with RunDir(folder / name, active=processes.index() == 0) as run:
         if case == "sft":
             optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=3, eps=1e-3)
@@ -60,8 +76,9 @@ def main(argv: list[str]) -> None:
             sft.train(config, run, folder / name / "model")
             return
         tools: list[Any] = list(tiny_policy.tools().values())
-        if case in ("hang", "kill") and processes.index() == 1:
-            tools = [BadTool(tool.name, case == "kill") for tool in tools]
+        if case[:-1] in ("hang", "kill") and processes.index() == int(case[-1]):
+            tools = [BadTool(tool.name, case[:-1] == "kill") for tool in tools]
+        steps = 3 if case == "ahead" else 2
         constrained = RolloutConfig(192, 3, 48, constrain=True, strict=True)
         config = rl_config(
             folder / "model",
@@ -72,8 +89,9 @@ def main(argv: list[str]) -> None:
             group_size=4,
             checkpoint_every=2,
             optimizer=OptimizerConfig(
-                learning_rate=1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0, eps=1e-3
+                learning_rate=1e-3, total_steps=steps, final_ratio=1.0, weight_decay=0.0, eps=1e-3
             ),
+            rollouts_ahead=int(case == "ahead"),
             **({"rollout": constrained, "temperature": 1.6} if case == "constrained" else {}),
         )
         rl.train(config, run, folder / name / "model", tools)
