@@ -1,0 +1,40 @@
+"""Critic, reference and adapters on every mesh: updates as on one device, arrays in parts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from coa_jax.model.api import Model, save_model
+from coa_jax.model.bpe import train_bpe
+from coa_jax.model.weights import init_params
+from tests.learn.sharded_updates import CONFIG, KINDS
+
+SHAPES = (("2,2,2", "8,1,1", "1,2,4"), ("1,4,2", "1,8,1", "2,1,4"))
+"""Of each kind of update one half, in turns."""
+CASES = [
+    pytest.param([f"{kind},{shape}" for shape in SHAPES[i % 2]], id=kind)
+    for i, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", CASES)
+def test_updates_with_critic_reference_and_adapters_on_a_mesh_equal_those_of_one_device(
+    cases, tmp_path
+):
+    params = init_params(CONFIG, jax.random.key(0))
+    save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.learn.sharded_updates", str(tmp_path), *cases],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.stdout.split("\n")[:-1] == cases, done.stderr[-3000:]
