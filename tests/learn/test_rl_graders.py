@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 
@@ -65,9 +66,10 @@ def test_a_run_grades_as_its_settings_say(monkeypatch):
         assert graders.config is config.graders
         raise Sampled
 
-    monkeypatch.setattr(rl, "sample_groups", sample)
+    monkeypatch.setattr(rl, "sample_share", sample)
+    learner = types.SimpleNamespace(engines=(), model=None)
     with pytest.raises(Sampled):
-        rl._sampling(config, (), None, None, ())(None, 0, 0, [])
+        rl._sampling(config, learner, None, ())(None, 0, 0)
 
 
 @pytest.mark.slow

@@ -1,0 +1,146 @@
+"""A reinforcement-learning run between two steps: what it has, learns, publishes and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from coa_jax.engine.engine import make_engines, publish_all
+from coa_jax.engine.layout import cut, join
+from coa_jax.engine.memory import engine_memory
+from coa_jax.engine.meter import MeteredEngine
+from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import init_state
+from coa_jax.learn.update import critic_state, reference_params, update
+from coa_jax.model.api import load_model
+from coa_jax.model.attention.causal import choose
+from coa_jax.model.lora import merge, split
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.model.weights import Params
+from coa_jax.parallel.placement import training_mesh
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.trajectory import Trajectory
+
+
+class Learner:
+    """The policy, what it is learned with, the engines that sample from it, and the position.
+
+    Attributes:
+        model: architecture and tokenizer; its parameters are used up.
+        base: the model whose adapters are trained; None where all is.
+        engines: of this process; they sample with the policy after ``policy_step`` steps.
+        state, critic: what is trained.
+        step: steps that have been learned.
+        cursor: index of the next task.
+        surplus: groups that were sampled and have not been learned yet.
+        total: steps of the run.
+        ahead: whether a batch is sampled while the one before it is learned.
+    """
+
+    def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):
+        """Loads the model, makes the engines, and goes on after the newest checkpoint.
+
+        Args:
+            config: of the run.
+            protocols: of all tasks.
+            checkpoints: of the run; the caller closes them.
+        """
+        self._config, self._checkpoints = config, checkpoints
+        self._mesh = training_mesh(config.mesh)
+        self.model = model = load_model(config.model, mesh=self._mesh)
+        self._attention = choose(config.attention, model.config, config.dtype, self._mesh)
+        # Before the state, whose updates take the parameters' memory.
+        self.critic = critic_state(config, model.params)
+        params, self.base = split(model.params, model.config, config.lora, config.seed, self._mesh)
+        self._reference = reference_params(config, model.params, self.base)
+        self.state = init_state(params, config.optimizer)
+        self.step = self.cursor = self.policy_step = 0
+        self.surplus: list[list[Trajectory]] = []
+        self.total = config.optimizer.total_steps // config.updates
+        self.ahead = bool(config.rollouts_ahead)
+        print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
+        self._constraint = constraint_for(
+            config.rollout, model.tokenizer, model.config.vocab_size, protocols
+        )
+        if self._constraint is not None:
+            print(f"constraint: {self._constraint}", flush=True)
+        self.engines = make_engines(
+            merge(self.base, self.state.params),
+            model.config,
+            config.engine,
+            eos_ids(model.tokenizer),
+            self._constraint,
+            config.mesh.decode_tensor,
+            MeteredEngine,
+        )
+        for engine in self.engines if config.rollout.max_seconds else ():
+            engine.warm_up()  # or the first trajectories would spend their time on compilation
+        self._resume()
+
+    def _resume(self) -> None:
+        more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
+        if self.ahead:
+            more["sampler"] = self._sampler()
+        restored = self._checkpoints.newest(self.state, more)
+        if restored is None:
+            return
+        self.state, self.step = restored.state, restored.step
+        self.cursor = int(restored.extra["cursor"])
+        self.surplus = [
+            [Trajectory.from_json(row) for row in group]
+            for group in restored.extra.get("surplus", ())
+        ]
+        self.critic = restored.more.get("critic", self.critic)
+        self.publish()
+        if "sampler" in restored.more:
+            self.policy_step = self.step - 1
+            parts = cut(restored.more["sampler"], self.model.config)
+            for engine, part in zip(self.engines, parts, strict=True):
+                engine.publish(part)
+
+    def publish(self) -> None:
+        """Gives the engines the policy as it is now."""
+        publish_all(self.engines, merge(self.base, self.state.params))
+        self.policy_step = self.step
+
+    def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """The updates of a step; returns their statistics, see `update`."""
+        self.state, self.critic, stats = update(
+            self._config,
+            self.state,
+            self.model,
+            groups,
+            self._mesh,
+            self._attention,
+            self._constraint,
+            self.base,
+            critic=self.critic,
+            reference=self._reference,
+        )
+        self.step += 1
+        return stats
+
+    def save(self, metrics: dict[str, float]) -> None:
+        """Writes a checkpoint.
+
+        Args:
+            metrics: of the step, of which ``keep_best`` names one.
+        """
+        # With the parameters that sample the next batch, where they are not those of the state.
+        more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
+        if self.ahead and self.step < self.total:
+            more["sampler"] = self._sampler()
+        surplus = [group_rows([group]) for group in self.surplus]
+        extra = {"cursor": self.cursor, "surplus": surplus}
+        self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
+
+    def _sampler(self) -> Params:
+        """The parameters of the engines of all processes."""
+        parts = [engine.params for engine in self.engines]
+        return join(parts, self.model.config, self._mesh, self._config.mesh.decode_tensor)
+
+
+def group_rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:
+    """The trajectories of groups as JSON objects."""
+    return [trajectory.to_json() for group in groups for trajectory in group]
