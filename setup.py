@@ -79,6 +79,7 @@ TEST = [
     *EXTRAS["wandb"],
     "pytest>=9.2",
     "pytest-xdist>=3.8",
+    "pytest-timeout>=2.4",
     "hypothesis>=6.170",
     "protobuf>=7.36",
     "torch>=2.13",

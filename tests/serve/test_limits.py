@@ -205,14 +205,22 @@ def test_sigterm_lets_requests_finish_and_ends_with_0(model, address):
     with subprocess.Popen(
         command(model, "--config.port=0"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
     ) as process:
-        line = next(line for line in process.stdout if line.startswith("serving"))
-        where = line.split()[3]
-        ask = {**ASK, "max_tokens": 150, "temperature": 5.0, "n": 2}
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(post, where, ask)
-            until(where, "coa_jax_running", 2.0)
-            process.send_signal(signal.SIGTERM)
-            assert answer.result().status_code == 200
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-        assert "Traceback" not in err
+        try:
+            line = next(line for line in process.stdout if line.startswith("serving"))
+            ask = {**ASK, "max_tokens": 150, "temperature": 5.0, "n": 2, "stream": True}
+            url = f"{line.split()[3]}/v1/chat/completions"
+            with httpx.stream("POST", url, json=ask, timeout=60) as answer:
+                assert answer.status_code == 200
+                lines = answer.iter_lines()
+                first = next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [text for text in lines if text]
+            assert first.startswith("data: {") and rest[-1] == "data: [DONE]"
+            # Both were let finish.
+            ends = [r for r in rest if '"finish_reason": "' in r]
+            assert len(ends) == 2, rest
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
