@@ -28,7 +28,7 @@ from tests.learn.tiny_runs import rl_config
 MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
 LENGTH = 40
 SCORING = (("dtype", "float32"), ("remat", False), ("temperature", 1.2))
-DEFAULT = ("gspo", "ppo")
+DEFAULT = ("gspo",)
 NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in presets(LENGTH)]
 
 
