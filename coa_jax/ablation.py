@@ -262,12 +262,7 @@ def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
 def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs every arm of every seed that is not there yet; returns the summary."""
     with RunDir(workdir) as run:
-        if changes := run.config_changes(config):
-            raise UserError(
-                f"{workdir} holds a run with another config ({changes[0]}): give the same one to "
-                "go on, or another --workdir"
-            )
-        run.write_config(config)
+        run.keep_config(config)
         work = Ablation(config, workdir)
         names, seeds = (UNFILTERED, *work.arms), work.config["seeds"]
         sets: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

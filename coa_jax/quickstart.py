@@ -21,7 +21,6 @@ from absl import flags
 from coa_jax.cli import config_flag, run_main
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
-from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import rl, sft
@@ -128,12 +127,7 @@ class Pipeline:
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs every stage that has not finished yet; returns the summary."""
     with RunDir(workdir) as run:
-        if changes := run.config_changes(config):
-            raise UserError(
-                f"{workdir} holds a run with another config ({changes[0]}): give the same one to "
-                "go on, or another --workdir"
-            )
-        run.write_config(config)
+        run.keep_config(config)
         pipeline = Pipeline(config, run)
         stages: list[tuple[str, Callable[[], None]]] = [
             ("distill", pipeline.distill),

@@ -128,6 +128,19 @@ class RunDir:
         files.write_json(path, _plain(config))
         return changes
 
+    def keep_config(self, config: Any) -> None:
+        """`write_config` of a run that only goes on with the config it began with.
+
+        Raises:
+            UserError: another config is there.
+        """
+        if changes := self.config_changes(config):
+            raise UserError(
+                f"{self.path} holds a run with another config ({changes[0]}): give the same one to "
+                "go on, or another --workdir"
+            )
+        self.write_config(config)
+
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:
         """Appends a row to `metrics.jsonl`, to the phase's TensorBoard events and to W&B.
 

@@ -23,8 +23,8 @@ from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted
 from coa_jax.protocol import get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
-from coa_jax.rollout.request import RolloutConfig
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.rollout.request import RolloutConfig, tool_context
+from coa_jax.tools.base import Tool, call
 from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
 _TOO_LONG = re.compile(r"context|max_tokens|too long|maximum", re.IGNORECASE)
@@ -289,19 +289,15 @@ class _Episode:
 
     async def _call(self, name: str, arguments: str) -> None:
         start = time.monotonic()
-        tool, calls, config = self.tools.get(name), self.chain.calls, self.config
-        left = []
-        if config.max_seconds:
-            left.append(config.max_seconds - (start - self.began))
-        if config.max_tool_seconds:
-            left.append(config.max_tool_seconds - self.tool_seconds)
-        context = ToolContext(
-            trajectory_id=f"{self.wanted.task.id}/{self.number}",
-            call_index=len(calls),
-            deadline=max(min(left), 0.0) if left else None,
-            history=tuple((c.tool, c.arguments) for c in calls),
+        tool = self.tools.get(name)
+        context = tool_context(
+            self.config,
+            f"{self.wanted.task.id}/{self.number}",
+            self.chain.calls,
             question=self.wanted.task.question,
             think=self.chain.last_think,
+            seconds=start - self.began,
+            tool_seconds=self.tool_seconds,
         )
         if tool is None:
             seen, outcome, ok = f"The {name} tool is not available.", "bad_call", False

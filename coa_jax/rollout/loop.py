@@ -20,8 +20,8 @@ from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.episodes import Episodes, TextEpisodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.observation import observation_text
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig
-from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig, tool_context
+from coa_jax.tools.base import Observation, Tool, call
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
@@ -300,20 +300,14 @@ class _Loop:
         if tool is None:
             text = f"The {request.tool} tool is not available."
             return Observation(text, False, "bad_call", 0.0), start
-        calls, config = run.episode.tool_calls, self.config
-        left = []
-        if config.max_seconds:
-            left.append(config.max_seconds - (start - run.began))
-        if config.max_tool_seconds:
-            left.append(config.max_tool_seconds - run.tool_seconds)
-        context = ToolContext(
-            trajectory_id=f"{run.request.task.id}/{run.episode.sample_id}",
-            call_index=len(calls),
-            deadline=max(min(left), 0.0) if left else None,
-            history=tuple((c.tool, c.arguments) for c in calls),
-            outcomes=tuple(c.outcome for c in calls),
+        context = tool_context(
+            self.config,
+            f"{run.request.task.id}/{run.episode.sample_id}",
+            run.episode.tool_calls,
             question=run.episode.question,
             think=run.episode.last_think,
+            seconds=start - run.began,
+            tool_seconds=run.tool_seconds,
         )
         observation = await call(tool, request.arguments, context)
         run.tool_seconds += time.monotonic() - start

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.config import SamplingParams
 from coa_jax.tasks import Task
+from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, ToolCall
 
 
@@ -84,3 +85,38 @@ class Arrival:
     author: Author
     text: str
     call: ToolCall | None = None
+
+
+def tool_context(
+    config: RolloutConfig,
+    trajectory_id: str,
+    calls: Sequence[ToolCall],
+    *,
+    question: str,
+    think: str,
+    seconds: float,
+    tool_seconds: float,
+) -> ToolContext:
+    """What a trajectory's next call may know, and how long it may take.
+
+    Args:
+        config: budgets.
+        trajectory_id, question, think: see `ToolContext`.
+        calls: the earlier ones.
+        seconds: since the trajectory began.
+        tool_seconds: that its calls have taken.
+    """
+    left = []
+    if config.max_seconds:
+        left.append(config.max_seconds - seconds)
+    if config.max_tool_seconds:
+        left.append(config.max_tool_seconds - tool_seconds)
+    return ToolContext(
+        trajectory_id=trajectory_id,
+        call_index=len(calls),
+        deadline=max(min(left), 0.0) if left else None,
+        history=tuple((call.tool, call.arguments) for call in calls),
+        outcomes=tuple(call.outcome for call in calls),
+        question=question,
+        think=think,
+    )
