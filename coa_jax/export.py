@@ -20,7 +20,7 @@ from absl import flags
 from coa_jax import files
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.learn.abstract import abstract_state
+from coa_jax.learn.abstract import abstract_params, abstract_state
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import Model, load_description, load_model, save_model
@@ -90,7 +90,7 @@ def _restored(
         state = init_state(adapters, optimizer)
     else:
         model, tokenizer = load_description(config["model"])
-        state = abstract_state(model, optimizer, mesh)
+        state = abstract_state(abstract_params(model, mesh), optimizer, mesh)
     try:
         restored = checkpoints.restore(step, state)
     except Damaged as error:

@@ -59,7 +59,7 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
     """
     chip, config = setup.where.chip, setup.config
     rows: list[dict[str, Any]] = []
-    total = {"train": 0.0, "critic": 0.0, "publish": 0.0}
+    total = {"train": 0.0, "critic": 0.0, "merge": 0.0, "publish": 0.0}
     for program in all_programs(setup):
         row = _compiled(program, setup.where, reserve)
         rows.append(row)
@@ -168,7 +168,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     """Time and model FLOPs utilisation of the training part of a step, and speed of decoding."""
     config, chip = setup.config, setup.where.chip
     tokens = micro_batches(config) * config.rows * config.row_length
-    useful = tokens * train_flops(setup.model, config.row_length)
+    useful = tokens * train_flops(setup.model, config.row_length, bool(config.lora.rank))
     train = next(row for row in rows if row["name"] == "train")
     seconds, known = total["train"], train["roofline"] is not None
     serial = train["runs_per_step"] * train["roofline"]["serial_s"] if known else 0.0
@@ -176,7 +176,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     peak = setup.where.count * chip.flops
     step: dict[str, Any] = {
         "assumes": "every row is full, one sequence a row; MFU counts 6 FLOPs a parameter and "
-        "token and causal attention, not what is computed again",
+        "token (4 where adapters are trained) and causal attention, not what is computed again",
         "micro_batches": micro_batches(config),
         "tokens": tokens,
         "model_flops": useful,
@@ -187,7 +187,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     }
     if isinstance(config, RLConfig):
         step["critic_s"] = total["critic"]
-        step["publish_s"] = total["publish"]
+        step["publish_s"] = total["merge"] + total["publish"]
         decode = next(row for row in rows if row["name"] == "decode")
         if decode["roofline"]:
             seconds = decode["roofline"]["step_s"] / config.engine.chunk
@@ -208,7 +208,7 @@ def advice(
         f"{worst['name']} needs {memory['total'] / 1e9:.1f} GB a chip, {most / 1e9:.1f} GB are "
         f"there ({chip.hbm_bytes / 1e9:.1f} GB, of which {reserve:.0%} stay free): "
     )
-    if worst["name"] in ("extend", "decode", "fork", "publish"):
+    if worst["name"] in ("extend", "decode", "fork", "merge", "publish"):
         return head + "lower engine.slots or engine.max_length, or set engine.pages"
     knobs = []
     if not config.remat:

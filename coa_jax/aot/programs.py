@@ -17,7 +17,12 @@ from coa_jax.aot.chips import Slice
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, groups_of, publish_program
-from coa_jax.learn.abstract import abstract_critic, abstract_params, abstract_state
+from coa_jax.learn.abstract import (
+    abstract_critic,
+    abstract_params,
+    abstract_split,
+    abstract_state,
+)
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import CHUNK
 from coa_jax.learn.losses import bind, policy_loss, sft_loss, value_loss
@@ -29,6 +34,7 @@ from coa_jax.model.attention.causal import STAND_IN, Unfolded
 from coa_jax.model.attention.choice import Attention, Case, resolve
 from coa_jax.model.cache import LayerCache, init_layers
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.lora import LoraBase, merge_program
 from coa_jax.model.weights import Params, from_paths, weight_table
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, make_mesh, sharding_for
 
@@ -104,7 +110,7 @@ def all_programs(setup: Setup) -> list[Program]:
     training = _training(setup)
     if not isinstance(setup.config, RLConfig):
         return training
-    return [*training, _publish(setup), *_decoding(setup, setup.config.engine)]
+    return [*training, *_publish(setup), *_decoding(setup, setup.config.engine)]
 
 
 # --- training ------------------------------------------------------------------------------
@@ -116,15 +122,21 @@ def _training(setup: Setup) -> list[Program]:
     updates = 1 if isinstance(config, SFTConfig) else config.updates
     batch = _batch(setup, number)
     count, tokens = _array(mesh, (), "int32"), _array(mesh, (), "float32")
-    policy, critic = _state(setup), _critic(setup)
+    (policy, base), critic = _policy(setup), _critic(setup)
 
     def program(
-        name: str, state: TrainState, batch: Batch, loss_fn: Any, optimizer: Any, lying: int
+        name: str,
+        state: TrainState,
+        base: LoraBase | None,
+        batch: Batch,
+        loss_fn: Any,
+        optimizer: Any,
+        lying: int,
     ) -> Program:
         return Program(
             name,
             lambda: train_program.lower(
-                state, batch, count, tokens,
+                state, batch, count, tokens, (), base,
                 loss_fn=loss_fn, model=setup.model, optimizer=optimizer,
             ),
             updates,
@@ -135,13 +147,14 @@ def _training(setup: Setup) -> list[Program]:
         )  # fmt: skip
 
     others = 0 if critic is None else chip_bytes(critic)
-    found = [program("train", policy, batch, _loss(setup), config.optimizer, others)]
+    found = [program("train", policy, base, batch, _loss(setup), config.optimizer, others)]
     if critic is not None:
         assert isinstance(config, RLConfig)
         values = batch._replace(value=batch.logp, returns=batch.logp)
         loss_fn = bind(value_loss, bound=config.chosen.value_clip, **_options(setup))
         optimizer = critic_optimizer(config)
-        found.append(program("critic", critic, values, loss_fn, optimizer, chip_bytes(policy)))
+        lying = chip_bytes((policy, base))
+        found.append(program("critic", critic, None, values, loss_fn, optimizer, lying))
     return found
 
 
@@ -197,8 +210,10 @@ def _parameters(setup: Setup) -> Params:
     return abstract_params(setup.model, setup.mesh)
 
 
-def _state(setup: Setup) -> TrainState:
-    return abstract_state(setup.model, setup.config.optimizer, setup.mesh)
+def _policy(setup: Setup) -> tuple[TrainState, LoraBase | None]:
+    """What is trained, and the model to which it belongs where that is adapters."""
+    params, base = abstract_split(setup.model, setup.config.lora, setup.mesh)
+    return abstract_state(params, setup.config.optimizer, setup.mesh), base
 
 
 def _critic(setup: Setup) -> TrainState | None:
@@ -209,30 +224,42 @@ def _critic(setup: Setup) -> TrainState | None:
 
 
 def _reference_bytes(setup: Setup) -> int:
-    """Of the parameters that the KL penalty keeps from the beginning."""
+    """Of the parameters that the KL penalty keeps from the beginning; adapters keep them anyway."""
     config = setup.config
-    kept = isinstance(config, RLConfig) and config.chosen.needs_reference
+    kept = isinstance(config, RLConfig) and config.chosen.needs_reference and not config.lora.rank
     return chip_bytes(_parameters(setup)) if kept else 0
 
 
-def _besides_policy(setup: Setup) -> int:
-    """Bytes of training that lie on a chip beside the policy's parameters."""
+def _training_bytes(setup: Setup) -> int:
+    """Of all that training keeps on a chip between its steps."""
     critic = _critic(setup)
     values = 0 if critic is None else chip_bytes(critic)
-    return chip_bytes(_state(setup).opt_state) + values + _reference_bytes(setup)
+    return chip_bytes(_policy(setup)) + values + _reference_bytes(setup)
 
 
 # --- publishing and decoding ---------------------------------------------------------------
 
 
-def _publish(setup: Setup) -> Program:
-    """From the training layout to the decoding layout: one engine for each group of chips."""
+def _publish(setup: Setup) -> list[Program]:
+    """From the training layout to the decoding layout: one engine for each group of chips.
+
+    Adapters are added to a copy of their model before.
+    """
     assert isinstance(setup.config, RLConfig)
     params = _parameters(setup)
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
     program = publish_program(setup.model, setup.config.engine.dtype, mesh)
-    lying = _besides_policy(setup) + _cache_bytes(setup)
-    return Program("publish", lambda: program.lower(params), 1, lying, tuple(mesh.devices.flat))
+    devices = tuple(mesh.devices.flat)
+    policy, base = _policy(setup)
+    lying = _training_bytes(setup) + _cache_bytes(setup)
+    if base is None:
+        lying -= chip_bytes(policy.params)  # which are the argument
+        return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
+    beside = _training_bytes(setup) - chip_bytes((policy.params, base)) + _engine_bytes(setup)
+    return [
+        Program("merge", lambda: merge_program.lower(base, policy.params), 1, beside, devices),
+        Program("publish", lambda: program.lower(params), 1, lying, devices),
+    ]
 
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
@@ -240,7 +267,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     mesh, model, attention = _engine_mesh(setup), setup.model, _paged(setup, engine)
     params, layers = _decoding_params(setup, mesh), _pages(setup, engine, mesh, attention)
     options = {"config": model, "dtype": engine.dtype, "attention": attention}
-    lying = chip_bytes(_parameters(setup)) + _besides_policy(setup)
+    lying = _training_bytes(setup)
 
     def table(rows: int) -> jax.ShapeDtypeStruct:
         return _array(mesh, (rows, engine.pages_per_slot), "int32")

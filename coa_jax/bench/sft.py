@@ -89,7 +89,7 @@ def measure(
         )
         seconds.append(time.perf_counter() - began)
     compiled, memory = compile_count() - compiled, peak_memory_mb()
-    flops = batch * length * train_flops(subject.config, length)
+    flops = batch * length * train_flops(subject.config, length, adapters=bool(lora_rank))
     peak = peak_flops(dtype)
     measured = seconds[1:]
     speed = spread(flops / s / 1e9 for s in measured)

@@ -135,7 +135,9 @@ def fit(
             step += 1
             stats["epoch"] = cursor / epoch
             lengths = sequence_lengths(batches)
-            stats |= train_speed(model.config, lengths, stats["tokens"], clock.seconds["update"])
+            stats |= train_speed(
+                model.config, lengths, stats["tokens"], clock.seconds["update"], base is not None
+            )
             if validate is not None and (step % config.validate_every == 0 or step == total):
                 with clock("validation"):
                     stats["validation/loss"] = validate(state)

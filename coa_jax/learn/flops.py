@@ -7,8 +7,9 @@ causal attention counted once and the output head only where there is a loss:
 
 P parameters of the layers' matrices, T tokens of the sequences, L layers, H query heads of K
 dimensions, t the length of a sequence, D the width, V the vocabulary, M tokens with a loss.  The
-forward pass costs 2 FLOPs a parameter and token, the backward pass twice as much.  Padding,
-recomputed activations and the optimiser count nothing: they make a step slower, not better.
+forward pass costs 2 FLOPs a parameter and token, the backward pass twice as much, or as much where
+only adapters are trained: then 4 stands for 6 at P and at D.  Padding, recomputed activations,
+adapters and the optimiser count nothing: they make a step slower, not better.
 """
 
 from __future__ import annotations
@@ -42,8 +43,17 @@ PEAK_FLOPS = {
 }
 
 
-def train_flops(model: ModelConfig, lengths: Sequence[int], loss_tokens: float) -> float:
-    """Model FLOPs of one forward and backward pass over sequences of these lengths."""
+def train_flops(
+    model: ModelConfig, lengths: Sequence[int], loss_tokens: float, adapters: bool = False
+) -> float:
+    """Model FLOPs of one forward and backward pass over sequences of these lengths.
+
+    Args:
+        model: the architecture.
+        lengths: tokens of each sequence.
+        loss_tokens: how many of them have a loss.
+        adapters: whether only adapters are trained.
+    """
     matrices = sum(
         np.prod(spec.shape, dtype=np.float64)
         for spec in weight_table(model)
@@ -53,7 +63,7 @@ def train_flops(model: ModelConfig, lengths: Sequence[int], loss_tokens: float) 
     heads = model.num_kv_heads * model.num_groups
     attention = model.num_layers * heads * model.head_dim * np.sum(tokens**2)
     head = model.hidden_size * model.vocab_size * loss_tokens
-    return float(6 * (matrices * np.sum(tokens) + attention + head))
+    return float((4 if adapters else 6) * (matrices * np.sum(tokens) + head) + 6 * attention)
 
 
 def sequence_lengths(batches: Sequence[Batch]) -> list[int]:

@@ -126,12 +126,16 @@ def sampling_metrics(
 
 
 def train_speed(
-    model: ModelConfig, lengths: Sequence[int], loss_tokens: float, seconds: float
+    model: ModelConfig,
+    lengths: Sequence[int],
+    loss_tokens: float,
+    seconds: float,
+    adapters: bool = False,
 ) -> dict[str, float]:
     """Speed of updates on sequences of these lengths, and their MFU where the peak is known."""
     if not lengths:
         return {}
-    flops = train_flops(model, lengths, loss_tokens)
+    flops = train_flops(model, lengths, loss_tokens, adapters)
     return {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9), **mfu(flops, seconds)}
 
 

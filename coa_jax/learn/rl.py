@@ -179,7 +179,13 @@ def _describe(
     return {
         **describe(sampled),
         **rollout_metrics(sampled, learner.step - 1),
-        **train_speed(learner.model.config, lengths, stats.get("tokens", 0.0), seconds),
+        **train_speed(
+            learner.model.config,
+            lengths,
+            stats.get("tokens", 0.0),
+            seconds,
+            adapters=learner.base is not None,
+        ),
         **memory(),
         **clock.report(),
     }

@@ -192,11 +192,12 @@ def merge(base: LoraBase | None, params: Params) -> Params:
 
     Of a model that is trained as a whole they are ``params``.
     """
-    return params if base is None else _merge(base, params)
+    return params if base is None else merge_program(base, params)
 
 
 @jax.jit
-def _merge(base: LoraBase, params: Params) -> Params:
+def merge_program(base: LoraBase, params: Params) -> Params:
+    """The program of `merge` with adapters."""
     scale = base.lora.alpha / base.lora.rank
     layers = dict(base.params["layers"])
 

@@ -85,6 +85,29 @@ def test_a_configuration_of_rl_is_estimated_for_gpus():
 
 
 @pytest.mark.slow
+def test_adapters_are_counted_beside_the_model_that_they_belong_to():
+    code, result, err = aot("--config=configs/rl/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL,
+                            "--config.lora.rank=4")  # fmt: skip
+    assert code == 0, err
+    programs = {program["name"]: program for program in result["programs"]}
+    assert set(programs) == {"train", "merge", "publish", "extend", "decode", "fork"}
+    # A of q, k, v, gate and up, B of o and down lie along the model's width, which is split; of the
+    # others, along heads or the width of the MLP, every chip has all.  2 layers, rank 4, float32.
+    parted, whole = 5 * 64 + 2 * 64, (64 + 128) + (64 + 2 * 32 + 2 * 128)
+    adapters = 2 * 4 * 4 * (parted / 8 + whole)
+    model = result["params"] * 4 / 8
+    # The model once, adapters with two moments; ids, masks and log-probabilities of the rows.
+    state = programs["train"]["bytes_per_chip"]
+    batch = 6 * 4 * 8 * 128 / 8
+    assert state["arguments"] == pytest.approx(model + 3 * adapters + batch, rel=0.002)
+    merging = programs["merge"]["bytes_per_chip"]
+    assert merging["arguments"] == pytest.approx(model + adapters, rel=0.002)
+    assert merging["output"] == pytest.approx(model, rel=0.002)
+    # While the merged model is published the other one lies there too.
+    assert programs["publish"]["bytes_per_chip"]["lying"] > model + 3 * adapters
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_figure_and_the_setting():
     code, result, err = aot("--config=configs/sft/web.py:7b", "--topology=gpu:1xh100",
                             "--config.rows=1")  # fmt: skip

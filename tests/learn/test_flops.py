@@ -25,6 +25,14 @@ def test_a_hand_count_of_a_small_model():
     assert train_flops(CONFIG, [10, 30], 25) == matrices + attention + head
 
 
+def test_adapters_need_no_gradients_of_the_weights():
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160
+    attention = 2 * 4 * (2 * 2 * 16) * (10 * 10 + 30 * 30) / 2 * 3
+    # Forward, and backward to the activations: 2 FLOPs a parameter and token each.
+    expected = 4 * (2 * layer * (10 + 30) + 64 * 512 * 25) + attention
+    assert train_flops(CONFIG, [10, 30], 25, adapters=True) == expected
+
+
 def test_long_sequences_of_a_large_model_cost_six_flops_a_parameter_and_token():
     config = ModelConfig("qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128, tie_embeddings=False)
     tokens = 2048

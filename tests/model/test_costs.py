@@ -40,6 +40,8 @@ def test_flops_and_bytes_equal_a_hand_count():
     assert forward_flops(config, 10) == 2 * weights + 2 * 2 * 3 * 2 * 4 * 10
     # A causal sequence of 20 attends to 10 tokens on average; backward is twice forward.
     assert train_flops(config, 20) == 3 * forward_flops(config, 10)
+    # Beside adapters the weights have no gradients of their own.
+    assert train_flops(config, 20, adapters=True) == train_flops(config, 20) - 2 * weights
     # Keys and values, 3 layers, 1 head of 4, 10 positions, 5 sequences, 2 bytes.
     assert decode_bytes(config, 5, 10, 2) == 2 * weights + 2 * (2 * 3 * 1 * 4 * 10 * 5)
 
