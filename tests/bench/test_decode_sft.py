@@ -28,6 +28,7 @@ def test_decoding_samples_what_was_asked_for():
     assert engine.extended_tokens == 96
 
 
+@pytest.mark.slow
 def test_constrained_decoding_is_measured_beside_the_free_one():
     model = tiny_policy.policy()
     learnt = Subject("learnt", model.config, model.params, model.tokenizer)

@@ -100,13 +100,14 @@ def test_a_draw_depends_on_sample_and_position_and_not_on_the_row():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)), jnp.float32)
     key = sample_key(1, 2, 3)[None]
 
+    draw = jax.jit(sample)
+
     def one(rows, row, position):
         stacked = jnp.broadcast_to(logits, (rows, 50))
         keys = jnp.zeros((rows, 2), jnp.uint32).at[row].set(key[0])
         ones = jnp.ones(rows)
-        tokens, _ = sample(
-            stacked, keys, jnp.full(rows, position), ones, ones, jnp.zeros(rows, jnp.int32)
-        )
+        zeros = jnp.zeros(rows, jnp.int32)
+        tokens, _ = draw(stacked, keys, jnp.full(rows, position), ones, ones, zeros)
         return int(tokens[row])
 
     assert one(1, 0, 7) == one(5, 3, 7) == one(16, 11, 7)

@@ -79,9 +79,9 @@ class Flaky:
 
     async def __call__(self, arguments, context) -> Observation:
         self.made += 1
-        if self.made % 50 == 0:
+        if self.made % 40 == 0:
             await asyncio.sleep(3600)
-        if self.made % 50 == 25:
+        if self.made % 40 == 20:
             raise OSError("the server is gone")
         return await self.tool(arguments, context)
 
@@ -129,7 +129,7 @@ def ran(batches: int, size: int, code_every: int) -> tuple[list[Census], list[st
 
 
 def test_rollouts_leave_no_task_file_thread_process_or_slot():
-    counted, outcomes = ran(batches=3, size=60, code_every=12)
+    counted, outcomes = ran(batches=3, size=30, code_every=10)
     # The first batch starts the server of the sandbox and the threads of the event loop.
     assert counted[0].tasks == 1
     assert counted[0].processes == 1
