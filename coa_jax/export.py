@@ -2,9 +2,11 @@
 
     python -m coa_jax.export --workdir=runs/rl --output=exported
     python -m coa_jax.export --workdir=runs/quickstart --phase=rl --step=16 --output=exported
+    python -m coa_jax.export --workdir=runs/rl --best --output=exported
 
-The run may still be going on.  Its config says which model it started from: architecture and
-tokenizer are taken from there.  ``--dtype=bfloat16`` halves the files; the default keeps the
+The run may still be going on.  ``--best`` takes the checkpoint with the best value of the metric
+that the run's ``keep_best`` names.  The run's config says which model it started from: architecture
+and tokenizer are taken from there.  ``--dtype=bfloat16`` halves the files; the default keeps the
 float32 of training.  transformers, vLLM and ``coa_jax`` read what is written.
 """
 
@@ -28,20 +30,26 @@ from coa_jax.model.lora import LoraConfig, merge, split
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.settings import build
 
-PHASES = ("rl", "sft")
+PHASES = ("rl", "sft", "rft", "dpo")
 
 
 def export(
-    workdir: Path, output: Path, phase: str = "", step: int | None = None, dtype: str | None = None
+    workdir: Path,
+    output: Path,
+    phase: str = "",
+    step: int | None = None,
+    dtype: str | None = None,
+    best: bool = False,
 ) -> tuple[str, int]:
     """Writes the parameters of a checkpoint to ``output``.
 
     Args:
-        workdir: of a run of SFT or RL.
+        workdir: of a training run.
         output: directory to make; it appears complete or not at all.
-        phase: ``sft`` or ``rl``; empty for the one that the run has.
+        phase: one of `PHASES`; empty for the one that the run has.
         step: of the checkpoint; None for the newest.
         dtype: of the saved tensors; None for float32.
+        best: whether it is the best checkpoint in place of the newest.
 
     Returns:
         Phase and step of the checkpoint.
@@ -57,10 +65,18 @@ def export(
     if not directory.is_dir():
         raise UserError(f"{directory} does not exist: the run has no checkpoint of that phase yet")
     config = _phase_config(files.read_json_object(workdir / "config.json"), phase, workdir)
-    checkpoints = Checkpoints(directory, read_only=True)
+    metric = config.get("keep_best", "") if best else ""
+    checkpoints = Checkpoints(directory, best=metric, read_only=True)
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{directory} holds no checkpoint yet: wait for one, or train further")
+    if best:
+        step = checkpoints.best()
+        if step is None:
+            raise UserError(
+                f"{directory} knows no best checkpoint: config.keep_best of the run is "
+                f"{metric!r}; give --step"
+            )
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(
@@ -108,7 +124,7 @@ def _only_phase(workdir: Path) -> str:
         raise UserError(f"--workdir={workdir} does not exist: name the directory of a run")
     found = [phase for phase in PHASES if (workdir / "checkpoints" / phase).is_dir()]
     if not found:
-        raise UserError(f"{workdir} has no checkpoints: name the directory of an SFT or RL run")
+        raise UserError(f"{workdir} has no checkpoints: name the directory of a training run")
     if len(found) > 1:
         raise UserError(f"{workdir} has checkpoints of {' and '.join(found)}: choose with --phase")
     return found[0]
@@ -122,7 +138,7 @@ def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mappi
         start = "base" if phase == "sft" else "sft"
         return {**config[phase], "model": str(workdir / "models" / start)}
     raise UserError(
-        f"{workdir / 'config.json'} names no model and optimizer: it is not of an SFT or RL run"
+        f"{workdir / 'config.json'} names no model and optimizer: it is not of a training run"
     )
 
 
@@ -130,8 +146,9 @@ def define_flags() -> None:
     """The flags of the command."""
     flags.DEFINE_string("workdir", None, "directory of the run", required=True)
     flags.DEFINE_string("output", None, "directory to write", required=True)
-    flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has both")
+    flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has several")
     flags.DEFINE_integer("step", None, "of the checkpoint (default: the newest)")
+    flags.DEFINE_bool("best", False, "the checkpoint that keep_best kept")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of the tensors")
 
 
@@ -139,8 +156,15 @@ def main(_: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     output = Path(values.output)
+    if values.best and values.step is not None:
+        raise UserError("--best and --step both choose a checkpoint: give one of them")
     phase, step = export(
-        Path(values.workdir), output, values.phase or "", values.step, values.dtype
+        Path(values.workdir),
+        output,
+        values.phase or "",
+        values.step,
+        values.dtype,
+        values.best,
     )
     print(f"{phase} step {step} -> {output}")
 

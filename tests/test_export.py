@@ -32,12 +32,16 @@ def run(tmp_path_factory):
     state = init_state(model.params, optimizer)
     # As if it had learnt something; the second checkpoint is another one again.
     first = state._replace(params={**state.params, "embed": state.params["embed"] + 0.25})
-    checkpoints = Checkpoints(folder / "run" / "checkpoints" / "rl")
-    checkpoints.save(1, first, {"cursor": 0})
+    checkpoints = Checkpoints(folder / "run" / "checkpoints" / "rl", best="reward/mean")
+    checkpoints.save(1, first, {"cursor": 0}, metrics={"reward/mean": 0.5})
     second = state._replace(params={**state.params, "embed": state.params["embed"] - 0.5})
-    checkpoints.save(2, second, {"cursor": 3})
+    checkpoints.save(2, second, {"cursor": 3}, metrics={"reward/mean": 0.25})
     checkpoints.close()
-    config = {"model": str(start), "optimizer": complete(OptimizerConfig, vars(optimizer))}
+    config = {
+        "keep_best": "reward/mean",
+        "model": str(start),
+        "optimizer": complete(OptimizerConfig, vars(optimizer)),
+    }
     config["optimizer"] = config["optimizer"].to_dict()
     (folder / "run" / "config.json").write_text(json.dumps(config))
     return folder / "run", Model(model.config, first.params, model.tokenizer), model
@@ -71,6 +75,22 @@ def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
     assert sorted(workdir.rglob("*")) == before
     with pytest.raises(UserError, match="is there already: choose another directory"):
         export(workdir, tmp_path / "out")
+
+
+def test_the_best_checkpoint_is_taken_on_demand(run, tmp_path):
+    workdir, first, _ = run
+    assert export(workdir, tmp_path / "out", best=True) == ("rl", 1)
+    exported = load_model(tmp_path / "out").params["embed"]
+    np.testing.assert_array_equal(exported, first.params["embed"])
+
+
+@pytest.mark.parametrize("phase", ["rft", "dpo"])
+def test_checkpoints_of_the_baselines_are_exported_too(run, tmp_path, phase):
+    workdir = tmp_path / "run"
+    (workdir / "checkpoints").mkdir(parents=True)
+    (workdir / "checkpoints" / phase).symlink_to(run[0] / "checkpoints" / "rl")
+    (workdir / "config.json").write_bytes((run[0] / "config.json").read_bytes())
+    assert export(workdir, tmp_path / "out") == (phase, 2)
 
 
 @pytest.mark.slow

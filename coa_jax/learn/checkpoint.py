@@ -9,6 +9,7 @@ what was saved, on any mesh, and the checkpoint before it is used.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -126,6 +127,15 @@ class Checkpoints:
         trees = {_STATE: state, **(more or {})}
         marks = {name: fingerprint(tree) for name, tree in trees.items()}
         value = (metrics or {}).get(self.best_metric, math.nan)
+        if self.best_metric and self.best_metric not in (metrics or {}):
+            near = difflib.get_close_matches(self.best_metric, metrics or {})
+            logging.warning(
+                "%s: checkpoint %d can not be the best one, its step has no metric %r%s",
+                self.directory,
+                step,
+                self.best_metric,
+                f" (there is {', '.join(near)})" if near else "",
+            )
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -152,7 +162,8 @@ class Checkpoints:
         Those after it that are damaged are set aside under another name, with a warning.
 
         Raises:
-            UserError: it holds another model or optimiser, or every checkpoint is damaged.
+            UserError: it holds another model or optimiser, the file system refuses it, or every
+                checkpoint is damaged.
         """
         faults: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -200,7 +211,7 @@ class Checkpoints:
             more: further trees; one that the checkpoint does not have is left out.
 
         Raises:
-            UserError: it holds another model or another optimiser.
+            UserError: it holds another model or another optimiser, or the file system refuses it.
             Damaged: it is not what was saved.
         """
         path = self.directory / str(step)
@@ -223,12 +234,18 @@ class Checkpoints:
                     fingerprint=ocp.args.JsonRestore(),
                 ),
             )
-        except UserError:
+        # Memory that is short says nothing about the files.
+        except (UserError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         # Whatever a torn file makes the readers of JSON, zarr and OCDBT raise.
         except Exception as error:
-            reason = " ".join(str(error).split())[:160]
-            raise Damaged(f"cannot be read: {type(error).__name__}: {reason}") from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            if _passing(error):
+                raise UserError(
+                    f"{path}: the checkpoint could not be read ({reason}); nothing was changed: "
+                    "see to that, and start again"
+                ) from error
+            raise Damaged(f"cannot be read: {reason}") from error
         for name in likes:
             if fingerprint(read[name]) != read[_FINGERPRINT][name]:
                 raise Damaged(f"the arrays of its {name} are not those that were saved")
@@ -255,6 +272,17 @@ class Checkpoints:
         """Waits for the last checkpoint and releases the directory."""
         self.wait()
         self._manager.close()
+
+
+_LACKING = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""States that the readers of arrays name in the text of their errors."""
+
+
+def _passing(error: Exception) -> bool:
+    """Whether a checkpoint that cannot be read may be whole."""
+    absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    refused = isinstance(error, OSError) and not isinstance(error, absent)
+    return refused or any(state in str(error) for state in _LACKING)
 
 
 def _plain(tree: Any) -> Any:

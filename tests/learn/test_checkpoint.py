@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -87,13 +88,15 @@ def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
     assert second.more["sampler"]["layers"][0]["w"].dtype == jnp.bfloat16
 
 
-def test_the_newest_and_the_best_stay(tmp_path):
+def test_the_newest_and_the_best_stay(tmp_path, caplog):
     losses = {1: 0.9, 2: 0.2, 3: float("nan"), 4: 0.5, 5: 0.4}
     with opened(tmp_path / "c", keep=2, best="validation/loss") as checkpoints:
         for step, loss in losses.items():
             checkpoints.save(step, made(step), {}, metrics={"validation/loss": loss, "x": 1.0})
         checkpoints.save(6, made(6), {}, metrics={"x": 1.0})
         checkpoints.wait()
+        assert caplog.text.count("can not be the best one") == 1
+        assert "checkpoint 6" in caplog.text and "no metric 'validation/loss'" in caplog.text
         assert checkpoints.steps() == [2, 5, 6]
         assert checkpoints.best() == 2
     with opened(tmp_path / "c", keep=2, best="validation/loss") as checkpoints:
@@ -171,6 +174,35 @@ def test_a_damaged_checkpoint_is_never_used(tmp_path, caplog, harm):
     with opened(tmp_path / "c") as checkpoints:
         restored = checkpoints.newest(made(0))
         assert restored is not None and (restored.step, restored.extra) == (2, {"cursor": 2})
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        (OSError(errno.EIO, "Input/output error"), UserError),
+        (PermissionError(errno.EACCES, "Permission denied"), UserError),
+        (ValueError("RESOURCE_EXHAUSTED: reading the chunk"), UserError),
+        (MemoryError(), MemoryError),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), RuntimeError),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
+    tmp_path, monkeypatch, fault, raised
+):
+    two_checkpoints(tmp_path / "c")
+
+    def refuse(*_, **__):
+        raise fault
+
+    with opened(tmp_path / "c") as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", refuse)
+        with pytest.raises(raised) as told:
+            checkpoints.newest(made(0))
+        assert not isinstance(told.value, Damaged)
+        if raised is UserError:
+            assert "nothing was changed" in str(told.value)
+    assert numbers(tmp_path / "c") == {"1", "2"}
 
 
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_by_itself(tmp_path):
