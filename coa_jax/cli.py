@@ -23,6 +23,7 @@ import contextlib
 import difflib
 import errno
 import importlib.util
+import inspect
 import os
 import re
 import signal
@@ -243,6 +244,8 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     module_spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise UserError(f"--config={spec}: the file defines no get_config()")
+    if ":" in spec and not inspect.signature(module.get_config).parameters:
+        raise UserError(f"--config={spec}: the file takes no argument; leave out :{argument}")
     # A wrong argument is for get_config to refuse, with a UserError that names the known ones.
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()

@@ -14,6 +14,22 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 
+def at_least_one(settings: Any, where: str, *names: str) -> None:
+    """Refuses numbers below 1.
+
+    Args:
+        settings: a dataclass.
+        where: stands before the name of a setting in the error.
+        names: of the settings.
+
+    Raises:
+        UserError: one of them is.
+    """
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise UserError(f"{where}{name} is {getattr(settings, name)}; give at least 1")
+
+
 def take(values: dict[str, Any], key: str) -> Any:
     """Removes a setting that an entry point uses itself, and returns it.
 

@@ -4,7 +4,7 @@
 #   bash launch/local_processes.sh N [FLAGS] COMMAND ARG...
 #     e.g. bash launch/local_processes.sh 2 --devices 4 \
 #            python -m coa_jax.sft --config=configs/sft/factbook.py --config.mesh.fsdp=-1 \
-#            --workdir=runs/two
+#            --config.rows=8 --workdir=runs/two
 #
 # Flags:
 #   --devices K   devices of each process (default 1)

@@ -2,7 +2,7 @@
 # Runs a command of coa_jax on every host of a Cloud TPU pod slice.
 #
 #   bash launch/tpu_pod.sh [FLAGS] setup               copy this commit to all hosts, install it
-#   bash launch/tpu_pod.sh [FLAGS] run COMMAND ARG...  e.g. run rl --config=configs/rl/factbook.py \
+#   bash launch/tpu_pod.sh [FLAGS] run COMMAND ARG...  e.g. run sft --config=configs/sft/web.py:7b \
 #                                                           --workdir=/mnt/runs/a
 #   bash launch/tpu_pod.sh [FLAGS] logs                the end of each host's log
 #   bash launch/tpu_pod.sh [FLAGS] stop                end the command on all hosts

@@ -119,6 +119,7 @@ def test_config_and_overrides_are_read_in_any_order(command, arguments, printed)
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        (["--config=broken.py:small"], ["the file takes no argument; leave out :small"]),
         (["--config.stepz=3"], ["--config.stepz", "did you mean 'steps'?"]),
         (["--config.optim.warmpu=3"], ["config.optim has no key 'warmpu'", "'warmup'"]),
         (["--config.zzz=3"], ["no key 'zzz'", "name, optim, sizes, steps, verbose"]),

@@ -7,6 +7,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.learn.augment import NamePieces, rename
@@ -15,15 +16,28 @@ from coa_jax.trajectory import DistilledRecord
 
 
 def tokenize_records(
-    tokenizer: Any, records: Sequence[DistilledRecord], *, style: str, length: int
+    tokenizer: Any, records: Sequence[DistilledRecord], *, style: str, length: int, source: str
 ) -> tuple[list[Example], list[DistilledRecord]]:
-    """Examples of at most ``length`` tokens, and the records that they come from."""
+    """Examples of at most ``length`` tokens, and the records that they come from.
+
+    A warning counts those that are longer.
+
+    Raises:
+        UserError: all of them are; ``source`` is the file that it names.
+    """
     examples = [record_example(tokenizer, record, style) for record in records]
     fits = [len(example.tokens) <= length for example in examples]
     if not any(fits):
         raise UserError(
-            f"none of the {len(records)} training records fits in {length} tokens: raise row_length"
+            f"{source}: none of the {len(records)} records fits in {length} tokens: raise "
+            "row_length"
         )
+    if not all(fits):
+        dropped = len(fits) - sum(fits)
+        logging.warning(
+            "%s: %d of %d records have more than %d tokens and are left out",
+            source, dropped, len(records), length,
+        )  # fmt: skip
     kept = [example for example, fit in zip(examples, fits, strict=True) if fit]
     return kept, [record for record, fit in zip(records, fits, strict=True) if fit]
 

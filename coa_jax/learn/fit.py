@@ -28,6 +28,7 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
+from coa_jax.settings import at_least_one
 
 _PARTS = ("data", "update", "validation", "checkpoint")
 
@@ -72,6 +73,8 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         policy_name(self.remat, "config: remat")
+        at_least_one(self, "config: ", "batch_size", "rows", "row_length", "validate_every",
+                     "checkpoint_every")  # fmt: skip
 
 
 def fit(

@@ -47,7 +47,7 @@ class Learner:
             checkpoints: of the run; the caller closes them.
         """
         self._config, self._checkpoints = config, checkpoints
-        self._mesh = training_mesh(config.mesh)
+        self._mesh = training_mesh(config.mesh, config.rows)
         self.model = model = load_model(config.model, mesh=self._mesh)
         self._attention = choose(config.attention, model.config, config.dtype, self._mesh)
         # Before the state, whose updates take the parameters' memory.

@@ -35,6 +35,7 @@ from coa_jax.model.remat import Remat
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
+from coa_jax.settings import at_least_one
 from coa_jax.trajectory import Trajectory
 
 Pair = tuple[Trajectory, Trajectory]
@@ -64,8 +65,7 @@ class DPOConfig(FitConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.per_task < 1:
-            raise UserError(f"dpo config: per_task is {self.per_task}; give at least 1")
+        at_least_one(self, "dpo config: ", "per_task")
         for name in ("beta", "min_gap"):
             if getattr(self, name) <= 0:
                 raise UserError(f"dpo config: {name} is {getattr(self, name)}; give more than 0")
@@ -73,7 +73,7 @@ class DPOConfig(FitConfig):
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     """Learns the preferences and writes the model to ``output``."""
-    mesh = training_mesh(config.mesh)
+    mesh = training_mesh(config.mesh, config.rows)
     graded = read_graded(config.traces, config.phase)
     pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length)
     if not pairs:
@@ -174,7 +174,10 @@ def dpo_loss(
     attention: Attention = REFERENCE,
 ) -> tuple[jax.Array, Stats]:
     """Loss of the pairs of a micro-batch; see `dpo_objective`."""
-    logp, _ = token_logps(params, config, batch, dtype=dtype, remat=remat, attention=attention)
+    logp, _ = token_logps(
+        params, config, batch,
+        dtype=dtype, remat=remat, attention=attention, mask=batch.mask, entropy=False,
+    )  # fmt: skip
     return dpo_objective(logp, batch, beta)
 
 

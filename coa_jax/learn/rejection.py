@@ -24,6 +24,7 @@ from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.run_dir import RunDir
+from coa_jax.settings import at_least_one
 from coa_jax.trajectory import Trajectory, read_trajectories
 
 
@@ -45,13 +46,12 @@ class RFTConfig(FitConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.per_task < 1:
-            raise UserError(f"rft config: per_task is {self.per_task}; give at least 1")
+        at_least_one(self, "rft config: ", "per_task")
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     """Fine-tunes on the trajectories that were right and writes the model to ``output``."""
-    mesh = training_mesh(config.mesh)
+    mesh = training_mesh(config.mesh, config.rows)
     graded = read_graded(config.traces, config.phase)
     chosen = select(graded, config.min_reward, config.per_task, config.row_length)
     if not chosen:

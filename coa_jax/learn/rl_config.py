@@ -12,6 +12,7 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.remat import policy_name
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
+from coa_jax.settings import at_least_one
 from coa_jax.tasks import GradersConfig
 
 
@@ -119,9 +120,19 @@ class RLConfig:
                 "rl config: group_size is 1; samples of one task are compared with each other: "
                 "give at least 2, or algorithm.name=ppo or reinforce++, which learn from all"
             )
-        for name in ("groups", "group_size", "max_rounds", "updates", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"rl config: {name} is {getattr(self, name)}; give at least 1")
+        at_least_one(self, "rl config: ", "groups", "group_size", "max_rounds", "updates", "rows",
+                     "num_tasks", "checkpoint_every")  # fmt: skip
+        if self.optimizer.total_steps < self.updates:
+            raise UserError(
+                f"rl config: optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
+                f"{self.updates} updates; give at least as many"
+            )
+        if self.rollouts_ahead and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
+            raise UserError(
+                "rl config: rollouts_ahead is 1 and algorithm.old_logp is 'trainer': nothing "
+                "corrects for the policy that sampled; give algorithm.tis_cap=2, or "
+                "algorithm.old_logp=sampler"
+            )
         if self.rollouts_ahead not in (0, 1):
             raise UserError(
                 f"rl config: rollouts_ahead is {self.rollouts_ahead}; give 0 or 1, the ratio does "

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, split_rows
@@ -70,26 +69,17 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     Started again in the same run directory it goes on after the newest checkpoint, and ends with
     the parameters that it would have had without the interruption.
     """
-    mesh = training_mesh(config.mesh)
+    mesh = training_mesh(config.mesh, config.rows)
     records = read_records(config.data)
     held_out = read_records(config.validation) if config.validation else []
     model = load_model(config.model, mesh=mesh)
-    _, kept = tokenize_records(
-        model.tokenizer, records, style=config.prompt_style, length=config.row_length
+    tokenized = functools.partial(
+        tokenize_records, model.tokenizer, style=config.prompt_style, length=config.row_length
     )
-    if dropped := len(records) - len(kept):
-        logging.warning(
-            "%s: %d of %d records have more than %d tokens and are left out",
-            config.data,
-            dropped,
-            len(records),
-            config.row_length,
-        )
+    _, kept = tokenized(records, source=config.data)
     validation: Sequence[Example] = ()
     if held_out:
-        validation, _ = tokenize_records(
-            model.tokenizer, held_out, style=config.prompt_style, length=config.row_length
-        )
+        validation, _ = tokenized(held_out, source=config.validation)
     params, base = split(model.params, model.config, config.lora, config.seed, mesh)
     attention = choose(config.attention, model.config, config.dtype, mesh)
     loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention)

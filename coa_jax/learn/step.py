@@ -25,6 +25,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, attach
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import put_batch
+from coa_jax.settings import at_least_one
 
 
 class TrainState(NamedTuple):
@@ -70,6 +71,14 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     max_skipped: int = 5
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "optimizer.", "total_steps", "max_skipped")
+        if not self.clip_norm > 0:
+            raise UserError(
+                f"optimizer.clip_norm is {self.clip_norm:g}, which leaves nothing of a gradient; "
+                "give a positive bound, 1e9 for none"
+            )
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -280,14 +289,19 @@ def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserEr
     """The error with which training has to end, once its state is saved; None to go on.
 
     Args:
-        stats: of the last step, see `train_step`.
+        stats: of the last step, see `train_step`; those of a critic under ``critic/``.
         optimizer: says how many updates in a row may be skipped.
     """
-    skipped = int(stats.get("optim/skipped_in_a_row", 0))
-    if skipped < optimizer.max_skipped:
-        return None
-    return UserError(
-        f"the last {skipped} updates had a loss or gradient that is not finite (loss "
-        f"{stats['loss']:g}, gradient norm {stats['optim/grad_norm']:g}) and were skipped; the "
-        "state is saved: lower optimizer.learning_rate or optimizer.clip_norm, or look at the data"
-    )
+    for whose, prefix, loss, rate in (
+        ("", "optim/", "loss", "optimizer.learning_rate"),
+        ("of the critic ", "critic/", "critic/loss", "algorithm.critic_learning_rate"),
+    ):
+        skipped = int(stats.get(f"{prefix}skipped_in_a_row", 0))
+        if skipped >= optimizer.max_skipped:
+            return UserError(
+                f"the last {skipped} updates {whose}had a loss or gradient that is not finite "
+                f"(loss {stats[loss]:g}, gradient norm {stats[f'{prefix}grad_norm']:g}) and were "
+                f"skipped; the state is saved: lower {rate} or optimizer.clip_norm, or look at the "
+                "data"
+            )
+    return None

@@ -68,10 +68,11 @@ def make_mesh(
         raise UserError(f"mesh {text} does not fit {count} devices: give positive divisors of it")
     need = math.prod(sizes)
     if need > count or (processes > 1 and need != count):
-        raise UserError(
-            f"mesh {text} needs {need} devices, there are {count}: change the sizes, or on CPU "
-            f"set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
-        )
+        advice = "give one size as -1, which takes what is left"
+        if need > count:
+            advice = "change the sizes, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_"
+            advice += f"count={need}"
+        raise UserError(f"mesh {text} needs {need} devices, there are {count}: {advice}")
     # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
     try:
         return jax.make_mesh(

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.parallel.mesh import make_mesh, sharding_for
@@ -32,11 +33,35 @@ class MeshConfig:
     wait_seconds: float = 1800.0
 
 
-def training_mesh(config: MeshConfig) -> Mesh | None:
-    """The mesh of a configuration; None on one device, where placement is the default."""
-    if (config.data, config.fsdp, config.tensor) == (1, 1, 1) and jax.process_count() == 1:
-        return None
-    return make_mesh(config.data, config.fsdp, config.tensor)
+def training_mesh(config: MeshConfig, rows: int = 0) -> Mesh | None:
+    """The mesh of a configuration; None on one device, where placement is the default.
+
+    Warnings say when devices have nothing to do, or the same as others.
+
+    Args:
+        config: sizes of the axes.
+        rows: of a micro-batch; 0 where there are none.
+    """
+    there, mesh = jax.device_count(), None
+    if (config.data, config.fsdp, config.tensor) != (1, 1, 1) or jax.process_count() > 1:
+        mesh = make_mesh(config.data, config.fsdp, config.tensor)
+    used = 1 if mesh is None else mesh.size
+    if used < there:
+        logging.warning(
+            "the mesh has %d of %d devices, the others have nothing to do: config.mesh.fsdp=-1 "
+            "takes what is left",
+            used,
+            there,
+        )
+    parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % parts:
+        logging.warning(
+            "rows is %d, which mesh.data x mesh.fsdp = %d does not divide: devices compute the "
+            "same rows; let rows be a multiple",
+            rows,
+            parts,
+        )
+    return mesh
 
 
 def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -89,11 +89,14 @@ def test_renaming_depends_on_the_position_alone():
     assert left[30].tokens.tolist() == right[30].tokens.tolist()
 
 
-def test_records_that_are_too_long_are_left_out():
+def test_records_that_are_too_long_are_left_out(caplog):
     lengths = [len(record_example(tokenizer(), r, "brief").tokens) for r in RECORDS]
     limit = sorted(lengths)[5]
-    examples, kept = tokenize_records(tokenizer(), RECORDS, style="brief", length=limit)
+    examples, kept = tokenize_records(
+        tokenizer(), RECORDS, style="brief", length=limit, source="data.jsonl"
+    )
     assert [len(e.tokens) for e in examples] == [n for n in lengths if n <= limit]
     assert kept == [r for r, n in zip(RECORDS, lengths, strict=True) if n <= limit]
-    with pytest.raises(UserError, match="none of the 12 training records fits in 9 tokens"):
-        tokenize_records(tokenizer(), RECORDS, style="brief", length=9)
+    assert "data.jsonl: 6 of 12 records have more than" in caplog.text
+    with pytest.raises(UserError, match="none of the 12 records fits in 9 tokens"):
+        tokenize_records(tokenizer(), RECORDS, style="brief", length=9, source="data.jsonl")

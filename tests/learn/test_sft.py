@@ -82,5 +82,11 @@ def test_a_checkpoint_of_another_model_is_refused(finished, folder, change):
 
 def test_records_that_are_too_long_are_said_to_be(folder):
     config = sft_config(folder / "base", folder / "data.jsonl", row_length=16)
-    with pytest.raises(UserError, match="fits in 16 tokens"):
+    with pytest.raises(UserError, match=r"data.jsonl: none of the \d+ records fits in 16 tokens"):
         run_sft(folder / "short", config)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "rows", "validate_every", "checkpoint_every"])
+def test_settings_that_cannot_work_are_refused_at_once(folder, name):
+    with pytest.raises(UserError, match=f"{name} is 0; give at least 1"):
+        sft_config(folder / "base", folder / "data.jsonl", **{name: 0})

@@ -1,6 +1,8 @@
 """The compiled step: one program for any number of micro-batches, and no harm from what is not
 finite."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -91,6 +93,21 @@ def test_too_many_skipped_updates_in_a_row_are_an_error():
     assert isinstance(error, UserError)
     assert str(error).startswith("the last 2 updates had a loss or gradient that is not finite")
     assert check_updates({}, OPTIMIZER) is None  # an RL step without a signal
+
+
+def test_skipped_updates_of_a_critic_are_an_error_too():
+    policy = {"loss": 0.1, "optim/grad_norm": 0.2, "optim/skipped_in_a_row": 0}
+    critic = {"critic/loss": np.inf, "critic/grad_norm": np.nan, "critic/skipped_in_a_row": 2}
+    error = check_updates({**policy, **critic}, OPTIMIZER)
+    assert str(error).startswith("the last 2 updates of the critic had a loss or gradient")
+    assert "(loss inf, gradient norm nan)" in str(error)
+    assert "algorithm.critic_learning_rate" in str(error)
+
+
+@pytest.mark.parametrize("name", ["total_steps", "max_skipped", "clip_norm"])
+def test_an_optimiser_that_cannot_work_is_refused(name):
+    with pytest.raises(UserError, match=f"optimizer.{name} is 0"):
+        dataclasses.replace(OPTIMIZER, **{name: 0})
 
 
 @pytest.mark.slow

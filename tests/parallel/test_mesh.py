@@ -17,6 +17,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import param_shardings, shard_params
 from coa_jax.model.weights import init_params, weight_table
+from coa_jax.parallel import placement
 from coa_jax.parallel.mesh import (
     AXES,
     DECODE_RULES,
@@ -24,6 +25,7 @@ from coa_jax.parallel.mesh import (
     make_mesh,
     sharding_for,
 )
+from coa_jax.parallel.placement import MeshConfig, training_mesh
 
 CONFIG = ModelConfig("qwen2", 384, 48, 80, 3, 4, 2, 12, qkv_bias=True, tie_embeddings=False)
 MESH = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -36,6 +38,18 @@ def params():
 
 def spec(axes, rules=RULES, shape=None):
     return sharding_for(MESH, axes, rules, shape).spec
+
+
+def test_devices_that_do_nothing_of_their_own_are_told_of(caplog):
+    assert training_mesh(MeshConfig(), rows=3) is None
+    assert caplog.text == ""
+    mesh = AbstractMesh((2, 4, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 16)
+        patch.setattr(placement, "make_mesh", lambda *_: mesh)
+        training_mesh(MeshConfig(2, 4), rows=12)
+    assert "the mesh has 8 of 16 devices" in caplog.text
+    assert "rows is 12, which mesh.data x mesh.fsdp = 8 does not divide" in caplog.text
 
 
 def test_rules_name_mesh_axes_only():
