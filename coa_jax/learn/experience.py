@@ -38,9 +38,15 @@ def score(
     model: ModelConfig,
     options: tuple[tuple[str, Any], ...],
 ) -> jax.Array:
-    """Log-probabilities of a batch's tokens, float32 ``[R, T]``; ``options`` of `token_logps`."""
+    """Log-probabilities of the tokens that are learned, float32 ``[R, T]``; others are 0.
+
+    ``options`` are those of `token_logps`.
+    """
     allowed = extra[0] if extra else None
-    return token_logps(params, model, batch, allowed=allowed, **dict(options))[0]
+    logps, _ = token_logps(
+        params, model, batch, allowed=allowed, mask=batch.mask, entropy=False, **dict(options)
+    )
+    return logps
 
 
 @functools.partial(jax.jit, static_argnames=("model", "options"))

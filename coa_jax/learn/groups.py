@@ -72,10 +72,11 @@ def sample_share(
 ) -> Share:
     """Samples this process's part of tasks from ``cursor`` on, until all processes have enough.
 
-    An algorithm that learns from a signal takes groups whose rewards differ (DAPO's dynamic
-    sampling, arXiv 2503.14476 §3.2).  It has ``surplus`` of them from earlier steps and samples in
-    at most ``max_rounds`` rounds: the first as many tasks as are missing, a later one as many as
-    the rate of the earlier rounds makes necessary.  Other algorithms take every group of one round.
+    An algorithm that learns from a signal takes groups whose rewards differ, not only because of
+    their lengths (DAPO's dynamic sampling, arXiv 2503.14476 §3.2).  It has ``surplus`` of them from
+    earlier steps and samples in at most ``max_rounds`` rounds: the first as many tasks as are
+    missing, a later one as many as the rate of the earlier rounds makes necessary.  Other
+    algorithms take every group of one round.
 
     No program of all processes is run here, so that one may run beside it.  The time of grading
     goes to ``clock``.
@@ -101,7 +102,7 @@ def sample_share(
         rounds.append(groups)
         if config.chosen.learn_from == "all":
             break
-        found = sum(has_signal(rewards(group)) for group in groups)
+        found = sum(has_signal(earned(group)) for group in groups)
         if processes.count() > 1:
             wait = config.mesh.wait_seconds
             found = sum(runner.run(processes.exchange(found, "counting of groups", wait)))
@@ -119,7 +120,7 @@ def assemble(config: RLConfig, share: Share, surplus: Sequence[list[Trajectory]]
     for groups in share.rounds:
         for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
             everything.append(graded)
-            if config.chosen.learn_from == "all" or has_signal(rewards(graded)):
+            if config.chosen.learn_from == "all" or has_signal(earned(graded)):
                 learnable.append(graded)
     used, left = learnable[: config.groups], learnable[config.groups :]
     return Sampled(used, everything, share.cursor, left, kept=min(len(surplus), len(used)))
@@ -171,7 +172,7 @@ def describe(sampled: Sampled) -> dict[str, float]:
     calls = [call for trajectory in flat for call in trajectory.tool_calls]
     lengths = [trajectory.num_policy_tokens for trajectory in flat]
     stops = Counter(str(trajectory.stop_reason) for trajectory in flat)
-    unsure = sum(not has_signal(rewards(group)) for group in groups)
+    unsure = sum(not has_signal(earned(group)) for group in groups)
     return {
         "reward/mean": float(np.mean(values)) if values else 0.0,
         "reward/std": float(np.std(values)) if values else 0.0,
@@ -196,6 +197,13 @@ def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:
 def rewards(group: Sequence[Trajectory]) -> list[float | None]:
     """Rewards of graded or ungraded trajectories; None where there is none."""
     return [None if t.reward is None else t.reward.value for t in group]
+
+
+def earned(group: Sequence[Trajectory]) -> list[float | None]:
+    """`rewards` before a penalty for length."""
+    return [
+        None if t.reward is None else t.reward.parts.get("earned", t.reward.value) for t in group
+    ]
 
 
 def _shaped(config: RLConfig, reward: Reward, trajectory: Trajectory) -> Reward:

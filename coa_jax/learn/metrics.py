@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from coa_jax.engine.meter import MeteredEngine
-from coa_jax.learn.advantages import group_advantages
 from coa_jax.learn.flops import mfu, train_flops
 from coa_jax.learn.groups import Sampled, graded_values, rewards
 from coa_jax.model.config import ModelConfig
@@ -65,10 +64,6 @@ def rollout_metrics(sampled: Sampled, step: int) -> dict[str, float]:
         "stale/max": float(max(ages, default=0)),
         "rollout/tokens": float(sum(t.num_policy_tokens for t in flat)),
     }
-    advantages = [a for group in sampled.used for a in group_advantages(rewards(group))]
-    if advantages:
-        figures["adv/min"] = float(np.min(advantages))
-        figures["adv/max"] = float(np.max(advantages))
     if not flat:
         return figures
     values = graded_values(sampled.everything) or [0.0]
@@ -111,6 +106,7 @@ def sampling_metrics(
     """
     decode = float(np.mean([engine.meter.decode_s for engine in engines]))
     extend = float(np.mean([engine.meter.extend_s for engine in engines]))
+    idle = float(np.mean([engine.meter.idle_s for engine in engines]))
     decoded = sum(engine.meter.decoded_tokens for engine in engines)
     row_steps = sum(engine.row_steps for engine in engines)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
@@ -119,6 +115,7 @@ def sampling_metrics(
         "time/decode": decode,
         "time/extend": extend,
         "time/reward": reward_seconds,
+        "time/idle": idle,
         "time/tool_wait": max(seconds - decode - extend - reward_seconds, 0.0),
         "perf/rollout_tok_s": tokens / max(seconds, 1e-9),
         "perf/slot_util": decoded / max(row_steps, 1),

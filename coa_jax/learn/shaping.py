@@ -37,7 +37,8 @@ def shape_reward(
         buffer, penalty: see `overlong_penalty`.
 
     Returns:
-        The shaped reward; ``parts`` has ``overlong`` where it took something off.
+        The shaped reward; where its length took something off, ``parts`` has that as ``overlong``
+        and what there was before as ``earned``.
     """
     if reward.value is None:
         return reward
@@ -45,5 +46,5 @@ def shape_reward(
     if format_reward:
         value *= parts["format"]
     if lost := overlong_penalty(length, budget, buffer, penalty):
-        value, parts = value + lost, {**parts, "overlong": lost}
+        value, parts = value + lost, {**parts, "overlong": lost, "earned": value}
     return dataclasses.replace(reward, value=value, parts=parts)

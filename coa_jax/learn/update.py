@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def update(
     critic: TrainState | None = None,
     reference: Params | None = None,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
-    """The updates of one step; statistics are those of the first, which is on-policy.
+    """The updates of one step; losses are those of the first, which is on-policy.
 
     Without a trajectory to learn from nothing is learned, but the step counts.  Trajectories that
     were sampled under a constraint are learned under the same one.
@@ -115,6 +116,7 @@ def update(
     extra = () if constraint is None else (replicate(constraint.tables.allowed, mesh),)
     capacity = -(-config.groups * config.group_size // config.rows)
     options = {"dtype": config.dtype, "remat": config.remat, "attention": attention}
+    began = time.perf_counter()
     parts, first = complete_experience(
         algorithm,
         parts,
@@ -127,6 +129,9 @@ def update(
         extra=extra,
         mesh=mesh,
     )
+    first["time/score"] = time.perf_counter() - began
+    first |= _spread_of_advantages(parts)
+    tokens = 0.0
     for number, batches in enumerate(parts):
         state, stats = train_step(
             state,
@@ -139,7 +144,8 @@ def update(
             mesh=mesh,
             capacity=capacity,
         )
-        skipped = {name: stats[name] for name in ("optim/skipped", "optim/skipped_in_a_row")}
+        tokens += stats["tokens"]
+        latest = _skipped(stats, "optim/")
         if critic is not None:
             critic, values = train_step(
                 critic,
@@ -150,11 +156,33 @@ def update(
                 mesh=mesh,
                 capacity=capacity,
             )
-            stats |= {f"critic/{k.removeprefix('optim/')}": v for k, v in values.items()}
+            values = {f"critic/{k.removeprefix('optim/')}": v for k, v in values.items()}
+            stats |= values
+            latest |= _skipped(values, "critic/")
         if number == 0:
             first |= stats
-        first |= skipped
-    return state, critic, first
+        first |= latest
+    return state, critic, {**first, "tokens": tokens}
+
+
+def _skipped(stats: dict[str, float], prefix: str) -> dict[str, float]:
+    """What an update says of skipping; with its loss and norm if it was skipped itself."""
+    names = [f"{prefix}skipped", f"{prefix}skipped_in_a_row"]
+    if stats[names[1]]:
+        names += ["critic/loss" if prefix == "critic/" else "loss", f"{prefix}grad_norm"]
+    return {name: stats[name] for name in names}
+
+
+def _spread_of_advantages(parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+    """Of the tokens that are learned."""
+    found = [batch.advantage[batch.mask > 0] for batches in parts for batch in batches]
+    found = [values for values in found if values.size]
+    if not found:
+        return {}
+    return {
+        "adv/min": float(min(values.min() for values in found)),
+        "adv/max": float(max(values.max() for values in found)),
+    }
 
 
 def group_examples(

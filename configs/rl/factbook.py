@@ -1,4 +1,4 @@
-r"""Reinforces the fine-tuned small policy with live tools: GRPO on the groups that have a signal.
+r"""Reinforces the fine-tuned small policy with live tools: DAPO.
 
     python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
 

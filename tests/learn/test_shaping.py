@@ -47,5 +47,6 @@ def test_the_protocol_counts_where_it_is_asked_for():
 
 
 def test_what_was_taken_off_is_told():
-    assert shaped(Reward(1.0, {"format": 1.0})) == Reward(0.5, {"format": 1.0, "overlong": -0.5})
+    parts = {"format": 1.0, "overlong": -0.5, "earned": 1.0}
+    assert shaped(Reward(1.0, {"format": 1.0})) == Reward(0.5, parts)
     assert shaped(Reward(1.0), length=80) == Reward(1.0)

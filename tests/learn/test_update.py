@@ -119,6 +119,14 @@ def run(settings, steps=1):
     return state, critic, history
 
 
+@pytest.mark.parametrize(("name", "expected"), [("rloo", 2 / 3), ("dr_grpo", 0.5)])
+def test_the_range_of_advantages_is_that_of_the_algorithm(name, expected):
+    # Two of four are right: 1 less the mean of the other three, and less the mean of all.
+    _, _, (stats,) = run(config(name))
+    assert stats["adv/max"] == pytest.approx(expected)
+    assert stats["adv/min"] == pytest.approx(-expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_algorithm_makes_what_was_right_likelier(name):
     before = preference(params())

@@ -1,0 +1,49 @@
+"""Which groups a step learns from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.groups import Share, assemble, describe
+from coa_jax.learn.shaping import shape_reward
+from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from tests.learn.tiny_runs import rl_config
+
+
+def group(name, values, lengths):
+    """A group whose rewards a penalty for length has shaped, of 100 tokens from 60 on."""
+    return [
+        Trajectory(
+            task_id=name,
+            sample_id=index,
+            question="",
+            protocol="generalist",
+            tokens=np.zeros(length, np.int32),
+            author=np.full(length, Author.POLICY),
+            logp=np.zeros(length, np.float32),
+            text="",
+            segments=(),
+            tool_calls=(),
+            stop_reason=StopReason.ANSWER,
+            reward=shape_reward(
+                Reward(value), length, format_reward=False, budget=100, buffer=40, penalty=1.0
+            ),
+            gold=(),
+        )
+        for index, (value, length) in enumerate(zip(values, lengths, strict=True))
+    ]
+
+
+WRONG = group("wrong", [0.0, 0.0], [70, 90])
+RIGHT = group("right", [1.0, 1.0], [50, 73])
+MIXED = group("mixed", [0.0, 1.0], [61, 99])
+
+
+@pytest.mark.parametrize(("name", "used"), [("dapo", ["mixed"]), ("grpo", ["wrong", "right"])])
+def test_lengths_alone_are_no_signal(tmp_path, name, used):
+    config = rl_config(tmp_path, tmp_path, algorithm=Algorithm(name), groups=2)
+    sampled = assemble(config, Share([[WRONG, RIGHT, MIXED]], 3))
+    assert [members[0].task_id for members in sampled.used] == used
+    assert describe(sampled)["group/frac_zero_std"] == pytest.approx(2 / 3)
