@@ -1,8 +1,8 @@
 """The agent loop: jitted decoding interleaved with tools that run at the same time.
 
 One coroutine owns the engine.  It admits samples into free slots, extends the cache with finished
-observations, decodes a chunk in a worker thread, and hands closed tool tags to asyncio tasks.  A
-slot whose tool is running keeps its cache and simply does not decode.
+observations, decodes a chunk in a thread of its own, and hands closed tool tags to asyncio tasks.
+A slot whose tool is running keeps its cache and simply does not decode.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coa_jax.engine.engine import Engine
@@ -121,6 +122,8 @@ class _Loop:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.refused: list[Trajectory] = []
         self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but not over yet
+        # Those of the event loop may all be taken by tools that block.
+        self.thread = ThreadPoolExecutor(1, "engine")
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
@@ -218,12 +221,13 @@ class _Loop:
             self.engine.fork(source, slots, lengths[source])
 
     async def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a call of the engine in a thread: tools go on while the device works.
+        """Runs a call of the engine in its thread: tools go on while the device works.
 
         A thread cannot be stopped.  When the rollout is cancelled, `close` waits for the call,
         which would otherwise wake up slots that are free again.
         """
-        self.device_call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        loop = asyncio.get_running_loop()
+        self.device_call = loop.run_in_executor(self.thread, function, *arguments)
         return await asyncio.shield(self.device_call)
 
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
@@ -400,6 +404,7 @@ class _Loop:
 
     async def close(self) -> None:
         """Cancels tools that still run, and leaves every slot free."""
+        self.thread.shutdown(wait=False)
         if self.device_call is not None:
             await asyncio.wait([self.device_call])
         for run in self.running.values():

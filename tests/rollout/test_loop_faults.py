@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import threading
 import time
 
 import numpy as np
@@ -18,6 +19,7 @@ from coa_jax.rollout.collect import collect
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.observation import frame_length
 from coa_jax.tasks import grade
+from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Author, StopReason
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, Says, engine, requests, run
@@ -100,6 +102,44 @@ def test_a_tool_that_hangs_times_out_while_others_go_on():
     assert 2.0 <= late.end - late.start < 3.0
     assert hangs.cancelled == hangs.entered >= 2
     assert grade(TASKS[0], order[1]).value is not None
+
+
+def test_decoding_goes_on_while_tools_hold_every_thread_of_the_event_loop():
+    over, entered, waited = threading.Event(), asyncio.Event(), []
+
+    def hold():
+        in_time = over.wait(20.0)
+        over.set()
+        return in_time
+
+    class Blocks:
+        name, deadline = "wiki_search", 60.0
+
+        async def __call__(self, arguments, context):
+            calls = [asyncio.to_thread(hold) for _ in range(40)]
+            entered.set()
+            waited.extend(await asyncio.gather(*calls))
+            return Observation("nothing", True, "ok", 0.0)
+
+    class Quick:
+        name, deadline = "code", 60.0
+
+        async def __call__(self, arguments, context):
+            await entered.wait()
+            await asyncio.sleep(0.1)  # the threads are taken by now
+            return Observation("84", True, "ok", 0.0)
+
+    order, on, wanted = [], engine(), requests()
+    tokenizer, tools = tiny_policy.policy().tokenizer, [Blocks(), Quick()]
+
+    async def go():
+        async for trajectory in rollout(on, tokenizer, [wanted[0], wanted[2]], tools, BUDGET):
+            order.append(trajectory.task_id)
+            over.set()
+
+    asyncio.run(go())
+    assert order[0] == TASKS[2].id
+    assert len(waited) >= 40 and all(waited)
 
 
 def test_a_tool_that_breaks_masks_the_reward():
