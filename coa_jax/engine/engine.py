@@ -12,7 +12,7 @@ import numpy as np
 from coa_jax.engine import layout, programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import FREE, Constraint
-from coa_jax.engine.memory import check_memory, free_memory
+from coa_jax.engine.memory import check_room
 from coa_jax.engine.pages import PageTable
 from coa_jax.engine.sampling import sample_key
 from coa_jax.errors import UserError
@@ -50,9 +50,7 @@ class Engine:
         """
         check_shapes(config)
         self.model, self.config = model, config
-        devices = jax.tree.leaves(params)[0].devices()
-        if len(devices) == 1:
-            check_memory(model, config, free_memory(*devices))
+        check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
         self.publish(params)
         self._attention = layout.choose_attention(model, config, self.params)
         slots = config.slots
@@ -342,7 +340,8 @@ def check_shapes(config: EngineConfig) -> None:
         UserError: says which.
     """
     block, buckets = config.extend_block, config.extend_buckets
-    if not buckets or list(buckets) != sorted(set(buckets)) or any(b % block for b in buckets):
+    ascending = list(buckets) == sorted(set(buckets))
+    if not buckets or not ascending or buckets[0] < block or any(b % block for b in buckets):
         raise UserError(
             f"extend_buckets are {', '.join(map(str, buckets)) or 'empty'}; give ascending "
             f"multiples of extend_block, which is {block}"
@@ -373,15 +372,25 @@ def make_engines(
         model, config, stop_tokens, constraint: see `Engine`.
         tensor: devices of a group, see `layout.decode_mesh`.
         kind: class of the engines.
+
+    Raises:
+        UserError: see `Engine`.
     """
+    check_shapes(config)
+    check_room(params, model, config, layout.group_size(params, tensor))
     parts = layout.publish(params, model, config.dtype, tensor)
     return [kind(part, model, config, stop_tokens, constraint) for part in parts]
 
 
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
-    """Gives new training parameters to all engines that `make_engines` made."""
+    """Gives new training parameters to all engines that `make_engines` made.
+
+    The old ones are gone before: there may be no room for both.
+    """
     first = engines[0]
     tensor = len(jax.tree.leaves(first.params)[0].devices())
+    for engine in engines:
+        engine.params = {}
     parts = layout.publish(params, first.model, first.config.dtype, tensor)
     for engine, part in zip(engines, parts, strict=True):
         engine.publish(part)

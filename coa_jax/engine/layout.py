@@ -133,6 +133,12 @@ def publish(params: Params, model: ModelConfig, dtype: str, tensor: int = 0) -> 
     return cut(publish_program(model, dtype, decode_mesh(mesh, tensor))(params), model)
 
 
+def group_size(params: Params, tensor: int = 0) -> int:
+    """Devices of a group for which `publish` makes a copy of training parameters."""
+    mesh = _mesh_of(params)
+    return 1 if mesh is None else tensor or int(mesh.shape["tensor"])
+
+
 def cut(everywhere: Params, model: ModelConfig) -> list[Params]:
     """The copies that the groups of this process have, without copying them.
 

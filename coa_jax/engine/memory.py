@@ -1,4 +1,4 @@
-"""How much memory an engine takes, computed before any of it is allocated."""
+"""How much memory an engine takes on a device, computed before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import num_params
+from coa_jax.model.weights import Params, num_params
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of an engine.
+    """Bytes of an engine, on each device of its group.
 
     Attributes:
         parameters: of the decoding layout, which has an output head of its own.
-        page: keys and values of one page of the cache.
+        page: keys and values of one page of the cache, as far as they lie on a device.
         pages: how many there are.
         scratch: the largest of what its programs need besides while they run.
     """
@@ -50,16 +50,25 @@ class Memory:
         )
 
 
-def engine_memory(model: ModelConfig, config: EngineConfig) -> Memory:
+def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> Memory:
     """Computes what an engine will take.
 
     Parameters and cache are exact; of the scratch only the big arrays are counted: a page of every
-    row, scores, logits and the wide activations of a layer.
+    row, scores, logits and the wide activations of a layer.  Of several devices each has its part,
+    as if all but the cache could be split evenly; what they all hold (norms, for instance) is
+    little.
+
+    Args:
+        model: the architecture.
+        config: shapes.
+        tensor: devices of the engine's group.
     """
     item = jnp.dtype(config.dtype).itemsize
     table = model.vocab_size * model.hidden_size
     parameters = (num_params(model) + (table if model.tie_embeddings else 0)) * item
-    vectors = 2 * model.num_layers * model.num_kv_heads * config.page_size
+    # Heads that the devices cannot split lie on all of them.
+    heads = model.num_kv_heads // (1 if model.num_kv_heads % tensor else tensor)
+    vectors = 2 * model.num_layers * heads * config.page_size
     kept = jnp.dtype(config.cache_dtype or config.dtype)
     page = vectors * (model.head_dim * kept.itemsize + (4 if kept == jnp.int8 else 0))
 
@@ -72,7 +81,8 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> Memory:
     extend = attention(tokens // config.extend_block, config.extend_block) + wide
     # Logits, scaled logits and weights in float32, and for top-p the sorted ones.
     decode = attention(rows, 1) + 4 * 4 * rows * model.vocab_size
-    return Memory(parameters, page, config.num_pages, max(extend, decode))
+    scratch = max(extend, decode)
+    return Memory(-(-parameters // tensor), page, config.num_pages, -(-scratch // tensor))
 
 
 def free_memory(device: jax.Device) -> int | None:
@@ -89,29 +99,61 @@ def free_memory(device: jax.Device) -> int | None:
         return None
 
 
-def check_memory(model: ModelConfig, config: EngineConfig, free: int | None) -> None:
+def check_room(params: Params, model: ModelConfig, config: EngineConfig, tensor: int) -> None:
+    """Refuses an engine that does not fit on the devices of this process that have parameters.
+
+    Args:
+        params: those of training, which will be copied, or the copy, which is there already.
+        model, config: see `check_memory`.
+        tensor: devices of the engine's group.
+
+    Raises:
+        UserError: see `check_memory`.
+    """
+    jax.block_until_ready(params)  # or they would not take their memory yet
+    devices = jax.tree.leaves(params)[0].sharding.addressable_devices
+    free = [count for count in map(free_memory, devices) if count is not None]
+    # All CPU devices have the same memory.
+    shared = len(devices) if any(device.platform == "cpu" for device in devices) else 1
+    published = isinstance(params["layers"], tuple)
+    least = min(free) // shared if free else None
+    check_memory(model, config, least, tensor, published=published)
+
+
+def check_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    free: int | None,
+    tensor: int = 1,
+    *,
+    published: bool = False,
+) -> None:
     """Refuses an engine that does not fit.
 
     Args:
         model: the architecture.
         config: its shapes.
-        free: bytes that are free on its device, None for unknown.
+        free: bytes that are free on each of its devices, None for unknown.
+        tensor: devices of its group.
+        published: whether the parameters have their memory already.
 
     Raises:
         UserError: it takes more; the line says which setting makes it fit.
     """
-    memory = engine_memory(model, config)
+    memory = engine_memory(model, config, tensor)
+    if free is not None and published:
+        free += memory.parameters
     if free is None or memory.total <= free:
         return
 
     def total(count: int) -> int:
         if config.pages:
-            return engine_memory(model, dataclasses.replace(config, pages=count)).total
-        return engine_memory(model, dataclasses.replace(config, slots=count)).total
+            return engine_memory(model, dataclasses.replace(config, pages=count), tensor).total
+        return engine_memory(model, dataclasses.replace(config, slots=count), tensor).total
 
     name, most = ("pages", config.pages) if config.pages else ("slots", config.slots)
     least = config.pages_per_slot if config.pages else 1
-    fits = bisect.bisect_right(range(most), free, key=total) - 1
+    fits = bisect.bisect_right(range(1, most), free, key=total)
     one_slot = memory.parameters + memory.page * config.pages_per_slot
     if fits >= least:
         advice = f"set {name} to {fits}"
@@ -126,7 +168,9 @@ def check_memory(model: ModelConfig, config: EngineConfig, free: int | None) -> 
         advice += ", or set dtype to bfloat16"
     elif config.cache_dtype != "int8":
         advice += ", or set cache_dtype to int8"
-    raise UserError(f"the engine needs {memory}; {_size(free)} are free: {advice}")
+    each = f" on each of {tensor} devices" if tensor > 1 else ""
+    taken = " or hold its parameters already" if published else ""
+    raise UserError(f"the engine needs {memory}{each}; {_size(free)} are free{taken}: {advice}")
 
 
 def _size(count: float) -> str:

@@ -38,10 +38,12 @@ def in_eight_devices(program, *arguments):
 
 
 PROGRAM = """
-import sys, jax, numpy as np
+import dataclasses, sys, jax, numpy as np
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine, make_engines, publish_all
+from coa_jax.engine.memory import engine_memory
+from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import shard_params
 from coa_jax.model.weights import init_params
@@ -89,6 +91,14 @@ for case in sys.argv[1:]:
     assert keys.addressable_shards[0].data.shape[1] == (1 if size == 2 else 2), keys.sharding
     width = engine.params["layers"][0]["gate_up"].addressable_shards[0].data.shape[-1]
     assert width == 96 // size
+    cache = [array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(engine._layers)]
+    assert sum(cache) == engine_memory(config, shapes, size).cache
+    try:
+        Engine(engine.params, config, dataclasses.replace(shapes, slots=10**9))
+    except UserError as error:
+        assert (f"on each of {size} devices" in str(error)) == (size > 1)
+    else:
+        raise AssertionError("larger than the machine")
     tokens, logps = sampled(engine)
     assert tokens == expected, sizes
     assert np.abs(logps - expected_logps).max() < 1e-4

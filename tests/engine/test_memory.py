@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import pytest
 
+from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.engine import Engine
+from coa_jax.engine.engine import Engine, make_engines, publish_all
 from coa_jax.engine.memory import check_memory, engine_memory, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
@@ -91,6 +92,57 @@ def test_an_engine_beyond_the_machine_is_refused_before_anything_is_allocated():
     shapes = dataclasses.replace(SHAPES, slots=10**9)
     with pytest.raises(UserError, match="set slots to"):
         Engine(init_params(MODEL, jax.random.key(0)), MODEL, shapes)
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """Leaves room for parameters and an engine of `SHAPES` and for not a byte more."""
+    params = init_params(MODEL, jax.random.key(0))
+    before = nbytes(jax.live_arrays())
+    room = engine_memory(MODEL, SHAPES).total
+
+    def free(device):
+        return room - (nbytes(jax.live_arrays()) - before)
+
+    monkeypatch.setattr("coa_jax.engine.memory.free_memory", free)
+    return params
+
+
+def test_parameters_that_have_their_memory_already_are_not_counted_again(tight):
+    engine, *_ = make_engines(tight, MODEL, SHAPES)
+    held = nbytes(engine.params)
+    del engine
+    with pytest.raises(UserError, match="set slots to 4"):
+        make_engines(tight, MODEL, dataclasses.replace(SHAPES, slots=5))
+    part = layout.publish(tight, MODEL, SHAPES.dtype)[0]
+    assert nbytes(part) == held
+    with pytest.raises(UserError, match="are free or hold its parameters already: set slots to 4"):
+        Engine(part, MODEL, dataclasses.replace(SHAPES, slots=5))
+
+
+def test_new_parameters_take_the_place_of_the_old_ones(monkeypatch):
+    params = init_params(MODEL, jax.random.key(0))
+    engines = make_engines(params, MODEL, SHAPES)
+    publish, held = layout.publish, []
+
+    def measured(*arguments):
+        held.append(nbytes(jax.live_arrays()))
+        return publish(*arguments)
+
+    monkeypatch.setattr(layout, "publish", measured)
+    before = nbytes(jax.live_arrays())
+    publish_all(engines, params)
+    assert held == [before - engine_memory(MODEL, SHAPES).parameters]
+    assert nbytes(jax.live_arrays()) == before
+
+
+def test_devices_of_a_group_share_what_an_engine_takes():
+    one, two, four = (engine_memory(MODEL, SHAPES, tensor) for tensor in (1, 2, 4))
+    assert (two.parameters, two.cache) == (one.parameters / 2, one.cache / 2)
+    assert four.cache == one.cache  # two heads of keys and values do not make four
+    check_memory(MODEL, SHAPES, two.total, 2)
+    with pytest.raises(UserError, match=r"on each of 2 devices; .* set slots to 3"):
+        check_memory(MODEL, SHAPES, two.total - two.page, 2)
 
 
 def test_this_machine_says_what_is_free():
