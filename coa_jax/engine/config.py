@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+
+from coa_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,11 +16,22 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_p: nucleus in (0, 1]; 1 keeps all.
         top_k: 0 keeps all.
+
+    Raises:
+        UserError: one of them is out of its range.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1 (all tokens)")
+        if self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}; give 0 (all tokens) or more")
 
 
 MIN_ROWS = 2
@@ -44,6 +58,9 @@ class EngineConfig:
         attention: implementation over the cache: ``auto`` or a name, see docs/kernels.md.
         decode_programs: how many programs decode: one for all slots, one for half of them, one for
             a quarter, ...; the smallest that takes all slots that are not waiting is run.
+
+    Raises:
+        UserError: a number is too small.
     """
 
     slots: int = 16
@@ -57,6 +74,12 @@ class EngineConfig:
     pages: int = 0
     decode_programs: int = 3
     attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        least = {name: 1 for name in ("slots", "max_length", "chunk", "extend_block", "page_size")}
+        for name, bound in {**least, "pages": 0, "decode_programs": 1}.items():
+            if getattr(self, name) < bound:
+                raise UserError(f"engine.{name} is {getattr(self, name)}; give at least {bound}")
 
     @property
     def pages_per_slot(self) -> int:

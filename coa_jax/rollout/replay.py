@@ -110,22 +110,24 @@ def recording(trajectory: Trajectory) -> Recording:
     prompt = trajectory.tokens[: other[0] if other.size else None]
     if not prompt.size:
         raise ValueError("the trajectory has no prompt")
-    try:
-        get_protocol(trajectory.protocol)
-    except UserError as error:
-        raise ValueError(str(error)) from error
     shapes = jsonl.fields(EngineConfig, metadata["engine"])
     # Traces from before there was a constraint do not say that they had none.
     budgets = {"constrain": False, **metadata["rollout"]}
     jnp.dtype(shapes["dtype"])  # a TypeError if there is none of the name
+    try:
+        get_protocol(trajectory.protocol)
+        sampling = SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"]))
+        engine = EngineConfig(**{**shapes, "extend_buckets": tuple(shapes["extend_buckets"])})
+    except UserError as error:
+        raise ValueError(str(error)) from error
     return Recording(
         trajectory=trajectory,
         prompt=tuple(prompt.tolist()),
         seed=int(metadata["sampling"]["seed"]),
         prompt_id=int(metadata["prompt_id"]),
-        sampling=SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"])),
+        sampling=sampling,
         rollout=RolloutConfig(**jsonl.fields(RolloutConfig, budgets)),
-        engine=EngineConfig(**{**shapes, "extend_buckets": tuple(shapes["extend_buckets"])}),
+        engine=engine,
     )
 
 

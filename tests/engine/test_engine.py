@@ -244,12 +244,37 @@ def test_no_room_is_said_before_anything_is_written():
         ({"extend_buckets": (8, 20)}, "extend_buckets are 8, 20; give ascending multiples of ext"),
         ({"extend_buckets": (32, 8)}, "extend_buckets are 32, 8"),
         ({"extend_buckets": ()}, "extend_buckets are empty"),
+        ({"extend_buckets": (0, 8)}, "extend_buckets are 0, 8"),
         ({"pages": 2}, "pages is 2, but a sequence of max_length 96 has 3 pages of 32"),
     ],
 )
 def test_shapes_that_contradict_each_other_are_refused(shapes, message):
     with pytest.raises(UserError, match=message):
         make(**shapes)
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(EngineConfig) if field.type == "int"]
+)
+def test_numbers_that_would_hang_or_break_the_engine_are_refused(name):
+    for value in (-1, *([0] if name != "pages" else [])):
+        with pytest.raises(UserError, match=rf"engine\.{name} is {value}; give at least"):
+            dataclasses.replace(SHAPES, **{name: value})
+    dataclasses.replace(SHAPES, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-0.1, float("inf"), float("nan"))),
+        ("top_p", (0.0, -0.5, 1.01, float("nan"))),
+        ("top_k", (-1,)),
+    ],
+)
+def test_sampling_beyond_its_ranges_is_refused(name, values):
+    for value in values:
+        with pytest.raises(UserError, match=f"{name} is {value}; give"):
+            SamplingParams(**{name: value})
 
 
 def test_a_prompt_longer_than_the_largest_bucket_is_fed_in_pieces():
