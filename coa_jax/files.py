@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from coa_jax.errors import UserError
 
@@ -37,10 +37,18 @@ def replace(path: Path, data: bytes) -> None:
     Raises:
         OSError: with the name of the file; the old one is still there.
     """
+
+    def write(file: IO[bytes]) -> None:
+        file.write(data)
+
+    _replace(path, write)
+
+
+def _replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     temporary = path.with_name(f".{path.name}.new")
     try:
         with _naming(path), open(temporary, "wb") as file:
-            file.write(data)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -83,16 +91,84 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: not a JSON object")
-        rows.append(row)
-    return rows
+    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object")
+    return row
+
+
+def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) -> None:
+    """Drops rows near the end of a `.jsonl` file; no byte of the others changes.
+
+    Only rows from the end to the first one that ends the search are read, however long the file is.
+    A crash leaves the file with all of these rows or with none.
+
+    Args:
+        path: the file, of whole rows; it need not be there.
+        goes: called with rows from the last one on: whether the row goes, or None to keep it and
+            all before it.
+
+    Raises:
+        UserError: a row that was read is not a JSON object.
+        OSError: see `replace`.
+    """
+    if not path.exists():
+        return
+    kept: list[tuple[int, int]] = []  # place and length of rows, the last one first
+    first, behind = None, 0
+    with open(path, "rb") as file:
+        for place, line in _lines_backwards(file):
+            verdict = goes(_row(line, f"{path}, byte {place}"))
+            if verdict is None:
+                break
+            if verdict:
+                first, behind = place, len(kept)
+            else:
+                kept.append((place, len(line)))
+    if first is None:
+        return
+    rest = kept[:behind][::-1]
+    if not rest:
+        with _naming(path):
+            os.truncate(path, first)
+        return
+
+    def write(new: IO[bytes]) -> None:
+        with open(path, "rb") as old:
+            for place, length in ((0, first), *rest):
+                old.seek(place)
+                _copy(old, new, length)
+
+    _replace(path, write)
+
+
+def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Place and bytes of each line, the last one first."""
+    position, block = file.seek(0, os.SEEK_END), b""
+    while position or block:
+        start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
+        if not start and position:
+            size = min(position, max(65536, len(block)))
+            position -= size
+            file.seek(position)
+            block = file.read(size) + block
+            continue
+        yield position + start, block[start:]
+        block = block[:start]
+
+
+def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
+    while count:
+        block = source.read(min(count, 1 << 20))
+        target.write(block)
+        count -= len(block)
 
 
 def cut_torn_line(path: Path) -> None:

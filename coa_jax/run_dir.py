@@ -15,7 +15,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -194,20 +194,19 @@ class RunDir:
         """Drops metrics and traces of `phase` after `step`, from which the run resumes.
 
         A run that was killed wrote rows later than its last checkpoint; the resumed run will
-        write those steps again.
+        write those steps again.  The steps of a phase ascend, so that the first row of the phase,
+        from the end, that stays is the last one that is read: traces may have many gigabytes.
         """
         if not self.active:
             return
-        _keep_rows(
-            self.path / "metrics.jsonl",
-            lambda row: row.get("phase") != phase or row["step"] <= step,
-        )
 
-        def keep_trace(row: dict[str, Any]) -> bool:
-            seen = row.get("metadata", {})
-            return seen.get("phase") != phase or seen["step"] <= step
+        def goes(row: Mapping[str, Any]) -> bool | None:
+            if row.get("phase") != phase:
+                return False
+            return True if row["step"] > step else None
 
-        _keep_rows(self.path / "traces.jsonl", keep_trace)
+        files.drop_last_rows(self.path / "metrics.jsonl", goes)
+        files.drop_last_rows(self.path / "traces.jsonl", lambda row: goes(row.get("metadata", {})))
         self._events.pop(phase, None)
         self._purge_from[phase] = step + 1
 
@@ -227,16 +226,6 @@ class RunDir:
                 block = {**earlier, **block}
             merged[name] = block
         files.write_json(path, merged)
-
-
-def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    if not path.exists():
-        return
-    rows = files.read_jsonl(path)
-    kept = [row for row in rows if keep(row)]
-    if len(kept) < len(rows):
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-        files.replace(path, "".join(lines).encode())
 
 
 def _open_locked(path: Path) -> int:

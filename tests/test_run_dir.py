@@ -76,6 +76,58 @@ def test_rewind_drops_only_what_the_resumed_phase_will_write_again(tmp_path):
     assert sum(t["metadata"]["phase"] == "eval" for t in traces) == 5
 
 
+def test_rows_that_rewind_keeps_are_the_same_bytes(tmp_path):
+    path = tmp_path / "traces.jsonl"
+    with RunDir(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.traces(step, "rl", [{"text": "half a pair: \ud83d"}, {"text": "größe", "n": 1e-7}])
+            run.traces(step, "eval", [{"text": "\udc00"}])
+    before = path.read_bytes().splitlines(keepends=True)
+    with RunDir(tmp_path) as run:
+        run.rewind("rl", 1)
+    assert path.read_bytes() == b"".join([*before[:3], before[5], before[8]])
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".new")]
+
+
+def test_rewind_reads_no_more_than_the_end_and_writes_only_if_a_row_goes(tmp_path):
+    path = tmp_path / "traces.jsonl"
+    with RunDir(tmp_path) as run:
+        run.traces(1, "rl", [{"n": 1}])
+        run.traces(2, "rl", [{"n": 2}, {"n": 3}])
+        # What stands before the newest row that stays is nobody's business any more.
+        path.write_bytes(b"not a row\n" + path.read_bytes())
+        whole, known = path.read_bytes(), path.stat()
+        run.rewind("rl", 2)
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (known.st_ino, known.st_mtime_ns)
+        run.rewind("rl", 1)
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
+        with pytest.raises(UserError, match=r"traces\.jsonl, byte 0: not JSON"):
+            run.rewind("rl", 0)
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2)), max_size=12), st.integers(0, 12)
+)
+def test_rewind_drops_what_a_filter_of_all_rows_drops(tmp_path_factory, written, step):
+    path = tmp_path_factory.mktemp("rewind") / "run"
+    steps = dict.fromkeys("ab", 0)
+    with RunDir(path) as run:
+        for phase, more in written:
+            steps[phase] += more
+            run.traces(steps[phase], phase, [{"text": "x" * 50_000 * more}])
+        traces = path / "traces.jsonl"
+        lines = traces.read_bytes().splitlines(keepends=True) if written else []
+        run.rewind("a", step)
+        found = traces.read_bytes() if written else b""
+    marks = [json.loads(line)["metadata"] for line in lines]
+    kept = [
+        line
+        for line, mark in zip(lines, marks, strict=True)
+        if mark["phase"] != "a" or mark["step"] <= step
+    ]
+    assert found == b"".join(kept)
+
+
 def test_a_row_cut_by_a_kill_is_removed_when_the_run_starts_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "phase": "rl"}\n{"step": 1, "ph')
     (tmp_path / "traces.jsonl").write_text('{"never finished"')
