@@ -29,7 +29,6 @@ from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Protocol, get_protocol
 from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.constrain import constraint_for
-from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.tasks import Task
@@ -46,7 +45,6 @@ class Agent:
 
     model: Model
     engine: Engine
-    table: TokenTable
     tools: Sequence[Tool]
     protocol: Protocol
     sampling: SamplingParams
@@ -76,8 +74,7 @@ def make_agent(
     constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, [protocol])
     engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer), constraint)
     engine.warm_up()
-    table = TokenTable(model.tokenizer)
-    return Agent(model, engine, table, make_tools(tools), rules, sampling, seed, config)
+    return Agent(model, engine, make_tools(tools), rules, sampling, seed, config)
 
 
 async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -> Trajectory:
@@ -97,9 +94,7 @@ async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -
         raise UserError(f"the prompt has {len(prompt)} tokens; give --max_tokens more than that")
     task = Task("ask", question, agent.protocol.name, (), "ask")
     request = Request(task, prompt, agent.seed, 0, (0,), agent.sampling)
-    stream = rollout(
-        agent.engine, tokenizer, [request], agent.tools, agent.rollout, agent.table, on_text
-    )
+    stream = rollout(agent.engine, tokenizer, [request], agent.tools, agent.rollout, on_text)
     async with contextlib.aclosing(stream) as trajectories:
         return await anext(trajectories)
 

@@ -9,7 +9,7 @@ from coa_jax.engine.constraint import Constraint, make_constraint
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import get_protocol
 from coa_jax.protocol.grammar import compile_protocol
-from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.request import RolloutConfig
 
 
@@ -42,6 +42,6 @@ def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
     No text of a protocol holds a control token: an episode is over with its answer, and an end of
     turn before it would leave it without one.
     """
-    table = TokenTable(tokenizer)
+    table = token_table(tokenizer)
     control = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids, *eos_ids(tokenizer)}
     return [b"" if token in control else table[token] for token in range(vocab_size)]

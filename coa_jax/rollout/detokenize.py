@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import weakref
 from typing import Any
 
 
@@ -43,6 +44,17 @@ class TokenTable:
     def __getitem__(self, token_id: int) -> bytes:
         """Bytes of a token; ids beyond the vocabulary (padded heads) have none."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+
+_tables: weakref.WeakKeyDictionary[Any, TokenTable] = weakref.WeakKeyDictionary()
+
+
+def token_table(tokenizer: Any) -> TokenTable:
+    """The table of a tokenizer, whose vocabulary is read once: rollouts begin all the time."""
+    table = _tables.get(tokenizer)
+    if table is None:
+        table = _tables[tokenizer] = TokenTable(tokenizer)
+    return table
 
 
 class TextStream:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coa_jax.engine.engine import Engine
-from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.episodes import Episodes, TextEpisodes
 from coa_jax.rollout.inbox import Inbox
@@ -45,7 +45,6 @@ def rollout(
     requests: Iterable[Request] | Inbox,
     tools: Sequence[Tool],
     config: RolloutConfig,
-    table: TokenTable | None = None,
     on_text: Callable[[Arrival], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends; the policy's text decides what happens.
@@ -53,14 +52,13 @@ def rollout(
     Args:
         engine, requests, tools, config, on_text: see `run_episodes`.
         tokenizer: of the policy.
-        table: the tokenizer's bytes, when the caller has them already.
 
     Returns:
         What `run_episodes` yields.
     """
     episodes = TextEpisodes(
         tokenizer,
-        table or TokenTable(tokenizer),
+        token_table(tokenizer),
         frozenset(int(t) for t in engine.stop_tokens),
         config.max_observation_tokens,
         config.strict,

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
-from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import run_episodes
 from coa_jax.serve.config import ServeConfig
@@ -33,7 +33,7 @@ class Service:
         """Takes an engine over, whose slots are all free."""
         self.model, self.engine, self.config = model, engine, config
         self.tools = tools
-        self.table = TokenTable(model.tokenizer)
+        self.table = token_table(model.tokenizer)
         self.meters = Meters(config.engine.slots)
         self.accepting = True
         self._visits: set[Visit] = set()

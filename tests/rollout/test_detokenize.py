@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import decode_ids, encode_plain
-from coa_jax.rollout.detokenize import TextStream, TokenTable
+from coa_jax.rollout.detokenize import TextStream, TokenTable, token_table
 
 
 @functools.cache
@@ -68,3 +70,13 @@ def test_ids_beyond_the_vocabulary_have_no_text():
 def test_control_tokens_and_tags_are_spelt_out(token):
     token_id = tokenizer().get_vocab()[token]
     assert table()[token_id] == token.encode()
+
+
+def test_a_tokenizer_has_one_table_for_as_long_as_it_lives():
+    first, second = (train_bpe([text], 300) for text in ("one text", "another one"))
+    assert token_table(first) is token_table(first)
+    assert token_table(second) is not token_table(first)
+    gone = weakref.ref(token_table(second))
+    del second
+    gc.collect()
+    assert gone() is None

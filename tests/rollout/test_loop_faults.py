@@ -16,6 +16,7 @@ from coa_jax.learn.batch import trajectory_example
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.collect import collect
+from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.observation import frame_length
 from coa_jax.tasks import grade
@@ -331,6 +332,15 @@ def test_cancelling_while_the_device_decodes_leaves_no_slot_active(greedy, monke
         time.sleep(0.4)
     assert not engine().any_active
     assert [g[0].tokens.tolist() for g in run(requests())] == [t.tokens.tolist() for t in greedy]
+
+
+def test_later_rollouts_do_not_read_the_vocabulary_again(greedy, monkeypatch):
+    def again(self, tokenizer):
+        raise AssertionError("it was read before")
+
+    monkeypatch.setattr(TokenTable, "__init__", again)
+    ((trajectory,),) = run(requests(tasks=TASKS[:1]))
+    assert trajectory.text == greedy[0].text
 
 
 def test_an_error_of_the_caller_frees_the_slots():
