@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from coa_jax.aot.arrays import Setup, micro_batches
 from coa_jax.aot.chips import Chip, Slice
 from coa_jax.aot.costs import Costs, count
 from coa_jax.aot.hlo import parse
-from coa_jax.aot.programs import Program, Setup, all_programs, micro_batches
+from coa_jax.aot.programs import Program, all_programs
 from coa_jax.aot.schedule import Machine, play
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig

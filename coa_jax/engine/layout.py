@@ -247,19 +247,32 @@ def choose_attention(model: ModelConfig, config: EngineConfig, params: Params) -
     mesh = _mesh_of(params)
     platform, capability = platform_of(next(iter(jax.tree.leaves(params)[0].devices())))
     split = mesh.shape["tensor"] if mesh is not None else 1
+    case = paged_case(model, config, split, platform, capability)
+    return Attention(resolve("paged", config.attention, case, "engine.attention"), mesh)
+
+
+def paged_case(
+    model: ModelConfig, config: EngineConfig, tensor: int, platform: str, capability: float = 0.0
+) -> Case:
+    """What attention over the cache is computed on and of.
+
+    Args:
+        model, config: of the engine.
+        tensor: devices of a group.
+        platform, capability: of the devices, see `model.attention.choice.Case`.
+    """
     heads = model.num_kv_heads
     dtypes = (config.dtype, config.cache_dtype or config.dtype)
-    case = Case(
+    return Case(
         platform,
         # A kernel has one dtype for both: name the one that it will not take.
         next((dtype for dtype in dtypes if dtype not in ("bfloat16", "float16")), config.dtype),
-        heads if heads % split else heads // split,  # all of them where they cannot be split
+        heads if heads % tensor else heads // tensor,  # all of them where they cannot be split
         model.num_groups,
         model.head_dim,
         config.page_size,
         capability,
     )
-    return Attention(resolve("paged", config.attention, case, "engine.attention"), mesh)
 
 
 def new_layers(
@@ -269,22 +282,36 @@ def new_layers(
     return _new_layers(model, config, attention)(params)
 
 
+def abstract_layers(
+    model: ModelConfig, config: EngineConfig, attention: Attention
+) -> tuple[Layer, ...]:
+    """What `new_layers` returns as shapes and, on a mesh, places."""
+    dtype, mesh = config.cache_dtype or config.dtype, attention.mesh
+    shapes = jax.eval_shape(
+        lambda: init_layers(model, config.num_pages, config.page_size, dtype, attention)
+    )
+    if mesh is None:
+        return shapes
+    axes = list(layer_axes(model, attention, mesh.shape["tensor"]))
+    while axes and axes[-1] is None:
+        axes.pop()  # as programs name the sharding of what they return
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = sharding_for(mesh, axes[: x.ndim], DECODE_RULES, x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    return jax.tree.map(placed, shapes)
+
+
 @functools.lru_cache
 def _new_layers(model: ModelConfig, config: EngineConfig, attention: Attention) -> Any:
-    dtype = config.cache_dtype or config.dtype
+    dtype, places = config.cache_dtype or config.dtype, None
 
     def program(params: Params) -> tuple[Layer, ...]:
         return init_layers(model, config.num_pages, config.page_size, dtype, attention)
 
-    places, mesh = None, attention.mesh
-    if mesh is not None:
-        axes = list(layer_axes(model, attention, mesh.shape["tensor"]))
-        while axes and axes[-1] is None:
-            axes.pop()  # as programs name the sharding of what they return
-        places = jax.tree.map(
-            lambda x: sharding_for(mesh, axes[: x.ndim], DECODE_RULES, x.shape),
-            jax.eval_shape(program, None),
-        )
+    if attention.mesh is not None:
+        places = jax.tree.map(lambda x: x.sharding, abstract_layers(model, config, attention))
     # Unless the parameters stay arguments, JAX does not tie the cache to their devices, and
     # compiles a program anew that meets first a new cache and then one that a program has returned.
     return jax.jit(program, keep_unused=True, out_shardings=places)
