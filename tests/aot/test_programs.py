@@ -7,6 +7,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
+from coa_jax.aot.arrays import Setup, set_up
+from coa_jax.aot.chips import Slice
+from coa_jax.aot.programs import all_programs
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.lora import LoraConfig
+from coa_jax.model.weights import num_params
+from tests.learn.tiny_runs import rl_config
+
+MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
+WEIGHTS = 4 * num_params(MODEL)  # bytes in float32
+
+
+def tiny_setup(**changes: object) -> Setup:
+    """A small RL run on one chip."""
+    return set_up(
+        rl_config(Path("m"), Path("t"), **changes),
+        MODEL,
+        Slice("gpu:1xh100", "h100", (1,)),
+        jax.devices()[:1],
+    )
+
+
 CACHE = """
 import sys, jax, jax.numpy as jnp
 from coa_jax.aot.arrays import chip_bytes, paged_attention, pages, set_up
@@ -51,3 +75,19 @@ def test_the_cache_is_split_as_an_engine_splits_it():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [" ".join(case) for case in cases.items()]
+
+
+def test_while_the_policy_is_published_engines_have_their_old_one():
+    lying = {program.name: program.lying for program in all_programs(tiny_setup())}
+    # A slot has two pages of 128 positions of float32 keys and values.
+    cache, head = 4 * 2 * 128 * 2 * 8 * 4, 4 * 61 * 16
+    # Beside the parameters, which are the argument: two moments, counters, engine with its head.
+    assert lying["publish"] == 2 * WEIGHTS + 5 * 4 + cache + WEIGHTS + head
+
+    adapted = tiny_setup(lora=LoraConfig(rank=2))
+    lying = {program.name: program.lying for program in all_programs(adapted)}
+    adapters = lying["publish"] - WEIGHTS - 5 * 4 - cache - WEIGHTS - head
+    # Three arrays of each: the adapters and their moments, beside the model and its merged copy.
+    assert adapters > 0
+    assert adapters % 3 == 0
+    assert lying["merge"] == lying["publish"] - WEIGHTS - adapters // 3
