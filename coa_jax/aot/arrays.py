@@ -11,7 +11,9 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from coa_jax.aot.chips import Slice
+from coa_jax.engine.constraint import ConstraintTables
 from coa_jax.engine.layout import abstract_layers, decode_mesh, groups_of, paged_case
+from coa_jax.errors import UserError
 from coa_jax.learn.abstract import (
     abstract_critic,
     abstract_params,
@@ -28,8 +30,13 @@ from coa_jax.model.attention.choice import Attention, resolve
 from coa_jax.model.cache import Layer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase
+from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.model.weights import Params, from_paths, weight_table
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, make_mesh, sharding_for
+from coa_jax.protocol import get_protocol
+from coa_jax.protocol.grammar import compile_protocol
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.tasks import load_tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +49,9 @@ class Setup:
         where: the chips.
         mesh: of training.
         engine_chips: chips of one engine; 0 without one.
+        rules: tables of the constraint under which an engine samples, without places; None where
+            nothing is constrained.
+        unknown: one line on what of them cannot be known here; empty for nothing.
     """
 
     config: SFTConfig | RLConfig
@@ -49,6 +59,8 @@ class Setup:
     where: Slice
     mesh: Mesh
     engine_chips: int
+    rules: ConstraintTables | None = None
+    unknown: str = ""
 
 
 def set_up(
@@ -57,15 +69,16 @@ def set_up(
     """Lays a configuration out.
 
     Raises:
-        UserError: the sizes of the mesh do not fit the slice, or an engine would span hosts.
+        UserError: the sizes of the mesh do not fit the slice, an engine would span hosts, or it is
+            not known of which protocols a constraint is.
     """
     sizes = config.mesh
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices=devices)
-    chips = 0
-    if isinstance(config, RLConfig):
-        chips = sizes.decode_tensor or sizes.tensor
-        decode_mesh(mesh, chips)
-    return Setup(config, model, where, mesh, chips)
+    if not isinstance(config, RLConfig):
+        return Setup(config, model, where, mesh, 0)
+    chips = sizes.decode_tensor or sizes.tensor
+    decode_mesh(mesh, chips)
+    return Setup(config, model, where, mesh, chips, *abstract_tables(config, model))
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
@@ -125,17 +138,54 @@ def training_bytes(setup: Setup) -> int:
     return chip_bytes(policy(setup)) + others + reference_bytes(setup)
 
 
-def step_batch(setup: Setup, number: int) -> Batch:
-    """The micro-batches of a step."""
-    config, mesh = setup.config, setup.mesh
-    shape = (number, config.rows, config.row_length)
-    kinds = (*["int32"] * 3, *["float32"] * 3)
-    arrays: list[Any] = [array(mesh, shape, kind, None, "batch", None) for kind in kinds]
-    if isinstance(config, SFTConfig) or not config.attention_length:
-        return Batch(*arrays)
-    sizes = (config.attention_length, config.attention_length, config.row_length)
-    places = [array(mesh, (*shape[:2], n), "int32", None, "batch", None) for n in sizes]
-    return Batch(*arrays)._replace(unfolded=Unfolded(*places))
+def sampled_batch(setup: Setup, *stack: int) -> Batch:
+    """Rows as `learn.batch.pack` and `learn.normalise.weigh` leave them.
+
+    Args:
+        setup: of the run.
+        *stack: micro-batches of a stack; nothing for one of them.
+    """
+    config = setup.config
+
+    def of(kind: str, length: int = config.row_length) -> Any:
+        shape = (*stack, config.rows, length)
+        return array(setup.mesh, shape, kind, *(None for _ in stack), "batch", None)
+
+    ids, numbers = of("int32"), of("float32")
+    batch = Batch(ids, ids, ids, numbers, numbers, numbers)
+    if not isinstance(config, RLConfig):
+        return batch
+    if length := config.attention_length:
+        wide = of("int32", length)
+        batch = batch._replace(unfolded=Unfolded(wide, wide, ids))
+    return batch._replace(
+        rule=None if setup.rules is None else ids,
+        weight=None if config.chosen.normalise == "token" else numbers,
+    )
+
+
+def scores_old(config: RLConfig) -> bool:
+    """Whether `learn.experience` scores the policy before its updates."""
+    algorithm = config.chosen
+    in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
+    return algorithm.old_logp == "trainer" and (config.updates > 1 or in_reward)
+
+
+def policy_batch(setup: Setup, number: int) -> Batch:
+    """The stack of a step that the policy learns from, as `learn.update` hands it over."""
+    batch, config = sampled_batch(setup, number), setup.config
+    if not isinstance(config, RLConfig):
+        return batch
+    return batch._replace(
+        old_logp=batch.logp if scores_old(config) else None,
+        ref_logp=batch.logp if config.chosen.needs_reference else None,
+    )
+
+
+def critic_batch(setup: Setup, number: int) -> Batch:
+    """The same for the critic."""
+    batch = sampled_batch(setup, number)
+    return batch._replace(rule=None, weight=None, value=batch.logp, returns=batch.logp)
 
 
 # --- an engine -----------------------------------------------------------------------------
@@ -181,11 +231,62 @@ def pages(setup: Setup) -> tuple[Layer, ...]:
     return abstract_layers(setup.model, setup.config.engine, paged_attention(setup))
 
 
+def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
+    """Those of the constraint, whole on every chip of a mesh."""
+    return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), setup.rules)
+
+
+def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTables | None, str]:
+    """Tables of a run's constraint, and what of them is not known without the tokenizer.
+
+    Raises:
+        UserError: it is not known of which protocols.
+    """
+    if not config.rollout.constrain:
+        return None, ""
+    protocols = _protocols(config)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except UserError as error:
+        # Kinds of tokens are classes of a vocabulary; all else the protocols and its size say.
+        automata = (compile_protocol(get_protocol(name)) for name in sorted(protocols))
+        states = 1 + sum(len(automaton.transitions) for automaton in automata)
+        shapes: Any = (
+            jax.ShapeDtypeStruct((states, -(-model.vocab_size // 32)), "uint32"),
+            jax.ShapeDtypeStruct((states, 1), "int32"),
+            jax.ShapeDtypeStruct((model.vocab_size,), "int32"),
+            jax.ShapeDtypeStruct((states,), "bool"),
+        )
+        return ConstraintTables(*shapes), (
+            f"constraint: {4 * states} bytes of its tables are counted once and are there for "
+            f"each kind of token; how many kinds there are only the tokenizer says ({error})"
+        )
+    made = constraint_for(config.rollout, tokenizer, model.vocab_size, protocols)
+    assert made is not None
+    return jax.eval_shape(lambda: made.tables), ""
+
+
+def _protocols(config: RLConfig) -> set[str]:
+    """Of the tasks, or where these are not here the one that their source names."""
+    try:
+        tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
+    except UserError as error:
+        name = config.tasks.partition(":protocol=")[2]
+        if not name:
+            raise UserError(
+                f"rollout.constrain is set, and the protocols of the tasks are not known: {error}; "
+                "name one in tasks, as in PATH:protocol=web"
+            ) from error
+        return {name}
+    return {task.protocol for task in tasks}
+
+
 def engine_bytes(setup: Setup) -> int:
-    """Of parameters and cache of the engine that lie on a chip."""
+    """Of parameters, cache and tables of the engine that lie on a chip."""
     if not isinstance(setup.config, RLConfig):
         return 0
-    return chip_bytes((decoding_params(setup), pages(setup)))
+    rules = tables(setup, engine_mesh(setup))
+    return chip_bytes((decoding_params(setup), pages(setup), rules))
 
 
 def kept_bytes(setup: Setup) -> int:

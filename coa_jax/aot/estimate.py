@@ -60,7 +60,7 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
     """
     chip, config = setup.where.chip, setup.config
     rows: list[dict[str, Any]] = []
-    total = {"train": 0.0, "critic": 0.0, "merge": 0.0, "publish": 0.0}
+    total: dict[str, float] = {}
     for program in all_programs(setup):
         row = _compiled(program, setup.where, reserve)
         rows.append(row)
@@ -82,6 +82,8 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
         "compile_s": round(sum(row["compile_s"] for row in rows), 1),
         "fits": fits,
     }
+    if setup.unknown:
+        result["unknown"] = setup.unknown
     if not fits:
         result["advice"] = advice(config, rows, chip, reserve)
     return result
@@ -165,13 +167,22 @@ def roofline(costs: Costs, chip: Chip) -> dict[str, float]:
     }
 
 
+_PARTS = {
+    "score_s": ("score", "score_adapters", "values"),
+    "critic_s": ("critic",),
+    "publish_s": ("merge", "publish"),
+}
+"""Programs of a step of RL beside its training."""
+
+
 def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float]) -> dict[str, Any]:
     """Time and model FLOPs utilisation of the training part of a step, and speed of decoding."""
     config, chip = setup.config, setup.where.chip
     tokens = micro_batches(config) * config.rows * config.row_length
     useful = tokens * train_flops(setup.model, config.row_length, bool(config.lora.rank))
     train = next(row for row in rows if row["name"] == "train")
-    seconds, known = total["train"], train["roofline"] is not None
+    known = train["roofline"] is not None
+    seconds = total.get("train", 0.0)
     serial = train["runs_per_step"] * train["roofline"]["serial_s"] if known else 0.0
     played = train["runs_per_step"] * train.get("schedule", {}).get("total", 0.0)
     peak = setup.where.count * chip.flops
@@ -187,8 +198,8 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
         "mfu_serial": round(useful / serial / peak, 4) if known else None,
     }
     if isinstance(config, RLConfig):
-        step["critic_s"] = total["critic"]
-        step["publish_s"] = total["merge"] + total["publish"]
+        for name, parts in _PARTS.items():
+            step[name] = sum(total.get(part, 0.0) for part in parts)
         decode = next(row for row in rows if row["name"] == "decode")
         if decode["roofline"]:
             seconds = decode["roofline"]["step_s"] / config.engine.chunk

@@ -1,6 +1,7 @@
 """The programs of a configuration, with shapes and shardings in place of arrays.
 
-What is compiled are the functions of `learn.step` and `engine.programs` themselves.
+What is compiled are the functions of `learn.step`, `learn.experience` and `engine.programs`
+themselves, on arrays such as `learn.update` hands to them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from coa_jax.aot.arrays import Setup, chip_bytes
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, publish_program
+from coa_jax.learn import experience
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import CHUNK
-from coa_jax.learn.losses import bind, policy_loss, sft_loss, value_loss
+from coa_jax.learn.losses import bind, sft_loss, value_loss
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import TrainState, train_program
-from coa_jax.learn.update import critic_optimizer
+from coa_jax.learn.update import critic_optimizer, policy_loss_of
 from coa_jax.model.attention.causal import STAND_IN
 from coa_jax.model.attention.choice import Attention, Case, resolve
 from coa_jax.model.lora import LoraBase, merge_program
+from coa_jax.model.remat import policy_name
+from coa_jax.model.weights import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,48 +59,103 @@ def all_programs(setup: Setup) -> list[Program]:
     training = _training(setup)
     if not isinstance(setup.config, RLConfig):
         return training
-    return [*training, *_publish(setup), *_decoding(setup, setup.config.engine)]
+    decoding = _decoding(setup, setup.config.engine)
+    return [*_scoring(setup), *training, *_publish(setup), *decoding]
 
 
 # --- training ------------------------------------------------------------------------------
 
 
 def _training(setup: Setup) -> list[Program]:
+    """The updates of a step."""
     config, mesh = setup.config, setup.mesh
     number = arrays.micro_batches(config)
-    updates = 1 if isinstance(config, SFTConfig) else config.updates
-    batch = arrays.step_batch(setup, number)
+    updates = config.updates if isinstance(config, RLConfig) else 1
     count, tokens = arrays.array(mesh, (), "int32"), arrays.array(mesh, (), "float32")
-    (policy, base), critic = arrays.policy(setup), arrays.critic(setup)
 
     def program(
         name: str,
         state: TrainState,
-        base: LoraBase | None,
         batch: Batch,
+        extra: tuple[Any, ...],
+        base: LoraBase | None,
         loss_fn: Any,
         optimizer: Any,
     ) -> Program:
         return Program(
             name,
             lambda: train_program.lower(
-                state, batch, count, tokens, (), base,
+                state, batch, count, tokens, extra, base,
                 loss_fn=loss_fn, model=setup.model, optimizer=optimizer,
             ),
             updates,
             arrays.kept_bytes(setup) - chip_bytes((state, base)),
             tuple(mesh.devices.flat),
             (number / updates, -(-config.row_length // _HEAD_POSITIONS)),
-            0.0 if setup.where.tpu else number / updates * _attention_flops(setup),
+            number / updates * _attention_flops(setup),
         )  # fmt: skip
 
-    found = [program("train", policy, base, batch, _loss(setup), config.optimizer)]
+    (policy, base), critic = arrays.policy(setup), arrays.critic(setup)
+    batch, optimizer = arrays.policy_batch(setup, number), config.optimizer
+    loss_fn, extra = _loss(setup), _allowed(setup)
+    found = [program("train", policy, batch, extra, base, loss_fn, optimizer)]
     if critic is not None:
         assert isinstance(config, RLConfig)
-        values = batch._replace(value=batch.logp, returns=batch.logp)
+        batch, optimizer = arrays.critic_batch(setup, number), critic_optimizer(config)
         loss_fn = bind(value_loss, bound=config.chosen.value_clip, **_options(setup))
-        found.append(program("critic", critic, None, values, loss_fn, critic_optimizer(config)))
+        found.append(program("critic", critic, batch, (), None, loss_fn, optimizer))
     return found
+
+
+def _scoring(setup: Setup) -> list[Program]:
+    """What `learn.experience` runs before a step's updates, one micro-batch after another."""
+    config = setup.config
+    assert isinstance(config, RLConfig)
+    # Later passes have the results of earlier ones in their batch, and do not read them.
+    batch, options = arrays.sampled_batch(setup), _options(setup)
+    scoring = tuple({**options, "temperature": config.temperature}.items())
+    number, extra, kept = arrays.micro_batches(config), _allowed(setup), arrays.kept_bytes(setup)
+    (policy, base), critic = arrays.policy(setup), arrays.critic(setup)
+
+    def program(name: str, lower: Any, times: int, params: Params, *turns: float) -> Program:
+        lying, devices = kept - chip_bytes(params), tuple(setup.mesh.devices.flat)
+        flops = _attention_flops(setup, backward=False)
+        return Program(name, lower, times * number, lying, devices, turns, flops)
+
+    def score(name: str, times: int, params: Params, shared: Params) -> Program:
+        def lower() -> jax.stages.Lowered:
+            return experience.score.lower(params, batch, extra, model=setup.model, options=scoring)
+
+        return program(name, lower, times, shared, -(-config.row_length // _HEAD_POSITIONS))
+
+    found = []
+    old, reference = arrays.scores_old(config), config.chosen.needs_reference
+    if base is not None and old:
+        # As `model.lora.attach` does; the model's own arrays are those of the run.
+        attached = {**base.params, "layers": {**base.params["layers"], "lora": policy.params}}
+        found.append(score("score_adapters", 1, attached, base.params))
+        old = False
+    if old or reference:
+        params = policy.params if base is None else base.params
+        found.append(score("score", old + reference, params, params))
+    if critic is not None:
+        found.append(
+            program(
+                "values",
+                lambda: experience.score_values.lower(
+                    critic.params, batch, model=setup.model, options=tuple(options.items())
+                ),
+                1,
+                critic.params,
+            )
+        )
+    return found
+
+
+def _allowed(setup: Setup) -> tuple[Any, ...]:
+    """What losses and scores read beside every micro-batch."""
+    rules = arrays.tables(setup, setup.mesh)
+    return () if rules is None else (rules.allowed,)
 
 
 _HEAD_POSITIONS = CHUNK
@@ -106,9 +164,9 @@ _HEAD_POSITIONS = CHUNK
 
 def _loss(setup: Setup) -> Any:
     config, options = setup.config, _options(setup)
-    if isinstance(config, SFTConfig):
-        return bind(sft_loss, **options)
-    return bind(policy_loss, algorithm=config.chosen, temperature=config.temperature, **options)
+    if isinstance(config, RLConfig):
+        return policy_loss_of(config, options["attention"])
+    return bind(sft_loss, **options)
 
 
 def _options(setup: Setup) -> dict[str, Any]:
@@ -123,13 +181,18 @@ def _options(setup: Setup) -> dict[str, Any]:
     return {"dtype": config.dtype, "remat": config.remat, "attention": attention}
 
 
-def _attention_flops(setup: Setup) -> float:
-    """Of one chip and micro-batch: forward, again for a backward pass that keeps nothing, backward.
+def _attention_flops(setup: Setup, backward: bool = True) -> float:
+    """Of one chip and micro-batch where something stands in for the kernel.
 
-    See `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``.
+    Forward, and for gradients again where the backward pass keeps nothing, and backward.  See
+    `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``.
     """
     config, model = setup.config, setup.model
-    products = (0 if config.remat == "none" else 2) + 2 + 7
+    if setup.where.tpu:
+        return 0.0
+    products = 2
+    if backward:
+        products += 7 if policy_name(config.remat) == "none" else 2 + 7
     square = config.rows * float(config.row_length) ** 2
     heads = model.num_layers * model.num_heads * model.head_dim
     return products * square * heads / setup.where.count
@@ -167,6 +230,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
     options = {"config": setup.model, "dtype": engine.dtype, "attention": attention}
     kept = arrays.kept_bytes(setup)
+    rules = arrays.tables(setup, mesh)
     lying = kept - chip_bytes((params, layers))
 
     def of(*shape: int, dtype: str = "int32") -> Any:
@@ -182,6 +246,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
         temperature=of(rows, dtype="float32"),
         top_p=of(rows, dtype="float32"),
         top_k=of(rows),
+        rule=None if rules is None else of(rows),
     )
     block, copies = of(blocks, engine.extend_block), of(min(engine.slots, 8))
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
@@ -199,11 +264,11 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
         Program(
             "decode",
             lambda: programs.decode_chunk.lower(
-                params, layers, of(rows, pages), state, of(1), of(),
+                params, layers, of(rows, pages), state, of(1), of(), rules,
                 capacity=max(engine.chunk, 32), **options,
             ),
             0,
-            lying,
+            lying - chip_bytes(rules),
             devices,
             (float(engine.chunk), float(pages)),
         ),

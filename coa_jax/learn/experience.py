@@ -50,9 +50,10 @@ def score(
 
 
 @functools.partial(jax.jit, static_argnames=("model", "options"))
-def _values(
+def score_values(
     params: Params, batch: Batch, *, model: ModelConfig, options: tuple[tuple[str, Any], ...]
 ) -> jax.Array:
+    """Values of a batch's tokens under a critic; ``options`` of `token_values`."""
     return token_values(params, model, batch, **dict(options))
 
 
@@ -106,7 +107,7 @@ def complete_experience(
         ref = functools.partial(score, reference, extra=extra, model=model, options=scoring)
         filled = each(filled, lambda b: b._replace(ref_logp=here(ref, b)))
     if critic is not None:
-        value = functools.partial(_values, critic, model=model, options=tuple(options.items()))
+        value = functools.partial(score_values, critic, model=model, options=tuple(options.items()))
         filled = each(filled, lambda b: b._replace(value=here(value, b)))
     if not algorithm.per_token:
         return filled, {}

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
-from coa_jax.aot.arrays import Setup, set_up
+from coa_jax.aot import arrays
+from coa_jax.aot.arrays import Setup, micro_batches, set_up
 from coa_jax.aot.chips import Slice
 from coa_jax.aot.programs import all_programs
+from coa_jax.engine.constraint import Constraint, ConstraintTables
+from coa_jax.errors import UserError
+from coa_jax.learn import experience, step
+from coa_jax.learn.batch import Batch
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import init_state
+from coa_jax.learn.update import critic_state, reference_params, update
+from coa_jax.model.api import Model
+from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.lora import LoraConfig
+from coa_jax.model.lora import LoraConfig, split
 from coa_jax.model.weights import num_params
+from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.rollout.request import RolloutConfig
+from tests.learn.test_update import LENGTH, MODEL, config, groups, params
 from tests.learn.tiny_runs import rl_config
 
-MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
 WEIGHTS = 4 * num_params(MODEL)  # bytes in float32
+
+
+def setup_of(settings: RLConfig, model: ModelConfig = MODEL) -> Setup:
+    """A run of a tiny model on one chip."""
+    return set_up(settings, model, Slice("gpu:1xh100", "h100", (1,)), jax.devices()[:1])
 
 
 def tiny_setup(**changes: object) -> Setup:
     """A small RL run on one chip."""
-    return set_up(
-        rl_config(Path("m"), Path("t"), **changes),
-        MODEL,
-        Slice("gpu:1xh100", "h100", (1,)),
-        jax.devices()[:1],
-    )
+    return setup_of(rl_config(Path("m"), Path("t"), **changes))
 
 
 CACHE = """
 import sys, jax, jax.numpy as jnp
+from coa_jax.aot import arrays
 from coa_jax.aot.arrays import chip_bytes, paged_attention, pages, set_up
 from coa_jax.aot.chips import Slice
 from coa_jax.engine import layout
@@ -91,3 +109,151 @@ def test_while_the_policy_is_published_engines_have_their_old_one():
     assert adapters > 0
     assert adapters % 3 == 0
     assert lying["merge"] == lying["publish"] - WEIGHTS - adapters // 3
+
+
+# --- what a step of learning runs ----------------------------------------------------------
+
+EVERYTHING = Constraint(
+    tables=ConstraintTables(
+        allowed=jnp.full((1, 2), 2**32 - 1, jnp.uint32),
+        next_state=jnp.zeros((1, 1), jnp.int32),
+        kind=jnp.zeros(61, jnp.int32),
+        ends=jnp.zeros(1, bool),
+    ),
+    start={"generalist": 0},
+    next_state=np.zeros((1, 1), np.int32),
+    kind=np.zeros(61, np.int32),
+    ends=np.zeros(1, bool),
+    observed=np.full(1, -1, np.int32),
+)
+"""A constraint that allows every token, in the one state that it has."""
+
+SLOW = pytest.mark.slow
+# Algorithm, knobs, other settings, whether constrained, and the programs that are expected.
+CASES = {
+    "a penalty in the loss": ("grpo", {}, {}, True, ["score", "train"]),
+    "no scores": ("gspo", {}, {}, False, ["train"]),
+    "a critic": ("ppo", {}, {"updates": 2}, False, ["score", "values", "train", "critic"]),
+    "all there is": (
+        "ppo",
+        {"old_logp": "trainer"},
+        {"updates": 2, "lora": LoraConfig(rank=2), "attention_length": 3 * LENGTH},
+        True,
+        ["score_adapters", "score", "values", "train", "critic"],
+    ),
+    "own scores": ("dapo", {"old_logp": "trainer"}, {"updates": 2}, True, ["score", "train"]),
+    "own scores, one update": ("dapo", {"old_logp": "trainer"}, {}, False, ["train"]),
+    "a penalty in the reward": (
+        "reinforce++",
+        {"old_logp": "trainer"},
+        {},
+        False,
+        ["score", "train"],
+    ),
+}
+DEFAULT = ("a penalty in the loss", "all there is")
+ENGINES = ("merge", "publish", "extend", "decode", "fork")
+
+
+def form(tree):
+    """Structure, shapes and dtypes of arguments."""
+    return jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype).name), tree)
+
+
+def handed(settings: RLConfig, constraint: Constraint | None) -> list[tuple[str, tuple]]:
+    """(Name, arguments) of the programs that an update runs; they are traced, not compiled."""
+    found = []
+    graded = groups()  # which scores as well
+    start = jax.tree.map(jnp.copy, params())
+    trained, base = split(start, MODEL, settings.lora, 0, None)
+    state, critic = init_state(trained, settings.optimizer), critic_state(settings, start)
+
+    def recorder(name, program):
+        def recorded(*arguments, **options):
+            extra = (options["extra"],) if "extra" in options else ()
+            found.append((name, (*arguments, *extra)))
+            shapes = jax.eval_shape(lambda *a: program(*a, **options), *arguments)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        return recorded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patched = ((step, "train_program"), (experience, "score"), (experience, "score_values"))
+        for module, name in patched:
+            patch.setattr(module, name, recorder(name, getattr(module, name)))
+        update(
+            settings, state, Model(MODEL, start, None), graded, constraint=constraint, base=base,
+            critic=critic, reference=reference_params(settings, start, base),
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in DEFAULT else pytest.param(c, marks=SLOW) for c in CASES]
+)
+def test_the_programs_of_a_step_take_what_an_update_hands_them(case):
+    name, knobs, changes, constrained, expected = CASES[case]
+    settings = config(name, knobs=knobs, **changes)
+    calls = handed(settings, EVERYTHING if constrained else None)
+    setup = setup_of(settings)
+    if constrained:
+        setup = dataclasses.replace(setup, rules=jax.eval_shape(lambda: EVERYTHING.tables))
+    programs = {p.name: p for p in all_programs(setup) if p.name not in ENGINES}
+    assert list(programs) == expected
+
+    wanted = {kind: form(program.lower().args_info[0]) for kind, program in programs.items()}
+    batches = 0
+    for arguments in (a for name, a in calls if name == "train_program"):
+        kind = "critic" if "value_head" in arguments[0].params else "train"
+        batches += int(arguments[2]) if kind == "train" else 0
+        assert form(arguments) == wanted[kind]
+    for kind in programs.keys() - {"train", "critic"}:
+        given = [a for name, a in calls if "score" in name and form(a[0]) == wanted[kind][0]]
+        assert len(given) == programs[kind].runs * batches / micro_batches(settings)
+        for parameters, batch, *rest in given:
+            # What earlier passes found is in the batch of later ones, which do not read it.
+            batch = batch._replace(old_logp=None, ref_logp=None)
+            assert form((parameters, batch, *rest)) == wanted[kind]
+
+
+def test_a_chip_has_all_of_the_run_whatever_it_runs():
+    # Policy and critic with two moments each, the reference, the engine's own with its head, and a
+    # page of 128 positions for each of four slots.
+    kept = (3 + 3 + 1 + 1) * WEIGHTS + 4 * 61 * 16 + 4 * 128 * 2 * 8 * 4
+    for program in all_programs(setup_of(config("ppo", updates=2))):
+        # Batches come and go.
+        given = [x for x in program.lower().args_info[0] if not isinstance(x, Batch)]
+        size = sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(given))
+        assert program.lying + size == pytest.approx(kept, rel=0.01), program.name
+
+
+# --- constraints ---------------------------------------------------------------------------
+
+
+def test_the_tables_of_a_constraint_are_those_of_the_tokenizer(tmp_path):
+    protocol, tasks = get_protocol("mhqa"), str(tmp_path / "tasks.jsonl")
+    tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
+    train_bpe([render_prompt(protocol, "Why?", "brief")], 400, tmp_path / "model", tags=tags)
+    settings = rl_config(
+        tmp_path / "model",
+        Path(f"{tasks}:protocol=mhqa"),
+        rollout=RolloutConfig(192, 3, 48, constrain=True),
+    )
+    model = dataclasses.replace(MODEL, vocab_size=400)
+    known = setup_of(settings, model)
+    assert known.unknown == ""
+    states, kinds = known.rules.next_state.shape
+    assert kinds > 1
+    assert known.rules.allowed.shape == (states, 13)
+
+    unknown = setup_of(dataclasses.replace(settings, model="nowhere"), model)
+    assert form(unknown.rules._replace(next_state=known.rules.next_state)) == form(known.rules)
+    assert unknown.rules.next_state.shape == (states, 1)
+    assert f"{4 * states} bytes" in unknown.unknown
+    assert "nowhere" in unknown.unknown
+    assert arrays.chip_bytes(arrays.tables(unknown, unknown.mesh)) == (
+        4 * 13 * states + 4 * states + 4 * 400 + states
+    )
+
+    with pytest.raises(UserError, match=r"protocols of the tasks are not known.*protocol=web"):
+        setup_of(dataclasses.replace(settings, tasks=tasks), model)
