@@ -13,8 +13,9 @@ import pytest
 
 from coa_jax.aot.chips import CHIPS, parse_slice
 from coa_jax.aot.costs import Costs
-from coa_jax.aot.estimate import exceeded, roofline
+from coa_jax.aot.estimate import advice, exceeded, roofline
 from coa_jax.errors import UserError
+from tests.learn.tiny_runs import rl_config
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -170,6 +171,24 @@ def test_a_program_takes_as_long_as_its_slowest_part():
     # Within eight chips over links, beyond over the network of 50 GB/s.
     assert (times["compute_s"], times["hbm_s"], times["ici_s"]) == (2, 1, 1 + 2)
     assert (times["step_s"], times["serial_s"]) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("program", "remat", "said"),
+    [
+        ("train", "none", "remat to full (it is none)"),
+        ("critic", "dots", "remat to full (it is dots)"),
+        ("train", "full", ""),
+        ("score", "none", ""),
+    ],
+)
+def test_who_runs_out_of_memory_is_told_to_keep_less_where_that_helps(program, remat, said):
+    config = rl_config(Path("m"), Path("t"), remat=remat)
+    rows = [{"name": program, "bytes_per_chip": {"total": 90 * 10**9, "temporaries": 60 * 10**9}}]
+    line = advice(config, rows, CHIPS["h100"], 0.1)
+    assert line.startswith(f"{program} needs 90.0 GB a chip, 72.0 GB are there")
+    assert said in line
+    assert ("remat" in line) == bool(said)
 
 
 def test_the_refusal_of_the_compiler_is_read():
