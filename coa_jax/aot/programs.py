@@ -91,7 +91,7 @@ def _training(setup: Setup) -> list[Program]:
             updates,
             arrays.kept_bytes(setup) - chip_bytes((state, base)),
             tuple(mesh.devices.flat),
-            (number / updates, -(-config.row_length // _HEAD_POSITIONS)),
+            (number / updates, _head_turns(setup)),
             number / updates * _attention_flops(setup),
         )  # fmt: skip
 
@@ -126,7 +126,7 @@ def _scoring(setup: Setup) -> list[Program]:
         def lower() -> jax.stages.Lowered:
             return experience.score.lower(params, batch, extra, model=setup.model, options=scoring)
 
-        return program(name, lower, times, shared, -(-config.row_length // _HEAD_POSITIONS))
+        return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
     old, reference = arrays.scores_old(config), config.chosen.needs_reference
@@ -158,8 +158,11 @@ def _allowed(setup: Setup) -> tuple[Any, ...]:
     return () if rules is None else (rules.allowed,)
 
 
-_HEAD_POSITIONS = CHUNK
-"""Positions of a row of which logits exist at a time, in a loop that ends by data."""
+def _head_turns(setup: Setup) -> int:
+    """Parts of a row of which logits exist at a time, see `learn.logps`: its loop ends by data."""
+    config, mesh = setup.config, setup.mesh
+    rows = -(-config.rows // (mesh.size // mesh.shape["tensor"]))
+    return -(-(config.row_length - 1) // max(CHUNK // rows, 1))
 
 
 def _loss(setup: Setup) -> Any:

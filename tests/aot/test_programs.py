@@ -18,14 +18,16 @@ from coa_jax.aot import arrays
 from coa_jax.aot.arrays import Setup, micro_batches, set_up
 from coa_jax.aot.chips import Slice
 from coa_jax.aot.programs import all_programs
+from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import Constraint, ConstraintTables
 from coa_jax.errors import UserError
-from coa_jax.learn import experience, step
-from coa_jax.learn.batch import Batch
+from coa_jax.learn import experience, logps, step
+from coa_jax.learn.batch import Batch, empty_batch
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import init_state
 from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.api import Model
+from coa_jax.model.attention.choice import REFERENCE
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraConfig, split
@@ -225,6 +227,23 @@ def test_a_chip_has_all_of_the_run_whatever_it_runs():
         given = [x for x in program.lower().args_info[0] if not isinstance(x, Batch)]
         size = sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(given))
         assert program.lying + size == pytest.approx(kept, rel=0.01), program.name
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 40), (2, 40), (8, 192), (64, 1025), (600, 9)])
+def test_the_loop_over_the_output_head_turns_as_often_as_is_counted(rows, length):
+    settings = rl_config(
+        Path("m"), Path("t"), rows=rows, row_length=length,
+        engine=EngineConfig(4, 9, 8, (32,)), rollout=RolloutConfig(9),
+    )  # fmt: skip
+    (train, *_) = all_programs(setup_of(settings))
+    batch = empty_batch(rows, length)
+    hidden, _ = jax.eval_shape(
+        lambda weights: logps._hidden(
+            weights, MODEL, batch, "float32", "none", REFERENCE, None, logps.CHUNK
+        ),
+        params(),
+    )
+    assert train.data_trips[1] == hidden.shape[0]
 
 
 # --- constraints ---------------------------------------------------------------------------
