@@ -3,8 +3,8 @@
     python -m coa_jax.aot --config=configs/rl/web.py:7b --topology=v5p:4x4x4
     python -m coa_jax.aot --config=configs/sft/web.py:32b --topology=gpu:64xh100
 
-Compiles the training step of the configuration, and of an RL configuration its rollout and publish
-programs, with the compiler of real TPUs, which runs on any Linux machine (``bash
+Compiles the training step of the configuration, and of an RL configuration its scoring, rollout and
+publish programs, with the compiler of real TPUs, which runs on any Linux machine (``bash
 launch/setup_env.sh tpu``).  No weights are needed: the architecture is read from ``config.json``,
 or known by the name in the model's path, or given with ``--model``.  Prints one JSON object; exit
 code 1 if the configuration does not fit, with the figure and the setting to change.  For GPUs,
