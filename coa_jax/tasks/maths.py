@@ -11,12 +11,16 @@ import re
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks.grading import parse_number
+from coa_jax.tasks.maths_spelling import in_latex, tight
 from coa_jax.tools.worker import WorkerBusyError, WorkerError, Workers, WorkerTimeoutError
 
 _LONGEST = 2000
 _DELIMITED = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
+_IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
+_WORD = re.compile("[A-Za-z]{4,}")
+_FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|lambda|sigma|omega")
 
 
 class MathsUnsureError(Exception):
@@ -60,6 +64,17 @@ def _workers() -> Workers:
     return Workers("coa_jax.tasks.maths:verify")
 
 
+def _same_number(given: str, wanted: str) -> bool:
+    """Whether both are the same number, one of them perhaps with words for what it counts."""
+    first, second = parse_number(given), parse_number(wanted)
+    if first is None or second is None or first[0] != second[0]:
+        return False
+    unit = first[1] or second[1]
+    return first[1] == second[1] or not (
+        (first[1] and second[1]) or unit == "%" or _FUNCTIONS.search(unit)
+    )
+
+
 def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> bool:
     r"""Whether an answer equals a gold answer, in whatever form either is written.
 
@@ -77,9 +92,14 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     given, wanted = _expression(answer), _expression(gold)
     if not given or not wanted or len(given) > _LONGEST or not _balanced(given):
         return False
-    numbers = parse_number(given), parse_number(wanted)
-    if given == wanted or (numbers[0] is not None and numbers[0] == numbers[1]):
+    given, wanted = in_latex(given), in_latex(wanted)
+    if tight(given) == tight(wanted) or _same_number(given, wanted):
         return True
+    bases = _IN_BASE.fullmatch(given), _IN_BASE.fullmatch(wanted)
+    if bases[0] and bases[1]:  # math-verify reads the digits and not their base
+        return bases[0].groups() == bases[1].groups()
+    if _WORD.fullmatch(given) and _WORD.fullmatch(wanted):  # not a product of its letters
+        return given.lower() == wanted.lower()
     try:
         return bool(_workers().ask(wanted, given, timeout=timeout))
     except WorkerTimeoutError:

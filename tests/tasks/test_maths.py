@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import maths
 from coa_jax.tasks.maths import MathsUnsureError, same_expression, verify
+from coa_jax.tasks.maths_spelling import in_latex
 from coa_jax.tools.worker import Workers
 from tests.tools.fault_server import stopwatch
 
@@ -45,7 +48,47 @@ EQUAL = [
     ("A", r"\text{(A)}"),
     ("2^{10}", "1024"),
 ]
+AS_TYPED = [  # math-verify alone reads these as words or as other values
+    (r"\frac{3}{4}", "¾"),
+    (r"\frac{7}{2}", "3½"),
+    (r"\frac{9}{7}", "1 2/7"),
+    (r"11\sqrt2", "11√2"),
+    (r"\sqrt{x+1}", "√(x+1)"),
+    (r"1 \pm \sqrt{19}", "1 ± √19"),
+    (r"\frac{\pi}{6}", "π/6"),
+    (r"\frac{\pi}{6}", "pi/6"),
+    (r"8\pi r^2", "8πr²"),
+    ("36", "36°"),
+    ("-1", "\u22121"),
+    ("2^{1009}", "2**1009"),
+    (r"5 \times 10^{-7}", "5 \u00d7 10⁻⁷"),
+    ("10080", r"10\,080"),
+    (r"10,\!080", "10080"),
+    ("32348", "32,348 dollars"),
+    ("17", "17 people"),
+    ("17", "**17**"),
+    ("10", "10 km/h"),
+    (r"\infty", "∞"),
+    (r"\emptyset", r"\varnothing"),
+    (r"(-\infty,2)\cup(3,\infty)", "(-∞, 2) \N{UNION} (3, ∞)"),
+    (r"(-\infty,2)\cup(3,\infty)", "(-oo,2) U (3,oo)"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x < 2 \text{ or } x > 3"),
+    ("[-2,7]", r"-2 \le x \le 7"),
+    ("(-2,7]", "-2 < x ≤ 7"),
+    (r"[\frac{1}{2},\sqrt{2}]", r"\frac{1}{2} \leq t \leqslant \sqrt{2}"),
+    ("a<b<c", "a < b < c"),
+    ("4343_6", "4343_{6}"),
+]
 DIFFERENT = [
+    (r"\frac{7}{2}", "3 + 2"),
+    ("1 2/7", "3/7"),
+    ("17", "17 theta"),
+    ("17", "17 sqrt"),
+    ("4343_6", "4343_7"),
+    ("east", "seat"),
+    ("(-2,7]", "-2 < x < 7"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x < 2 \text{ or } x \ge 3"),
+    (r"(-\infty,2)\cup(3,\infty)", "x < 2 or y > 3"),
     ("204", "205"),
     ("204", ""),
     ("204", None),
@@ -68,10 +111,21 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("gold", "answer"), EQUAL)
+@pytest.mark.parametrize(("gold", "answer"), EQUAL + AS_TYPED)
 def test_forms_of_one_value_agree(gold, answer):
     assert same_expression(answer, gold)
     assert same_expression(gold, gold)
+
+
+@given(st.text("0123456789xπ√²½°<>≤ ()[]{}\\\\/*,^or-", max_size=60) | st.text(max_size=60))
+def test_any_text_can_be_read_and_closes_no_box_that_it_did_not_close(text):
+    written = in_latex(text)
+    assert maths._balanced(written) or not maths._balanced(text)
+
+
+@pytest.mark.parametrize("gold", [gold for gold, _ in EQUAL if "_" not in gold])
+def test_latex_is_left_as_it_is(gold):
+    assert in_latex(gold) == gold
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
