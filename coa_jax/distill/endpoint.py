@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.tools.net.secrets import Secret
 
 Chat = Sequence[Mapping[str, str]]
 """Messages ``{"role", "content"}``."""
@@ -124,10 +124,10 @@ class Endpoint:
         if not config.base_url or not config.model:
             raise UserError("give endpoint.base_url and endpoint.model")
         self.config, self.record, self.spent = config, record, Spent()
-        self._openai = openai
+        self._openai, self._secret = openai, Secret(config.key_variable)
         self._client = openai.AsyncOpenAI(
             base_url=config.base_url,
-            api_key=os.environ.get(config.key_variable) or "none",
+            api_key=self._secret.reveal() if self._secret else "none",
             max_retries=0,
             timeout=config.timeout_s,
         )
@@ -214,7 +214,7 @@ class Endpoint:
             try:
                 return await self._once(chat)
             except openai.APIStatusError as error:
-                problem = f"{error.status_code}: {error.message}"
+                problem = self._secret.redact(f"{error.status_code}: {error.message}")
                 if error.status_code not in (408, 409, 425, 429) and error.status_code < 500:
                     raise UserError(
                         f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}"
@@ -245,7 +245,7 @@ class Endpoint:
             max_tokens=self.config.max_tokens,
             **options,
         )
-        reply = response.choices[0].message.content
+        reply = self._secret.redact(response.choices[0].message.content)
         if not isinstance(reply, str):
             raise ValueError("its content is empty")
         usage = response.usage

@@ -17,6 +17,7 @@ from coa_jax.distill.smol import smolagents_package, solve_with_smolagents
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
+from coa_jax.tools.net.secrets import redact_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +115,9 @@ def run_smolagents(
                 dump = solve_with_smolagents(task, tools, *models, config.max_steps, interval)
             except lost as error:
                 stop.set()
+                why = redact_all(str(error))
                 raise UserError(
-                    f"{task.id}: the model gave no reply ({error}); what is finished is kept: run "
+                    f"{task.id}: the model gave no reply ({why}); what is finished is kept: run "
                     "the same command again to continue"
                 ) from error
             except BaseException:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import os
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -24,7 +23,9 @@ from coa_jax.evaluate.policy import Policy, Wanted
 from coa_jax.protocol import get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
-from coa_jax.tools.base import Tool, call
+from coa_jax.tools.base import Tool, call, unavailable
+from coa_jax.tools.net.chat import trusting
+from coa_jax.tools.net.secrets import Secret
 from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
 _TOO_LONG = re.compile(r"context|max_tokens|too long|maximum", re.IGNORECASE)
@@ -60,6 +61,8 @@ class PolicyEndpoint:
     def __post_init__(self) -> None:
         if self.url and not self.model:
             raise UserError(f"config.endpoint.model: name the model at {self.url}")
+        if self.url:
+            trusting(self.url)
         if self.concurrency < 1:
             raise UserError("config.endpoint.concurrency must be 1 or more")
 
@@ -103,10 +106,7 @@ def endpoint_policy(
         raise UserError(
             "a policy behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
         ) from None
-    key = os.environ.get(endpoint.key_env, "") if endpoint.key_env else "none"
-    if not key:
-        raise UserError(f"the key of {endpoint.url} is not in the environment: set "
-                        f"{endpoint.key_env}")  # fmt: skip
+    key = Secret(endpoint.key_env).reveal() if endpoint.key_env else "none"
 
     async def run(
         wanted: Sequence[Wanted], about: Mapping[str, Any]
@@ -166,6 +166,7 @@ class _Episode:
         self.tools = {tool.name: tool for tool in tools}
         self.protocol = get_protocol(wanted.task.protocol)
         self.chain = Chain(self.protocol)
+        self.secret = Secret(endpoint.key_env)
         self.usage = _Usage()
         self.began = time.monotonic()
         self.tool_seconds = 0.0
@@ -253,9 +254,10 @@ class _Episode:
             except openai.APIStatusError as error:
                 if error.status_code == 400 and _TOO_LONG.search(error.message):
                     continue
+                why = self.secret.redact(error.message)
                 raise UserError(
-                    f"{self.endpoint.url} refuses: {error.status_code}: {error.message}"
-                ) from error
+                    f"{self.endpoint.url} refuses: {error.status_code}: {why}"
+                ) from None
             except openai.APIConnectionError as error:
                 raise UserError(
                     f"{self.endpoint.url} gives no answer ({error}); what is finished is kept: run "
@@ -279,6 +281,7 @@ class _Episode:
             self.usage.completion += usage.completion_tokens
             self.usage.length = usage.prompt_tokens + usage.completion_tokens
         text, finish = choice.message.content or "", str(choice.finish_reason)
+        text = str(self.secret.redact(text))
         extra = choice.model_extra or {}
         stop = extra.get("stop_reason", extra.get("matched_stop"))  # vLLM's word, and SGLang's
         if finish == "stop" and not extra.keys() & {"stop_reason", "matched_stop"}:
@@ -299,19 +302,12 @@ class _Episode:
             seconds=start - self.began,
             tool_seconds=self.tool_seconds,
         )
-        if tool is None:
-            seen, outcome, ok = f"The {name} tool is not available.", "bad_call", False
-            detail: dict[str, Any] = {}
-        else:
-            observation = await call(tool, arguments, context)
-            seen, outcome, ok = observation.text, observation.outcome, observation.ok
-            detail = observation.detail
+        seen = unavailable(name) if tool is None else await call(tool, arguments, context)
         end = time.monotonic()
         self.tool_seconds += end - start
-        body = quote_tool_text(self.protocol, seen)[: self.endpoint.observation_chars]
-        record = ToolCall(
-            name, arguments, body, outcome, ok, start - self.began, end - self.began, detail
-        )
+        body = quote_tool_text(self.protocol, seen.text)[: self.endpoint.observation_chars]
+        begun, ended = start - self.began, end - self.began
+        record = ToolCall(name, arguments, body, seen.outcome, seen.ok, begun, ended, seen.detail)
         self.chain.observe(observation_text(self.protocol, body), record)
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)

@@ -22,7 +22,7 @@ from coa_jax.rollout.episodes import Episodes, TextEpisodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, tool_context
-from coa_jax.tools.base import Observation, Tool, call
+from coa_jax.tools.base import Observation, Tool, call, unavailable
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
@@ -300,8 +300,7 @@ class _Loop:
         start = time.monotonic()
         tool = self.tools.get(request.tool)
         if tool is None:
-            text = f"The {request.tool} tool is not available."
-            return Observation(text, False, "bad_call", 0.0), start
+            return unavailable(request.tool), start
         context = tool_context(
             self.config,
             f"{run.request.task.id}/{run.episode.sample_id}",

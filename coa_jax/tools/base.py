@@ -7,6 +7,8 @@ import dataclasses
 import time
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from coa_jax.tools.net.secrets import redact_all
+
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
 """How a call ended.
 
@@ -102,12 +104,14 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     """Calls a tool so that nothing it does can hurt the loop.
 
     A deadline that passes becomes ``timeout``, an exception becomes ``fault``.  Only
-    cancellation of the caller itself is let through.
+    cancellation of the caller itself is let through.  No key is in the observation, whatever tool
+    gave it (`redact_all`).
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
     start = time.monotonic()
     try:
-        return await asyncio.wait_for(tool(arguments, context), deadline)
+        seen = await asyncio.wait_for(tool(arguments, context), deadline)
+        return dataclasses.replace(seen, text=redact_all(seen.text), detail=redact_all(seen.detail))
     except TimeoutError:
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
@@ -115,5 +119,10 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     except Exception as error:  # noqa: BLE001 - a broken tool is a value, not a crash
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool is not available at the moment."
-        detail = {"exception": f"{type(error).__name__}: {error}"}
+        detail = redact_all({"exception": f"{type(error).__name__}: {error}"})
         return Observation(text, False, "fault", seconds, detail)
+
+
+def unavailable(name: str) -> Observation:
+    """What a call of a tool that is not there gives: the tag is of the protocol, not of the run."""
+    return Observation(f"The {name} tool is not available.", False, "bad_call", 0.0)

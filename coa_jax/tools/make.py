@@ -19,6 +19,7 @@ from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
 from coa_jax.tools.encoder import EncoderConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, run_in_thread
+from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Mode, Recorded
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
@@ -100,6 +101,12 @@ class ToolsConfig:
     visual_inspector: VisualConfig = dataclasses.field(default_factory=VisualConfig)
     mcp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
+
+    def __post_init__(self) -> None:
+        addresses = [self.wiki_url, self.code_url]
+        addresses += [str(settings.get("url") or "") for settings in self.mcp.values()]
+        for address in filter(None, addresses):
+            trusting(address)  # before a setting is written anywhere
 
 
 def make_tools(config: ToolsConfig) -> list[Tool]:

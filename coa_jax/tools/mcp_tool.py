@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
-from coa_jax.tools.net.secrets import Secret, quieten
+from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
 from coa_jax.tools.net.text import clip
 
 T = TypeVar("T")
@@ -43,7 +43,8 @@ class McpConfig:
         tool: the tool's name there; "" if it is the tag.
         description: what the policy is told; "" for what the server says.
         schema: JSON schema of the arguments as text; "" for the server's own.
-        env: names of environment variables that a program gets besides PATH and HOME.
+        env: names of environment variables that a program gets besides PATH and HOME; what the
+            server says is shown without their values.
         key_env: environment variable with the bearer token of an HTTP server.
         timeout_s: seconds of a call, with the start of the server where it does not run.
         max_chars: characters of an observation.
@@ -251,18 +252,19 @@ class McpTool:
             return Observation(text, False, "timeout", time.monotonic() - start)
         except Exception as error:
             if _is_answer(error):
-                text = clip(f"The call failed: {error}", self._config.max_chars)
-                return self._seen(text, False, start)
-            detail = {"exception": f"{type(error).__name__}: {error}"}
+                return self._seen(f"The call failed: {error}", False, start)
+            detail = self._shown({"exception": f"{type(error).__name__}: {error}"})
             text = f"The {self.name} tool is not available at the moment."
-            detail = Secret(self._config.key_env).redact(detail)
             return Observation(text, False, "fault", time.monotonic() - start, detail)
-        text = clip(_text(result), self._config.max_chars)
-        return self._seen(text or "(no content)", not result.is_error, start)
+        return self._seen(_text(result) or "(no content)", not result.is_error, start)
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
-        text = Secret(self._config.key_env).redact(text)
+        text = clip(self._shown(text), self._config.max_chars)
         return Observation(text, ok, "ok" if ok else "error", time.monotonic() - start)
+
+    def _shown(self, value: Any) -> Any:
+        """Text or JSON of the server's without the keys that it was given."""
+        return redact_variables(Secret(self._config.key_env).redact(value), self._config.env)
 
 
 def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ MIRRORS = ("huggingface.co/datasets",)
 """Pages that hold benchmarks with their answers (paper App C shows a model that found one)."""
 
 _MOST = 20
+_FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class WebSearchConfig:
             metasearch server), ``local`` (the index of ``wiki_search``), ``module:function`` (a
             `Provider` of your own), or ``auto``: serper if there is a key, else local.
         url: of the service.
-        key_env: environment variable with the key of serper.
+        key_env: environment variable with the key of serper; results of any provider are shown
+            without its value.
         top_k: results in an observation, 20 at most (release: 10).
         snippet_chars: characters of a snippet.
         timeout_s: seconds of a call, with all attempts.
@@ -77,6 +79,10 @@ class WebSearchConfig:
     timeout_s: float = 30.0
     attempts: int = 3
     blocked: tuple[str, ...] = MIRRORS
+
+    def __post_init__(self) -> None:
+        if self.url:
+            trusting(self.url)  # before a setting is written anywhere
 
 
 def choose(config: WebSearchConfig) -> str:
@@ -230,6 +236,7 @@ class WebSearch:
         shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
         detail |= {"results": len(shown), "links": [result.link for result in shown]}
         text = format_results(shown, query, self._config.snippet_chars)
+        text, detail = Secret(self._config.key_env).redact([text, detail])
         return Observation(
             text, bool(shown), "ok" if shown else "error", time.monotonic() - start, detail
         )
@@ -247,13 +254,14 @@ def format_results(results: Sequence[Result], query: str, snippet_chars: int = 6
         return f"No results found for query: '{query}'. Use a less specific query."
     entries = []
     for number, result in enumerate(results, 1):
-        lines = [f"{number}. [{_line(result.title) or 'No Title'}]({_line(result.link)})"]
+        title, link = _line(result.title) or "No Title", _line(result.link, _LINK_CHARS)
+        lines = [f"{number}. [{title}]({link})"]
         lines += [f"Date published: {_line(result.date)}"] if result.date else []
         lines += [f"Source: {_line(result.source)}"] if result.source else []
-        lines += [_line(result.link), _line(result.snippet)[:snippet_chars]]
+        lines += [link, _line(result.snippet, snippet_chars)]
         entries.append("\n".join(lines).strip())
     return f"Found {len(results)} results:\n\n## Web Results\n" + "\n\n".join(entries)
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def _line(text: str, most: int = _FIELD_CHARS) -> str:
+    return " ".join(text.split())[:most]

@@ -17,6 +17,8 @@ from tests.distill.chat_server import serving
 from tests.evaluate.tiny_evaluation import CONFIG, results, run
 from tests.serve import live
 from tests.tiny_policy import TASKS
+from tests.tools import fault_server
+from tests.tools.echo_services import KEY, NAME
 
 pytest.importorskip("openai")
 PROTOCOL = get_protocol(tiny_policy.PROTOCOL)
@@ -104,6 +106,26 @@ def test_a_stop_string_inside_of_another_body_ends_nothing(tmp_path):
         _, (trace,) = ask(server.url, tmp_path)
     assert trace.answer == "Ume"
     assert trace.text.startswith("<think>I would write </answer> and so on</think>")
+
+
+@pytest.mark.parametrize("status", [200, 401])
+def test_a_key_that_the_server_repeats_is_in_no_trace_and_no_message(tmp_path, monkeypatch, status):
+    monkeypatch.setenv(NAME, KEY)
+
+    def repeat(handler):
+        text = f"<think>{handler.headers['authorization']}</think>"
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+        handler.json({"choices": [choice], "error": {"message": text}}, status)
+
+    with fault_server.running() as server:
+        server.pages["/v1/chat/completions"] = repeat
+        if status == 200:
+            _, (trace,) = ask(server.url("/v1"), tmp_path, key_env=NAME)
+            assert trace.text == "<think>Bearer [secret]</think>"
+        else:
+            with pytest.raises(UserError, match=r"refuses: 401: .*Bearer \[secret\]"):
+                ask(server.url("/v1"), tmp_path, key_env=NAME)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()]
 
 
 @pytest.mark.parametrize(

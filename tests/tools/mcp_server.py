@@ -38,6 +38,15 @@ def act(what: str) -> str:
     return f"{os.getpid()}" if what == "process" else "y" * 100_000
 
 
+@server.tool()
+def leak(names: list[str], way: str, indent: int = 0) -> str:
+    """Says what environment variables hold."""
+    text = " " * indent + " ".join(os.environ.get(name, "") for name in names)
+    if way == "error":
+        raise ToolError(text)
+    return text
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))

@@ -6,31 +6,32 @@ import asyncio
 import json
 import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
-from coa_jax.settings import build, complete
+from coa_jax.errors import UserError
+from coa_jax.settings import build
 from coa_jax.tasks.judge import Judge, JudgeConfig
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import Observation, ToolContext, call
 from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig
 from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
+from tests.tools.echo_services import (
+    CALLS,
+    FURTHER,
+    KEY,
+    NAME,
+    WAYS,
+    configured,
+    open_services,
+)
 
-KEY = "hush-0123456789-abcdef"
-NAME = "COA_JAX_TEST_CREDS"  # a name that tells nobody that it is a secret
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
-
-CALLS = {
-    "web_search": "lighthouses",
-    "wiki_search": "lighthouses",
-    "code": "```py\nprint(1)\n```",
-    "crawl_page": "http://127.0.0.1:{port}/page",
-    "visual_inspector": '{{"file_path": "http://127.0.0.1:{port}/image"}}',
-    "far": "anything",
-}
-
-
+SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 LOOK = """```py
 import glob, os
 print(dict(os.environ))
@@ -42,69 +43,6 @@ for path in glob.glob("/proc/*/environ"):
 ```"""
 
 
-def body_of(path, shown):
-    """An answer in the form of each service, with some text in every place for text."""
-    if "search" in path:
-        return {"organic": [{"title": shown, "link": f"http://x.example/{shown}",
-                             "snippet": shown, "source": shown, "date": shown}]}  # fmt: skip
-    if "retrieve" in path:
-        return {"result": [[{"document": {"title": shown, "text": shown, "id": shown},
-                             "score": 1.0}]]}  # fmt: skip
-    if "run_code" in path:
-        ran = {"status": "Finished", "return_code": 0, "stdout": shown, "stderr": shown}
-        return {"status": "Success", "message": shown, "run_result": ran}
-    return {"choices": [{"message": {"content": f"It is {shown}.", "role": "assistant"}}]}
-
-
-def echo(way):
-    """A page that repeats the key it was given, in some way."""
-
-    def page(handler):
-        sent = handler.headers
-        given = sent.get("authorization", "") or sent.get("x-api-key", "")
-        handler.owner.given.append(given)
-        key = given.removeprefix("Bearer ") or "no key"
-        answer = json.dumps(body_of(handler.parts.path, f"Bearer {key}")).encode()
-        if way == "content":
-            handler.answer(answer, content_type="application/json", x_key=key)
-        elif way == "no JSON":
-            handler.answer(f"<b>{key}</b>".encode())
-        elif way == "other JSON":
-            handler.json({"error": {"message": key, key: [key]}})
-        elif way == "type":
-            handler.answer(answer, content_type=f"text/{key}")
-        elif way == "redirect":
-            handler.answer(b"", 302, location=f"http://127.0.0.1:1/{key}?k={key}")
-        elif way == "status":
-            handler.answer(key.encode(), 401, www_authenticate=key)
-        elif way == "reason":
-            handler.wfile.write(f"HTTP/1.1 403 {key}\r\nContent-Length: 0\r\n\r\n".encode())
-        else:
-            handler.wfile.write(f"HTTP/1.1 {key}\r\n{key}\r\n\r\n".encode())
-
-    return page
-
-
-WAYS = ("content", "other JSON", "type", "status")
-FURTHER = ("no JSON", "redirect", "reason", "garbage")
-
-
-def configured(server, folder):
-    """All tools that can have a key, each at a server that repeats it; answers are recorded."""
-    chat = {"url": server.url("/llm"), "model": "m", "key_env": NAME, "attempts": 1}
-    return complete(ToolsConfig, {
-        "names": ("web_search", "wiki_search", "code", "crawl_page", "visual_inspector", "far"),
-        "wiki_url": server.url("/retrieve"), "code_url": server.url("/run_code"),
-        "remote_key_env": NAME,
-        "web_search": {"provider": "serper", "url": server.url("/search"), "key_env": NAME},
-        "crawl_page": {"allow_hosts": (f"127.0.0.1:{server.port}",), "summarizer": chat},
-        "visual_inspector": {"chat": chat, "allow_hosts": (f"127.0.0.1:{server.port}",)},
-        "mcp": {"far": {"url": server.url("/mcp"), "key_env": NAME, "timeout_s": 5.0,
-                        "description": "d"}},
-        "store": {"path": str(folder / "calls.sqlite"), "mode": "record", "tools": ()},
-    })  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in FURTHER)]
 )
@@ -114,10 +52,7 @@ def test_a_key_that_a_service_sends_back_is_in_no_trace_log_or_recording(
     monkeypatch.setenv(NAME, KEY)
     caplog.set_level(logging.DEBUG)
     with fault_server.running() as server:
-        server.given = []
-        for path in ("/search", "/retrieve", "/run_code", "/llm/chat/completions", "/mcp"):
-            server.pages[path] = echo(way)
-        server.pages["/image"] = lambda handler: handler.answer(PNG, content_type="image/png")
+        open_services(server, way)
         values = configured(server, tmp_path)
         config = build(ToolsConfig, values)
         tools = make_tools(config)
@@ -146,6 +81,66 @@ def test_a_key_that_a_service_sends_back_is_in_no_trace_log_or_recording(
         texts = {tool.name: s.text for tool, s in zip(tools, seen, strict=True)}
         for name in ("web_search", "wiki_search", "code", "crawl_page", "visual_inspector"):
             assert "Bearer [secret]" in texts[name], texts[name]
+
+
+@pytest.mark.parametrize(("way", "indent"), [("result", 24), ("error", 0)])
+def test_a_key_that_a_program_was_given_and_says_is_hidden(monkeypatch, way, indent):
+    """Also where the cut of a long answer would leave the beginning of the key."""
+    monkeypatch.setenv(NAME, KEY)
+    monkeypatch.setenv("TIDES", "/var/lib/tides")
+    settings = {"command": SERVER, "tool": "leak", "env": (NAME, "TIDES"), "max_chars": 31}
+    tool = McpTool("leak", McpConfig(**settings))
+    body = json.dumps({"names": [NAME, "TIDES"], "way": way, "indent": indent})
+    seen = asyncio.run(call(tool, body, ToolContext()))
+    assert seen.outcome == ("ok" if way == "result" else "error")
+    assert "hush" not in seen.text and "[sec" in seen.text
+    long = McpTool("leak", McpConfig(**{**settings, "max_chars": 300}))
+    assert "/var/lib/tides" in asyncio.run(call(long, body, ToolContext())).text
+
+
+class Careless:
+    """A tool of somebody else, that puts its key into what it says."""
+
+    name, deadline = "careless", 5.0
+
+    async def __call__(self, arguments, context):
+        key = os.environ["CARELESS_API_KEY"]
+        if arguments == "raise":
+            raise RuntimeError(f"401 for https://far.example/?key={key}")
+        return Observation(f"key {key}", True, "ok", 0.0, {"header": {"auth": f"Bearer {key}"}})
+
+
+@pytest.mark.parametrize("way", ["raise", "say"])
+def test_the_key_of_somebody_elses_tool_is_in_no_observation(monkeypatch, way):
+    monkeypatch.setenv("CARELESS_API_KEY", KEY)
+    seen = asyncio.run(call(Careless(), way, ToolContext()))
+    assert "[secret]" in repr(seen) and KEY not in repr(seen)
+
+
+async def careless_search(query, count, limits):
+    return [Result(f"for {os.environ[NAME]}", "http://x.example/", "")]
+
+
+def test_results_of_an_own_search_service_are_shown_without_its_key(monkeypatch):
+    monkeypatch.setenv(NAME, KEY)
+    config = WebSearchConfig(provider=f"{__name__}:careless_search", key_env=NAME)
+    seen = asyncio.run(call(WebSearch(config, lambda: None), "q", ToolContext()))
+    assert "[for [secret]](http://x.example/)" in seen.text
+
+
+@pytest.mark.parametrize(
+    "url", [f"http://me:{KEY}@far.example/", f"http://a.example/?api_key={KEY}"]
+)
+@pytest.mark.parametrize("where", ["wiki_url", "code_url", "web_search", "summarizer", "mcp"])
+def test_an_address_with_a_key_in_it_is_refused_before_it_is_written(url, where):
+    values = {
+        "web_search": {"web_search": {"url": url}},
+        "summarizer": {"crawl_page": {"summarizer": {"url": url, "model": "m"}}},
+        "mcp": {"mcp": {"far": {"url": url}}},
+    }.get(where, {where: url})
+    with pytest.raises(UserError) as caught:
+        build(ToolsConfig, values)
+    assert KEY not in str(caught.value) and ".example/" in str(caught.value)
 
 
 def test_programs_and_parsers_do_not_have_the_environment(monkeypatch):

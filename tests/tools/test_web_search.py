@@ -185,3 +185,9 @@ def test_titles_cannot_break_the_form():
         "https://a.example",
         "x" * 10,
     ]
+
+
+def test_no_field_of_a_result_fills_the_observation():
+    long = "y" * 1_000_000
+    text = format_results([Result(*(long,) * 5)], "q", 600)
+    assert len(text) < 6000 and text.startswith("Found 1 results:")

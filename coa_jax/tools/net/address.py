@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
+import posixpath
 import re
 import socket
 from collections.abc import Iterable
@@ -68,7 +69,8 @@ class Guard:
 
     def blocks(self, url: httpx2.URL) -> bool:
         """Whether an address is on the list of those that may not be reached."""
-        host, path = _host(url), url.path.lower()
+        host, path = _host(url), f"/{url.path.lower().lstrip('/')}"
+        path = posixpath.normpath(path)  # as servers read it: dots and doubled slashes are nothing
         for entry in self.block:
             name, _, start = entry.lower().partition("/")
             if (host == name or host.endswith(f".{name}")) and path.startswith(f"/{start}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, attempts, fetch_json
 from coa_jax.tools.net.secrets import Secret
+
+_HIDDEN_PART = re.compile(r"(?<=//)[^/@]*@|[?#].*", re.DOTALL)
+_KEY_IN_QUERY = re.compile(r"[?&][\w.-]*(?:key|token|secret|passw|auth)[\w.-]*=", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +54,18 @@ def trusting(url: str) -> Guard:
     """A guard that lets a configured service be reached wherever it is, and nothing else of ours.
 
     Raises:
-        UserError: the address is none.
+        UserError: the address is none, or holds a key: settings are written to ``config.json``.
     """
     try:
         parsed = parse_url(url)
     except FetchError as error:
-        raise UserError(f"{url!r} is no address of a service: {error.message}") from None
+        shown = _HIDDEN_PART.sub("", url)
+        raise UserError(f"{shown!r} is no address of a service: {error.message}") from None
+    if _KEY_IN_QUERY.search(url):
+        raise UserError(
+            f"{_HIDDEN_PART.sub('', url)!r}: settings are written to config.json, so an address may"
+            " not hold a key; put it into the environment and name the variable in key_env"
+        )
     return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
 
 

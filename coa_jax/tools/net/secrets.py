@@ -1,17 +1,29 @@
-"""Keys of services: named in a configuration, read from the environment, shown nowhere."""
+"""Keys of services: named in a configuration, read from the environment, shown nowhere.
+
+What a service sends back is searched for its own key where it is read.  Beyond that, what any tool
+gives, those of others and their exceptions included, is searched by `redact_all`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from coa_jax.errors import UserError
 
-_SHORTEST = 6
-"""Values below this many characters are no secrets: hiding them would blot out ordinary text."""
+_SHORTEST, _SHORTEST_UNNAMED = 6, 12
+"""Values below this many characters are no secrets: hiding them would blot out ordinary text.  The
+second is for variables that no configuration names as a key."""
 
 HIDDEN = "[secret]"
+
+_SPEAKING = re.compile(
+    r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE
+)
+"""Names of environment variables that say of themselves that they hold a key."""
 
 
 def quieten(*libraries: str) -> None:
@@ -53,16 +65,36 @@ class Secret:
 
     def redact(self, value: Any) -> Any:
         """Text, or JSON with text in it, without the value, should a server repeat it."""
-        key = os.environ.get(self._name, "").strip() if self._name else ""
-        return redact(value, key) if len(key) >= _SHORTEST else value
+        return _without(value, _values([self._name]))
 
 
-def redact(value: Any, key: str) -> Any:
-    """Text or JSON without a string."""
+def redact_all(value: Any) -> Any:
+    """Text or JSON without the values of environment variables that say that they are secret: by a
+    name that ends in KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS."""
+    return _without(value, _values(filter(_SPEAKING.search, os.environ), _SHORTEST_UNNAMED))
+
+
+def redact_variables(value: Any, names: Iterable[str]) -> Any:
+    """Text or JSON without the values of environment variables, but for paths: no key is one."""
+    given = [name for name in names if not os.environ.get(name, "").startswith("/")]
+    return _without(value, _values(given))
+
+
+def _values(names: Iterable[str], shortest: int = _SHORTEST) -> list[str]:
+    """What is to be hidden, the longest first: one key may begin with another."""
+    values = {os.environ.get(name, "").strip() for name in names if name}
+    return sorted((value for value in values if len(value) >= shortest), key=len, reverse=True)
+
+
+def _without(value: Any, keys: list[str]) -> Any:
     if isinstance(value, str):
-        return value.replace(key, HIDDEN)
+        for key in keys:
+            value = value.replace(key, HIDDEN)
+        return value
+    if not keys:
+        return value
     if isinstance(value, dict):
-        return {redact(k, key): redact(v, key) for k, v in value.items()}
+        return {_without(k, keys): _without(v, keys) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(item, key) for item in value]
+        return [_without(item, keys) for item in value]
     return value

@@ -142,6 +142,8 @@ def test_blocked_hosts_and_paths_are_refused_even_when_redirected_to(server):
     assert asyncio.run(fetch(Request(server.url("/gzip")), FAST, guard)).status == 200
     names = Guard(block=("huggingface.co/datasets",))
     assert names.blocks(parse_url("https://www.huggingface.co./datasets/gaia"))
+    for path in ("//datasets/gaia", "/papers/../datasets", "/x/%2e%2e/datasets", "/./Datasets/x"):
+        assert names.blocks(parse_url(f"https://huggingface.co{path}")), path
     assert not names.blocks(parse_url("https://huggingface.co/papers"))
     assert not names.blocks(parse_url("https://nothuggingface.co/datasets"))
 
