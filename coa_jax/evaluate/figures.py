@@ -17,6 +17,9 @@ FORMAT = 1
 FIELDS = ("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source")
 """Fields of the metadata by which results are broken down."""
 
+_MOST_GROUPS = 6
+"""Values of a field that a terminal shows."""
+
 
 def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
     """All figures of the tasks of an evaluation.
@@ -173,9 +176,7 @@ def table(outcome: Mapping[str, Any]) -> str:
         if k != "1"
     ]
     lines += [f"  {line}" for line in _scaling_lines(found["scaling"])]
-    for key, groups in found["by"].items():
-        shown = ", ".join(f"{k} {v['pass_at_1']:.3f} (n {v['n']})" for k, v in groups.items())
-        lines.append(f"  by {key}: {shown}")
+    lines += [f"  by {key}: {_by_line(groups)}" for key, groups in found["by"].items()]
     cost = found["costs"]
     lines += [
         f"  {cost['tokens_per_sample']:.0f} tokens and {cost['calls_per_sample']:.2f} tool calls a "
@@ -199,6 +200,18 @@ def table(outcome: Mapping[str, Any]) -> str:
         if count:
             lines.append(f"  ungraded, and in no figure: {count} samples ({why})")
     return "\n".join(lines)
+
+
+def _by_line(groups: Mapping[str, Any]) -> str:
+    """The rates of a breakdown; of one with many values those with the most tasks."""
+    largest = sorted(groups, key=lambda name: groups[name]["n"], reverse=True)[:_MOST_GROUPS]
+    shown = [
+        f"{name} {group['pass_at_1']:.3f} (n {group['n']})"
+        for name, group in groups.items()
+        if name in largest
+    ]
+    left = len(groups) - len(shown)
+    return ", ".join(shown) + (f", and {left} more in results.json" if left else "")
 
 
 def _scaling_lines(scaling: Mapping[str, Any]) -> list[str]:

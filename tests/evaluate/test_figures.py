@@ -143,3 +143,18 @@ def test_figures_are_given_without_the_samples_that_met_the_benchmark():
     assert found["pass_at_1"] == 0.75
     assert found["exposure"]["named a blocked address"] == 2
     assert found["exposure"]["without them"]["pass_at_1"] == 0.5
+
+
+def test_a_breakdown_with_many_values_shows_the_largest_on_a_terminal():
+    kinds = [f"kind-{i:02d}" for i in range(30) for _ in range(1 + (i % 10 == 3))]
+    groups = [
+        Measured(task(str(i), kind=kind, hops=i % 2), (sample(1.0, 0, str(i)),))
+        for i, kind in enumerate(kinds)
+    ]
+    outcome = result("s", {}, groups, 1, {})
+    (line,) = (line for line in table(outcome).splitlines() if "by kind:" in line)
+    assert line.endswith(", and 24 more in results.json") and len(line) < 200
+    for kind in ("kind-03", "kind-13", "kind-23"):
+        assert f"{kind} 1.000 (n 2)" in line
+    assert "by hops: 0 1.000 (n 17), 1 1.000 (n 16)" in table(outcome)
+    assert len(outcome["figures"]["by"]["kind"]) == 30
