@@ -1,9 +1,9 @@
 """The comparison of answers.
 
 Exact match after the usual normalisation (paper §4.1.1, eq 9), without the faults of the released
-grader: nothing empty ever matches, a hedge with a wrong alternative is wrong, a list of required
-answers needs all of them, another name of the right answer does no harm, and numbers are compared
-by value ("1.5" is not "15", "-5" is not "5").
+grader: what is normalised to nothing matches itself only, a hedge with a wrong alternative is
+wrong, a list of required answers needs all of them, another name of the right answer does no harm,
+and numbers are compared by value ("1.5" is not "15", "-5" is not "5").
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
     """
     number = parse_number(gold)
     if number is None:
-        normal = normalize_answer(answer)
-        return bool(normal) and normal == normalize_answer(gold)
+        normal = normalize_answer(gold)
+        if not normal:  # "A", "The The", "!!!": what is normalised away is all there is
+            return answer.strip().casefold() == gold.strip().casefold()
+        return normal == normalize_answer(answer)
     given = parse_number(answer)
     if given is None or (given[1] and units and given[1] not in units):
         return False

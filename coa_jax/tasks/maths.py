@@ -18,6 +18,8 @@ _LONGEST = 2000
 _DELIMITED = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
+_GOES_ON = re.compile(r"[-+*/^=<>|\\0-9]")
+_SEPARATORS = re.compile(r"(?:[\s,;.]|and|or)*")
 _IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
 _WORD = re.compile("[A-Za-z]{4,}")
 _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|lambda|sigma|omega")
@@ -28,12 +30,21 @@ class MathsUnsureError(Exception):
 
 
 def _expression(text: str) -> str:
-    r"""What is to be compared: the content of ``\boxed``, without dollar signs around it."""
+    r"""What is to be compared: the content of ``\boxed``, without dollar signs.
+
+    Of a sentence with one formula that is the formula; formulas that are parts of a larger one or
+    of a list stay together.
+    """
     boxed = parse_boxed(text)
     text = text if boxed is None else boxed
-    found = _DELIMITED.findall(text)
-    if len(found) == 1:  # the only formula of a sentence, or the dollar signs around a whole answer
-        text = "".join(found[0])
+    found = list(_DELIMITED.finditer(text))
+    formulas = ["".join(filter(None, match.groups())) for match in found]
+    if len(found) == 1:
+        before, after = text[: found[0].start()].rstrip(), text[found[0].end() :].lstrip()
+        parted = not _GOES_ON.search(before[-1:]) and not _GOES_ON.search(after[:1])
+        return (formulas[0] if parted else f"{before} {formulas[0]} {after}").strip()
+    if found and _SEPARATORS.fullmatch(_DELIMITED.sub("", text)):
+        return ", ".join(formulas)
     return text.strip()
 
 
