@@ -33,6 +33,9 @@ _EMBEDDED = {  # IPv6 networks with an IPv4 address in their last 32 bits
     ipaddress.IPv6Network("::ffff:0:0:0/96"),
     ipaddress.IPv6Network("64:ff9b::/96"),
 }
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+# Registered for special use (IANA); `ipaddress` takes them for public in some versions of Python.
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 # Metadata services on addresses that are otherwise public.
 _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 
@@ -119,7 +122,9 @@ def is_public(address: Address) -> bool:
             return False
         if inner:
             return True
-    if address in _METADATA:
+        if address not in _UNICAST:  # site-local ones and what is not assigned to anybody
+            return False
+    if address in _METADATA or any(address in network for network in _SPECIAL):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 

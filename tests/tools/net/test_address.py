@@ -61,6 +61,22 @@ FORMS = (
     "http://public.example\t@127.0.0.1:{port}/page",
     "//127.0.0.1:{port}/page",
     "http://%31%32%37.0.0.1:{port}/page",
+    "http://127。0。0。1:{port}/page",
+    "http://①②⑦.⓪.⓪.①:{port}/page",
+    "http://ⓛⓞⓒⓐⓛⓗⓞⓢⓣ:{port}/page",
+    "http://lo\u00adcalhost:{port}/page",
+    "http://foo.localhost:{port}/page",
+    "http://4294967297:{port}/page",
+    "http://127.0.0.1.:{port}/page",
+    "http://[::1%25eth0]:{port}/page",
+    "http://[fec0::1]/",
+    "http://[::ffff:0:127.0.0.1]:{port}/page",
+    "http://public.example:80@127.0.0.1:{port}/page",
+    "http://127.0.0.1:{port}#@public.example/",
+    "http:////127.0.0.1:{port}/page",
+    "http:127.0.0.1:{port}/page",
+    "http+unix://%2Fvar%2Frun%2Fdocker.sock/info",
+    "view-source:http://127.0.0.1:{port}/page",
 )
 
 
@@ -87,7 +103,11 @@ def test_no_spelling_reaches_this_machine(server, form):
     assert not server.hits
 
 
-@pytest.mark.parametrize("target", ["http://2130706433:{port}/page", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "target",
+    ["http://2130706433:{port}/page", "file:///etc/passwd", "//[::1]:{port}/page",
+     "http://[::ffff:127.0.0.1]:{port}/page", "%5C%5C127.0.0.2:{port}%5Cpage", "http://localhost.:{port}/"],
+)  # fmt: skip
 def test_a_redirect_does_not_lead_there(server, target):
     server.hits.clear()
     allowed = Guard(allow=(f"127.0.0.1:{server.port}",))
@@ -170,6 +190,15 @@ def test_any_text_is_read_or_refused(text):
             assert parse_url(candidate).scheme in ("http", "https")
         except FetchError as error:
             assert error.kind == "refused"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["192.0.0.8", "192.88.99.1", "198.18.0.1", "100.64.0.1", "fec0::1", "3fff::1", "64:ff9b:1::1",
+     "5f00::1", "100:0:0:1::1", "2001:db8::1", "4000::1", "ff0e::1"],
+)  # fmt: skip
+def test_addresses_for_special_use_are_not_public(text):
+    assert not is_public(ipaddress.ip_address(text))
 
 
 def test_public_addresses_are_public():
