@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import threading
@@ -29,6 +30,7 @@ from coa_jax.tools.net.text import clip
 T = TypeVar("T")
 
 _PING_S = 2.0
+_MOST_NESTED = 64
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
 _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -279,11 +281,24 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
     except (ValueError, RecursionError):
         value = None
     required = set(schema.get("required") or ())
+    if not _sendable(body if value is None else value):
+        return None
     if isinstance(value, dict) and required <= set(value):
         return value
     only = next(iter(properties)) if len(properties) == 1 else None
     plain = only is not None and properties[only].get("type") == "string" and body.strip()
     return {str(only): body.strip()} if plain and not isinstance(value, dict) else None
+
+
+def _sendable(value: Any, depth: int = _MOST_NESTED) -> bool:
+    """Whether a value can be a message: what cannot is a mistake of the call, no fault of ours."""
+    if isinstance(value, dict):
+        return depth > 0 and all(_sendable(k) and _sendable(v, depth - 1) for k, v in value.items())
+    if isinstance(value, list):
+        return depth > 0 and all(_sendable(item, depth - 1) for item in value)
+    if isinstance(value, str):
+        return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _body_hint(schema: Mapping[str, Any]) -> str:

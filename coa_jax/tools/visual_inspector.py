@@ -108,9 +108,7 @@ class VisualInspector:
             image = await self._image(path.strip(), seconds)
             kind = image_type(image)
             if kind is None:
-                return seen(
-                    "The file is no image of a known type (PNG, JPEG, GIF, WebP, BMP).", "error"
-                )
+                return seen(_NO_IMAGE, "error")
         except FetchError as error:
             return seen(f"The image cannot be opened: {error.message}.", _outcome(error, "error"))
         prompt = _DESCRIBE if not (question or "").strip() else f"{_WITH_QUESTION}{question}"
@@ -148,7 +146,7 @@ class VisualInspector:
             if not path.is_relative_to(self._folder):
                 raise nowhere
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:  # also names that cannot be one
             raise nowhere from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)

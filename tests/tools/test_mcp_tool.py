@@ -191,3 +191,14 @@ def test_arguments_of_any_kind_of_body():
     one = {"properties": {"q": {"type": "string"}}, "required": ["q"]}
     assert parse_arguments("12", one) == {"q": "12"}
     assert parse_arguments(" ", one) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"text": "\\ud800"}', '{"\\udfff": "a", "text": "b"}', "plain \ud800", '{"text": 1e999}',
+     '{"text": [NaN]}', '{"text": ' + "[" * 300 + "]" * 300 + "}"],
+)  # fmt: skip
+def test_what_cannot_be_sent_is_a_mistake_of_the_call_and_masks_nothing(body):
+    echo = McpTool("echo", McpConfig(command=COMMAND))
+    assert ask(echo, body).outcome == "bad_call"
+    assert ask(echo, '{"text": "b"}').text == "b"

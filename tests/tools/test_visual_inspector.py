@@ -93,6 +93,7 @@ def test_an_image_is_described_with_the_question_in_view(server, folder):
         ".",
         "~/secret.png",
         "file:///etc/passwd",
+        "\ud800.png",
         "a.png\0.jpg",
         "absent.png",
         "x" * 5000,
