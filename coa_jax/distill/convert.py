@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.distill.messages import Kind, Message, MessageLog
+from coa_jax.distill.messages import Kind, Message, MessageLog, clean
 from coa_jax.protocol import (
     START,
     format_double_check,
@@ -169,7 +169,8 @@ def convert(
         metadata: stored, with counts of the run added.
 
     Returns:
-        The record; its policy and environment parts joined are the text after the prompt.
+        The record; its policy and environment parts joined are the text after the prompt.  Halves
+        of surrogate pairs, which a model may write, are replaced as tokenizers do.
 
     Raises:
         UserError: unknown protocol.
@@ -187,11 +188,11 @@ def convert(
     }
     return DistilledRecord(
         id=log.episode,
-        question=log.question,
+        question=clean(log.question),
         protocol=protocol,
-        gold=gold,
-        parts=tuple(writer.parts),
-        answer=log.answer or "",
+        gold=tuple(map(clean, gold)),
+        parts=tuple((author, clean(text)) for author, text in writer.parts),
+        answer=clean(log.answer or ""),
         metadata={**(metadata or {}), **counts},
     )
 

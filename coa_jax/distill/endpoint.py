@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import jsonl
+from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.tools.net.secrets import Secret
 
@@ -240,7 +241,8 @@ class Endpoint:
             options["response_format"] = {"type": "json_object"}
         response = await self._client.chat.completions.create(
             model=self.config.model,
-            messages=[dict(message) for message in chat],  # type: ignore[misc]
+            # One half of a surrogate pair, from an earlier reply, could not be sent at all.
+            messages=[{name: clean(text) for name, text in m.items()} for m in chat],  # type: ignore[misc]
             temperature=self.config.temperature,
             max_tokens=self.config.max_tokens,
             **options,

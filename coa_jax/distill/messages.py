@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from typing import Any
 
 AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
 """The agents of the teacher system; ``user`` and the tools are the other correspondents."""
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """Replaces halves of surrogate pairs, which no file and no tokenizer takes, by U+FFFD."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 class Kind(enum.StrEnum):

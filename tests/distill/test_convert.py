@@ -168,3 +168,11 @@ def test_any_log_converts_without_losing_an_observation(rows, protocol):
     assert len(environment) == log.count(Kind.OBSERVATION)
     assert all(text for _, text in record.parts)
     assert as_trajectory(record, log).text == record.text
+
+
+def test_half_a_surrogate_pair_becomes_what_tokenizers_make_of_it():
+    record = convert(
+        log_of(("plan", "1. look"), ("answer", "Li\udc00ma"), question="Q \ud83d?"), "generalist"
+    )
+    assert (record.question, record.answer) == ("Q \ufffd?", "Li\ufffdma")
+    assert record.text.endswith("<answer>Li\ufffdma</answer>")

@@ -69,6 +69,18 @@ def test_no_reply_is_paid_for_twice_also_not_after_a_kill(tmp_path):
     assert endpoint.spent.calls == 3
 
 
+def test_half_a_surrogate_pair_in_a_reply_does_not_stop_the_next_question(tmp_path):
+    with serving(lambda chat: "x \ud83d") as server:
+        endpoint = Endpoint(config_of(server, retries=0), tmp_path / "calls.jsonl")
+
+        async def talk():
+            reply = await endpoint.complete(CHAT, "e", "a")
+            return await endpoint.complete([{"role": "user", "content": reply}], "e", "b")
+
+        assert asyncio.run(talk()) == "x \ud83d"
+        assert server.seen[1]["messages"][0]["content"] == "x \ufffd"
+
+
 @pytest.mark.parametrize("failure", [429, 500, 503, None])
 def test_failures_that_may_pass_are_tried_again(tmp_path, failure):
     replies = iter([failure, failure, "at last"])

@@ -7,6 +7,7 @@ reader.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ READERS: Mapping[str, Reader] = {
 }
 """Format -> its reader."""
 
+_GZIP = b"\x1f\x8b"
+
 
 def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], ReadReport]:
     """Reads a file of traces; nothing that stands in it raises.
@@ -50,7 +53,7 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
         the records.
 
     Raises:
-        UserError: the file cannot be read at all, or the format is unknown.
+        UserError: the file cannot be read at all, is compressed, or the format is unknown.
     """
     if form not in READERS:
         raise UserError(f"trace format {form!r} is unknown; known are {', '.join(READERS)}")
@@ -58,6 +61,9 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
         data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if data.startswith(_GZIP):
+        raise UserError(f"{path}: is compressed; give the file that gunzip makes of it")
+    data = data.removeprefix(codecs.BOM_UTF8)
     decode = decode_document if str(path).endswith(".json") else decode_lines
     lines, bad, traces = [], [], []
     for item in decode(data):

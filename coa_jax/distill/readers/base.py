@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
-
-_SURROGATES = re.compile("[\ud800-\udfff]")
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, clean
 
 
 class Malformed(ValueError):
@@ -133,7 +131,8 @@ def decode_document(data: bytes) -> Iterator[Line | tuple[int, str]]:
 
 def _decode(raw: bytes, number: int) -> Line | tuple[int, str]:
     try:
-        return Line(number, json.loads(raw.decode("utf-8")))
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
+        return Line(number, _cleaned(value) if b"\\ud" in raw.lower() else value)
     except UnicodeDecodeError as error:
         return number + raw.count(b"\n", 0, error.start), f"not UTF-8: byte {error.start}"
     except json.JSONDecodeError as error:
@@ -142,12 +141,26 @@ def _decode(raw: bytes, number: int) -> Line | tuple[int, str]:
         return number, f"not JSON that can be read: {str(error)[:80]}"
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: of a key that stands twice nobody knows which value counts."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {clean(twice)[:40]!r} stands twice in an object")
+    return value
+
+
+def _cleaned(value: Any) -> Any:
+    """A JSON value with every text in it as `clean` leaves it."""
+    if isinstance(value, dict):
+        return {clean(key): _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return clean(value) if isinstance(value, str) else value
+
+
 # --- fields --------------------------------------------------------------------------------
-
-
-def clean(text: str) -> str:
-    """Replaces halves of surrogate pairs, which no tokenizer takes, by U+FFFD."""
-    return _SURROGATES.sub("\ufffd", text)
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
@@ -168,7 +181,7 @@ def text(value: Any, what: str) -> str:
     """The value if it is text, else `Malformed`."""
     if not isinstance(value, str):
         raise Malformed(f"{what} is {_kind(value)}, not text")
-    return clean(value)
+    return value
 
 
 def optional_text(value: Any, what: str) -> str:
@@ -176,10 +189,24 @@ def optional_text(value: Any, what: str) -> str:
     return "" if value is None else text(value, what)
 
 
+def finite(value: Any, what: str) -> float:
+    """The value if it is a finite number, else `Malformed`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Malformed(f"{what} is {_kind(value)}, not a number")
+    try:
+        if math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond every float
+        pass
+    raise Malformed(f"{what} is not a finite number")
+
+
 def scalar(value: Any, what: str) -> str:
-    """Text, or a number or truth value as text; else `Malformed`."""
-    if isinstance(value, bool | int | float):
+    """Text, or a finite number or truth value as text; else `Malformed`."""
+    if isinstance(value, bool | int):
         return str(value)
+    if isinstance(value, float):
+        return str(finite(value, what))
     return text(value, what)
 
 

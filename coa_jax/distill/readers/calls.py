@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.distill.readers.base import Malformed, clean
+from coa_jax.distill.messages import clean
+from coa_jax.distill.readers.base import Malformed
 from coa_jax.protocol import format_code, parse_code
 
 _TAGS: Mapping[str, str] = {

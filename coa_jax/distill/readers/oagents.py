@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.distill.messages import Kind
+from coa_jax.distill.messages import Kind, clean
 from coa_jax.distill.readers.base import (
     Conversation,
     Malformed,
     Reader,
     Trace,
     accepted,
-    clean,
     each_line,
+    finite,
     items,
     mapping,
     need,
@@ -79,7 +79,7 @@ def read_result(value: Any) -> Trace:
     kept = ("agent_name", "parsing_error", "iteration_limit_exceeded", "task")
     metadata = {key: record[key] for key in kept if isinstance(record.get(key), str | int | bool)}
     return Trace(
-        talk.finish(_episode(record), clean(str(error)) if error else ""),
+        talk.finish(_episode(record), str(error) if error else ""),
         accepted(record.get("true_answer"), "'true_answer'"),
         metadata,
     )
@@ -162,12 +162,11 @@ def _delegation(talk: Conversation, thought: str, runs: Sequence[_Run]) -> None:
 
 
 def _judgement(talk: Conversation, step: dict[str, Any], number: int) -> None:
-    score = step.get("score")
-    words = optional_text(step.get("evaluate_thought"), f"'evaluate_thought' of step {number}")
-    if isinstance(score, bool) or not isinstance(score, int | float | None):
-        raise Malformed(f"'score' of step {number} is not a number")
+    score, where = step.get("score"), f"step {number}"
+    words = optional_text(step.get("evaluate_thought"), f"'evaluate_thought' of {where}")
     if score is not None or words:
-        content = "" if score is None else f"score: {score:g}"
+        what = f"'score' of {where}"
+        content = "" if score is None else f"score: {finite(score, what):g}"
         talk.add(Kind.REFLECTION, "reflection", "manager", content or words, words)
 
 

@@ -25,7 +25,6 @@ from coa_jax.distill.readers.base import (
     Reader,
     Trace,
     accepted,
-    clean,
     each_line,
     items,
     mapping,
@@ -108,7 +107,7 @@ def _content(message: dict[str, Any], number: int) -> str:
 
 def _reasoning(message: dict[str, Any]) -> str:
     words = message.get("reasoning_content") or message.get("reasoning")
-    return clean(words).strip() if isinstance(words, str) else ""
+    return words.strip() if isinstance(words, str) else ""
 
 
 def _calls(message: dict[str, Any], number: int) -> list[tuple[str, str, Any]]:
