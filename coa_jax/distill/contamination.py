@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import urllib.parse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -26,9 +27,12 @@ MIRRORS = (
 )
 """Addresses under which copies of benchmarks are found."""
 
-_WORD = re.compile(r"\w+")
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+")
 _NAME = re.compile(r"[A-Z][\w'-]*(?:(?: (?:of|the|de|la|and))? [A-Z][\w'-]*)*|\d+")
-_URL = re.compile(r"https?://(?:www\.)?([^\s|)\"'<>]+)", re.IGNORECASE)
+# An address may stand inside another: an archive, a proxy.
+_URL = re.compile(r"(?=https?://([^\s|)\"'<>]+))", re.IGNORECASE)
+_HOST = re.compile(r"(?:[^/@]*@)?(?:www\.)?([^/:?#]*?)\.?(?::\d*)?(?=[/?#]|\Z)")
 _OPENING = re.compile(
     r"(?:what|which|who|whose|whom|when|where|why|how|in|of|on|at|the|an?|is|are|was|were|did|does|"
     r"do|name|give|tell|find|list)\b\s*",
@@ -37,7 +41,7 @@ _OPENING = re.compile(
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case."""
+    """The words of a text in lower case; Chinese and Japanese, without blanks, sign by sign."""
     return _WORD.findall(text.lower())
 
 
@@ -140,10 +144,15 @@ def opens_blocked(run: Run, blocked: Sequence[str]) -> bool:
         blocked: beginnings of addresses without ``https://``, e.g. ``huggingface.co/datasets``.
     """
     starts = tuple(text.lower().rstrip("/") for text in blocked)
-    for _, arguments in run.log.calls:
-        for address in _URL.findall(arguments):
-            for start in starts:
-                rest = address.lower().removeprefix(start)
-                if rest != address.lower() and rest[:1] in ("", "/", "?", "#"):
-                    return True
-    return False
+    addresses = [a for _, arguments in run.log.calls for a in _addresses(arguments)]
+    return any(
+        address.startswith(start) and address[len(start) : len(start) + 1] in ("", *"/?#")
+        for address in addresses
+        for start in starts
+    )
+
+
+def _addresses(arguments: str) -> list[str]:
+    """The addresses in a call, those of one page in one form: without port, user and ``www``."""
+    found = _URL.findall(urllib.parse.unquote(arguments).lower())
+    return [re.sub("/+", "/", _HOST.sub(r"\1", address, count=1)) for address in found]

@@ -17,10 +17,17 @@ from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
 
 _EVASIVE = re.compile(
-    r"\s*(?:unknown|n/?a|none|not (?:known|found|available|sure)|i (?:do not|don't) know|"
-    r"(?:it )?(?:cannot|can't|could not) be (?:determined|found|answered)|unable to .*)\W*",
+    r"\W*(?:(?:(?:the |my )?answer|it|this) (?:is|was|remains) )?(?:"
+    r"unknown|unclear|uncertain|n/?a|none|not (?:known|found|available|sure|clear)|unable to .*|"
+    r"(?:i am|i'm) (?:not sure|unsure|unable)\b.*|i (?:do not|don't) know\b.*|"
+    r"(?:(?:i|we|it|this|the answer) )?(?:cannot|can't|could not|couldn't) (?:be )?"
+    r"(?:answer|confirm|determin|establish|f[io]u?nd|identif|locate|say|said|tell|verif)\w*\b.*|"
+    r"(?:there (?:is|was) )?(?:not enough|insufficient|no) (?:definite |clear )?"
+    r"(?:answer|data|evidence|information|results?)(?: (?:about|available|found|is|on|to|was)\b.*)?"
+    r")\W*",
     re.IGNORECASE | re.DOTALL,
 )
+_SEARCHES = ("web_search", "wiki_search")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +35,12 @@ class SelectionConfig:
     """Thresholds of the further filters; 0 or a tuple of blank names turns one off.
 
     Attributes:
-        near_query: two calls of one tool whose words are as similar as this (Jaccard) repeat each
-            other.
+        near_query: two searches with one tool whose words are as similar as this (Jaccard) repeat
+            each other.  Programs and addresses differ by a single sign, so only the same one is a
+            repetition.
         max_tokens: longest trajectory in tokens, environment's text included.
-        max_answer_words: an answer of more words, or one that evades, breaks the instruction to
-            answer in short and definite words.
+        max_answer_words: an answer of more words, or one that evades and is not word for word an
+            accepted one, breaks the instruction to answer in short and definite words.
         min_tool_calls: least number of tool calls.
         evaluation: sources of tasks (as for ``load_tasks``) that must not be shown; each is taken
             in its split ``test``.
@@ -121,7 +129,7 @@ def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
 
 
 def _near_repeat(run: Run, threshold: float) -> bool:
-    calls = [(tool, frozenset(words(arguments))) for tool, arguments in run.log.calls]
+    calls = [(tool, frozenset(words(text))) for tool, text in run.log.calls if tool in _SEARCHES]
     return any(
         tool == other and similarity(asked, before) >= threshold
         for number, (tool, asked) in enumerate(calls)
@@ -131,4 +139,5 @@ def _near_repeat(run: Run, threshold: float) -> bool:
 
 def _is_definite(run: Run, longest: int) -> bool:
     answer = run.record.answer
-    return len(answer.split()) <= longest and not _EVASIVE.fullmatch(answer)
+    evades = _EVASIVE.fullmatch(answer) and run.reward.parts["exact_match"] != 1.0
+    return len(answer.split()) <= longest and not evades
