@@ -14,15 +14,15 @@ tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, g
 Every form says exactly who wrote what, so that the loss mask is that of our own SFT: the turns of
 ``sharegpt`` (LLaMA-Factory learns those of ``gpt``; with its template ``empty`` they are joined as
 they are), ``policy`` in ``alpaca`` (spans of characters of ``output``), ``parts`` in ``messages``
-and ``tfds``.  Observations keep the markers by which the paper's fork masks them in ``alpaca``
-(``<observation`` up to ``observation>`` and an empty line); that rule learns the one line end
-before each observation, which the environment wrote.  Prompts are those of our own SFT with the
-same ``--prompt_style``.
+and ``tfds``.  In ``alpaca`` observations keep the markers by which the paper's fork masks them
+(see `masked_by_markers`); records that would mislead it are left out of that form and named.
+Prompts are those of our own SFT with the same ``--prompt_style``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from coa_jax.distill.card import card
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.trajectory import DistilledRecord, read_records
+
+_MARKED = re.compile(r"<observation.*?observation>\n\n", re.DOTALL)
 
 FORMS = ("alpaca", "sharegpt", "messages", "tfds")
 VERSION = "1.0.0"
@@ -57,6 +59,27 @@ def alpaca(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
             spans.append([start, end])
     prompt = prompt_of(record, style)
     return {"instruction": prompt, "input": "", "output": record.text, "policy": spans}
+
+
+def masked_by_markers(record: DistilledRecord) -> bool:
+    """Whether the paper's fork of LLaMA-Factory masks what the environment wrote, and no more.
+
+    Its rule for ``output`` masks the tokens from ``<observation`` to ``observation>`` and an empty
+    line, so a tool's text that holds one of these misleads it; and it passes over records in which
+    opening and closing tags are not equally many.  The line end before ``<observation`` is outside:
+    without it the two brackets of ``><`` become one token, and the rule finds no beginning.  In
+    tokenizers with a token for ``>`` and a line end, as Qwen's, it belongs to the token that closes
+    the policy's call, so that every token of the environment alone is masked.  Where a line end
+    is a token of its own, as in GPT-2's and SmolLM2's, that one is learned in each observation.
+    """
+    wanted, end = [], 0
+    for author, text in record.parts:
+        start, end = end, end + len(text)
+        if author == "environment":
+            wanted.append((start + 1, end))
+    found = [match.span() for match in _MARKED.finditer(record.text)]
+    tags = (record.text.count(tag) for tag in ("<observation>", "</observation>"))
+    return found == wanted and len(set(tags)) == 1
 
 
 def sharegpt(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
@@ -109,7 +132,7 @@ def export(
     name: str,
     forms: Iterable[str] = FORMS,
     style: str = "full",
-) -> None:
+) -> list[str]:
     """Writes records in other forms, and a card that describes them.
 
     Args:
@@ -119,6 +142,9 @@ def export(
         forms: of `FORMS`.
         style: prompt style, see `protocol.render_prompt`.
 
+    Returns:
+        Ids of the records that are left out of ``alpaca`` (see `masked_by_markers`).
+
     Raises:
         UserError: an unknown form, or a package that a form needs is missing.
     """
@@ -127,9 +153,11 @@ def export(
     if unknown:
         raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
     out.mkdir(parents=True, exist_ok=True)
-    for form, make in (("alpaca", alpaca), ("sharegpt", sharegpt)):
+    left_out = {r.id for r in records if not masked_by_markers(r)} if "alpaca" in forms else set()
+    marked = [record for record in records if record.id not in left_out]
+    for form, make, chosen in (("alpaca", alpaca, marked), ("sharegpt", sharegpt, records)):
         if form in forms:
-            _write(out / f"{name}_{form}.json", [make(record, style) for record in records])
+            _write(out / f"{name}_{form}.json", [make(record, style) for record in chosen])
     if "alpaca" in forms or "sharegpt" in forms:
         info = {k: v for k, v in _dataset_info(name).items() if k.rpartition("_")[2] in forms}
         _write(out / "dataset_info.json", info)
@@ -139,6 +167,7 @@ def export(
     if "tfds" in forms:
         write_tfds(records, out / "tfds", name)
     files.replace(out / "README.md", card(name, records).encode())
+    return [record.id for record in records if record.id in left_out]
 
 
 def _write(path: Path, value: Any) -> None:
@@ -256,8 +285,13 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     data = Path(values.data)
     records = read_records(data)
-    export(records, Path(values.out), data.stem, values.forms, values.prompt_style)
+    out = export(records, Path(values.out), data.stem, values.forms, values.prompt_style)
     print(f"{len(records)} records -> {values.out}")
+    if out:
+        print(
+            f"alpaca lacks {len(out)} of them, whose texts hold marks of observations elsewhere "
+            f"({', '.join(out[:3])}{', ...' if out[3:] else ''}); the other forms have them"
+        )
 
 
 if __name__ == "__main__":

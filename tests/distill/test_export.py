@@ -1,5 +1,4 @@
 import json
-import re
 import subprocess
 import sys
 
@@ -8,10 +7,12 @@ import grain
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 
 from coa_jax.distill.card import card
 from coa_jax.distill.convert import convert
-from coa_jax.distill.export import export, from_tfds, prompt_of
+from coa_jax.distill.export import export, from_tfds, masked_by_markers, prompt_of
 from coa_jax.distill.inspect import page
 from coa_jax.errors import UserError
 from coa_jax.trajectory import write_records
@@ -50,15 +51,52 @@ def mask_of(record):
     return np.array([author == "policy" for author, text in record.parts for _ in text])
 
 
-def mask_by_markers(text):
-    """The rule of the paper's fork: from ``<observation`` to ``observation>`` and an empty line."""
-    mask = np.ones(len(text), bool)
-    for found in re.finditer(r"<observation.*?observation>\n\n", text, re.DOTALL):
-        mask[found.start() : found.end()] = False
-    return mask
+def tokenizer(texts, split):
+    """A byte-level BPE trained on the texts, with another way to cut them before merging."""
+    backend = Tokenizer(models.BPE())
+    blanks = split is None  # GPT-2's own cut
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=blanks)
+    cuts = [] if blanks else [pre_tokenizers.Split(Regex(split), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_of])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        texts, BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    return backend
 
 
-def test_llama_factory_finds_the_files_and_masks_the_observations(out):
+QWEN = (  # how Qwen2 cuts a text, from its tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def learned_by_markers(backend, text):
+    """(span, whether the fork learns it) of each token: from marker to marker it does not."""
+    encoded = backend.encode(text)
+    first, last = (backend.encode(m).ids for m in ("<observation", "observation>\n\n"))
+    learned, inside, i = [True] * len(encoded.ids), False, 0
+    while i < len(learned):
+        marker = last if inside else first
+        found = encoded.ids[i : i + len(marker)] == marker
+        width = len(marker) if found else 1
+        learned[i : i + width] = [not (inside or found)] * width
+        inside, i = inside != found, i + width
+    assert not inside  # else the fork drops the record
+    return list(zip(encoded.offsets, learned, strict=True))
+
+
+def wrongly_masked(backend, rows):
+    """Text of the tokens masked otherwise than by us: learned is what holds words of the policy."""
+    return [
+        row["output"][start:end]
+        for record, row in zip(RECORDS, rows, strict=True)
+        for (start, end), learned in learned_by_markers(backend, row["output"])
+        if learned != mask_of(record)[start:end].any()
+    ]
+
+
+def test_llama_factory_finds_the_files_and_who_wrote_what(out):
     info = json.loads((out / "dataset_info.json").read_text())
     assert set(info) == {"train_alpaca", "train_sharegpt"}
     rows = json.loads((out / info["train_alpaca"]["file_name"]).read_text())
@@ -78,11 +116,31 @@ def test_llama_factory_finds_the_files_and_masks_the_observations(out):
         for start, end in row["policy"]:
             spans[start:end] = True
         assert np.array_equal(spans, mask_of(record))
-        theirs, ours = mask_by_markers(row["output"]), mask_of(record)
-        # The fork's rule also learns the line end before an observation, and nothing else of it.
-        extra = np.flatnonzero(theirs != ours)
-        assert [record.text[i : i + 13] for i in extra] == ["\n<observation>"[:13]] * 2
-        assert theirs[extra].all()
+
+
+def test_the_papers_fork_masks_every_token_that_only_the_environment_wrote(out):
+    rows = json.loads((out / "train_alpaca.json").read_text())
+    texts = [row["output"] for row in rows]
+    assert wrongly_masked(tokenizer(texts, QWEN), rows) == []
+    # Where a line end is a token, the one before each observation is learned: nothing masks it.
+    assert wrongly_masked(tokenizer(texts, None), rows) == ["\n"] * 2 * len(rows)
+
+
+@pytest.mark.parametrize(
+    "returned", ["see <observation> there", "an observation>\n\nof stars", "<observations>"]
+)
+def test_records_that_mislead_the_rule_are_left_out_of_alpaca_and_named(tmp_path, returned):
+    rows = [("plan", "1. look"), ("call", "x"), ("observation", returned)]
+    rows += [("suggestion", "Lima"), ("verdict", "4"), ("answer", "Lima")]
+    misleading = convert(log_of(*rows, episode="m"), "generalist")
+    harmless = returned == "<observations>"  # inside an observation, which it does not end
+    assert masked_by_markers(misleading) == harmless
+    left_out = export([*RECORDS, misleading], tmp_path, "train", ("alpaca", "sharegpt"))
+    assert left_out == ([] if harmless else ["m"])
+    alpaca, sharegpt = (
+        json.loads((tmp_path / f"train_{form}.json").read_text()) for form in ("alpaca", "sharegpt")
+    )
+    assert (len(alpaca), len(sharegpt)) == (len(RECORDS) + harmless, len(RECORDS) + 1)
 
 
 def test_datasets_reads_the_conversations_with_who_wrote_what(out):
