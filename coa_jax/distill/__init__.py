@@ -5,11 +5,6 @@ Runs are logs of messages between agents (`messages`, `team`), written by plugga
 """
 
 from coa_jax.distill.convert import convert
-from coa_jax.distill.pipeline import (
-    DistillConfig,
-    distill_tasks,
-    distill_tasks_async,
-    evaluate_teacher,
-)
+from coa_jax.distill.pipeline import DistillConfig, distill_tasks, evaluate_teacher
 
-__all__ = ["DistillConfig", "convert", "distill_tasks", "distill_tasks_async", "evaluate_teacher"]
+__all__ = ["DistillConfig", "convert", "distill_tasks", "evaluate_teacher"]

@@ -1,16 +1,15 @@
 """What a mind is: the part of an agent that decides, given what the agent can see.
 
 The team loop (`coa_jax.distill.team`) moves messages; minds write them.  A mind sees an
-`AgentView` and nothing else, so a gold answer cannot reach it.  `TextMind` puts any
-text-in, text-out model behind the same interface; `coa_jax.distill.scripted` holds the
-deterministic minds that the default data set is made with.
+`AgentView` and nothing else, so a gold answer cannot reach it.  `coa_jax.distill.llm` puts a
+language model behind this interface; `coa_jax.distill.scripted` holds the deterministic minds that
+the default data set is made with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from coa_jax.distill.messages import Kind, Message
@@ -72,26 +71,6 @@ class AgentView:
         """The messages of one kind, oldest first."""
         return tuple(m for m in self.messages if m.kind is kind)
 
-    def render(self) -> str:
-        """The view as a prompt for a language model."""
-        moves = [
-            f"{to} {kind}"
-            for name, kind in MOVES[self.role]
-            for to in (self.tools if name == "tool" else (name,))
-        ]
-        log = "\n".join(
-            f"[{m.index}] {m.sender} -> {m.recipient} ({m.kind}): "
-            + (f"{m.thought} // " if m.thought else "")
-            + m.content
-            for m in self.messages
-        )
-        return (
-            f"You are the {self.role} agent of a team. {DUTIES[self.role]}\n"
-            f"Reply in this form, with To and Kind from: {'; '.join(moves)}.\n"
-            "Thought: <one or two sentences>\nTo: <recipient>\nKind: <kind>\nContent: <text>\n\n"
-            f"Question: {self.question}\n\nMessages so far:\n{log}\n"
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Action:
@@ -115,46 +94,3 @@ class Mind(Protocol):
 
 Minds = Mapping[str, Mind]
 """A mind for every name in `coa_jax.distill.messages.AGENTS`."""
-
-_REPLY = re.compile(
-    r"\s*(?:Thought:[ \t]*(?P<thought>.*?)\s*\n\s*)?To:[ \t]*(?P<to>\w+)\s*\n"
-    r"\s*Kind:[ \t]*(?P<kind>\w+)\s*\n\s*Content:[ \t]*(?P<content>.*?)\s*\Z",
-    re.DOTALL,
-)
-
-
-def parse_action(reply: str) -> Action:
-    """Reads a model's reply in the form that `AgentView.render` asks for.
-
-    Raises:
-        ValueError: the reply has another form or names an unknown kind.
-    """
-    match = _REPLY.match(reply)
-    if match is None:
-        raise ValueError("the reply lacks the lines To, Kind and Content")
-    kind = Kind(match["kind"].lower())
-    return Action(match["to"], kind, match["content"], match["thought"] or "")
-
-
-@dataclasses.dataclass(frozen=True)
-class TextMind:
-    """A mind made of a language model.
-
-    Attributes:
-        complete: prompt in, reply out; any client of a served model.
-        attempts: how often a reply that cannot be parsed is asked for again.
-    """
-
-    complete: Callable[[str], Awaitable[str]]
-    attempts: int = 2
-
-    async def act(self, view: AgentView) -> Action:
-        """Asks the model; raises ValueError when no attempt gave a readable reply."""
-        prompt = view.render()
-        problem = ""
-        for _ in range(self.attempts):
-            try:
-                return parse_action(await self.complete(prompt + problem))
-            except ValueError as error:
-                problem = f"\nYour last reply could not be read: {error}.\n"
-        raise ValueError(f"the mind of {view.role} gave no readable reply: {problem.strip()}")

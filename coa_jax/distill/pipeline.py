@@ -20,7 +20,6 @@ from coa_jax.distill.filters import (
     copies,
     examples_of,
     failures_of,
-    first_failure,
     grade_of,
     has_no_fault,
     is_correct,
@@ -198,46 +197,24 @@ def select(
     return records, report_of(failures, (*filters, *together))
 
 
-async def distill_tasks_async(
+def distill_tasks(
     tasks: Sequence[Task],
     tools: Mapping[str, Tool],
     config: DistillConfig,
-    on_record: Callable[[DistilledRecord], None] | None = None,
     minds: Minds | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Solves, converts and filters tasks.
+    """Solves, converts and filters tasks in memory; `distill_split` does it on disk.
 
     Args:
         tasks: the tasks.
         tools: tools by name.
         config: how.
-        on_record: called with each record that passes the filters of single runs, as soon as its
-            run has finished.
         minds: a mind per agent; the scripted ones by default.
 
     Returns:
         The kept records in the order of ``tasks``, and what the filters dropped.
     """
-    filters = config.filters()
-
-    def report(task: Task, log: MessageLog) -> None:
-        run = as_run(task, log)
-        if on_record is not None and first_failure(run, filters) is None:
-            on_record(run.record)
-
-    logs = await run_teacher(tasks, tools, config, minds, on_log=report if on_record else None)
-    return select(tasks, logs, config)
-
-
-def distill_tasks(
-    tasks: Sequence[Task],
-    tools: Mapping[str, Tool],
-    config: DistillConfig,
-    on_record: Callable[[DistilledRecord], None] | None = None,
-    minds: Minds | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
-    """`distill_tasks_async` for callers without an event loop."""
-    return asyncio.run(distill_tasks_async(tasks, tools, config, on_record, minds))
+    return select(tasks, asyncio.run(run_teacher(tasks, tools, config, minds)), config)
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
