@@ -1,12 +1,9 @@
 """The command over the Factbook, and over a corpus of its own with a model behind an endpoint."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from coa_jax.tasks import load_tasks
 from coa_jax.tasks.factbook_facts import facts, solve, split_of
 from coa_jax.tasks.factbook_grammar import understand
 from tests.distill.chat_server import serving
+from tests.killing import kill_when
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
@@ -86,16 +84,8 @@ def command(workdir):
 
 
 def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
-    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
     runs = tmp_path / "runs.jsonl"
-    deadline = time.monotonic() + 120
-    while not (runs.exists() and runs.read_bytes().count(b"\n") > 10):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    done = runs.read_bytes().count(b"\n") - 1
+    done = kill_when(command(tmp_path), ROOT, runs, 10) - 1
     again = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["resumed_runs"] >= done

@@ -1,6 +1,4 @@
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
 from coa_jax.trajectory import read_records
+from tests.killing import kill_when
 
 TASKS = load_config("configs/distill/factbook.py").tasks.source
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,16 +98,8 @@ def run(workdir, *more):
 def test_a_killed_command_continues_to_the_same_files(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert run(straight).returncode == 0
-    process = subprocess.Popen(command(killed), cwd=ROOT, stderr=subprocess.DEVNULL)
     journal = killed / "journal" / "train.jsonl"
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    done = journal.read_bytes().count(b"\n") - 1
+    done = kill_when(command(killed), ROOT, journal, 5) - 1
     assert not (killed / "train.jsonl").exists()
     finished = run(killed)
     assert finished.returncode == 0, finished.stderr
@@ -135,12 +126,7 @@ def test_two_thousand_runs_killed_on_the_way_hold_every_task_once(tmp_path):
     assert seconds < 600
     journal = killed / "journal" / "train.jsonl"
     for enough in (600, 1300):
-        process = subprocess.Popen(command(killed, *size), cwd=ROOT, stderr=subprocess.DEVNULL)
-        while not (journal.exists() and journal.read_bytes().count(b"\n") > enough):
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_when(command(killed, *size), ROOT, journal, enough)
     finished = run(killed, *size)
     assert finished.returncode == 0, finished.stderr
     assert (killed / "train.jsonl").read_bytes() == (straight / "train.jsonl").read_bytes()
