@@ -139,5 +139,5 @@ def _near_repeat(run: Run, threshold: float) -> bool:
 
 def _is_definite(run: Run, longest: int) -> bool:
     answer = run.record.answer
-    evades = _EVASIVE.fullmatch(answer) and run.reward.parts["exact_match"] != 1.0
+    evades = _EVASIVE.fullmatch(answer) and run.reward.parts.get("exact_match") != 1.0
     return len(answer.split()) <= longest and not evades
