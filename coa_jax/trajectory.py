@@ -248,9 +248,13 @@ class DistilledRecord:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for author, _text in self.parts:
+        for author, text in self.parts:
             if author not in ("policy", "environment"):
                 raise ValueError(f"a part has the author {author!r}, not 'policy' or 'environment'")
+            if not isinstance(text, str):
+                raise TypeError(f"the text of a part cannot be {type(text).__name__}")
+        if not all(isinstance(answer, str) for answer in self.gold):
+            raise TypeError("an accepted answer in 'gold' is not text")
 
     @property
     def text(self) -> str:

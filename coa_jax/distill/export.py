@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,7 @@ def export(
     name: str,
     forms: Iterable[str] = FORMS,
     style: str = "full",
+    funnel: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Writes records in other forms, and a card that describes them.
 
@@ -141,6 +142,7 @@ def export(
         name: of the set, part of the file names and the split's name in TFDS.
         forms: of `FORMS`.
         style: prompt style, see `protocol.render_prompt`.
+        funnel: what the filters did, for the card.
 
     Returns:
         Ids of the records that are left out of ``alpaca`` (see `masked_by_markers`).
@@ -166,7 +168,7 @@ def export(
         jsonl.write_lines(out / f"{name}_messages.jsonl", rows)
     if "tfds" in forms:
         write_tfds(records, out / "tfds", name)
-    files.replace(out / "README.md", card(name, records).encode())
+    files.replace(out / "README.md", card(name, records, funnel).encode())
     return [record.id for record in records if record.id in left_out]
 
 
@@ -272,6 +274,17 @@ def from_tfds(example: dict[str, Any]) -> DistilledRecord:
 # --- command -------------------------------------------------------------------------------
 
 
+def funnel_of(data: Path) -> dict[str, Any] | None:
+    """What the filters did, by the summary of the run that wrote a set; None where none says so."""
+    summary = data.parent / "summary.json"
+    value: Any = files.read_json_object(summary) if summary.is_file() else None
+    for key in ("data", data.stem, "filters"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return (
+        value if isinstance(value, dict) and value.keys() >= {"total", "kept", "dropped"} else None
+    )
+
+
 def define_flags() -> None:
     """The flags of the command."""
     flags.DEFINE_string("data", None, "file of distilled records", required=True)
@@ -285,7 +298,14 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     data = Path(values.data)
     records = read_records(data)
-    out = export(records, Path(values.out), data.stem, values.forms, values.prompt_style)
+    out = export(
+        records,
+        Path(values.out),
+        data.stem,
+        values.forms,
+        values.prompt_style,
+        funnel_of(data),
+    )
     print(f"{len(records)} records -> {values.out}")
     if out:
         print(

@@ -12,10 +12,10 @@ from tokenizers.trainers import BpeTrainer
 
 from coa_jax.distill.card import card
 from coa_jax.distill.convert import convert
-from coa_jax.distill.export import export, from_tfds, masked_by_markers, prompt_of
+from coa_jax.distill.export import export, from_tfds, funnel_of, masked_by_markers, prompt_of
 from coa_jax.distill.inspect import page
 from coa_jax.errors import UserError
-from coa_jax.trajectory import write_records
+from coa_jax.trajectory import read_records, write_records
 from tests.distill.logs import log_of
 
 
@@ -215,6 +215,36 @@ def test_a_page_shows_who_wrote_what_and_what_is_wrong():
     assert "!!" not in text
     broken = convert(log_of(("answer", "Lima")), "generalist")
     assert "!! transition" in page(broken)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"parts": [["policy", 3]]}, "the text of a part cannot be int"),
+        ({"parts": [["nobody", "x"]]}, "a part has the author 'nobody'"),
+        ({"parts": [[]]}, "not enough values"),
+        ({"gold": [1931]}, "an accepted answer in 'gold' is not text"),
+        ({"answer": None}, "the field 'answer' cannot be NoneType"),
+    ],
+)
+def test_a_damaged_record_is_the_users_mistake(tmp_path, change, why):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({**RECORDS[0].to_json(), **change}) + "\n")
+    with pytest.raises(UserError, match=f"train.jsonl:1: {why}"):
+        read_records(path)
+
+
+def test_the_card_of_a_command_shows_what_the_filters_of_the_run_did(tmp_path):
+    write_records(tmp_path / "train.jsonl", RECORDS)
+    assert funnel_of(tmp_path / "train.jsonl") is None
+    filters = {"total": 9, "kept": 7, "dropped": {"wrong_answer": 2}}
+    summary = {"data": {"train": {"records": 7, "filters": filters}}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    funnel = funnel_of(tmp_path / "train.jsonl")
+    export(RECORDS, tmp_path / "out", "train", ("alpaca",), funnel=funnel)
+    assert "| wrong_answer | 2 |" in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "summary.json").write_text('{"data": [1]}')
+    assert funnel_of(tmp_path / "train.jsonl") is None
 
 
 @pytest.mark.parametrize(
