@@ -298,6 +298,8 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     data = Path(values.data)
     records = read_records(data)
+    if not records:
+        raise UserError(f"{data}: holds no record, so there is nothing to export")
     out = export(
         records,
         Path(values.out),
