@@ -215,12 +215,12 @@ def _publish(setup: Setup) -> list[Program]:
     program = publish_program(setup.model, setup.config.engine.dtype, mesh)
     devices = tuple(mesh.devices.flat)
     policy, base = arrays.policy(setup)
-    # Engines have their old parameters until the new ones of all of them are there.
-    kept = arrays.kept_bytes(setup)
+    # The old parameters of the engines are gone by then.
+    kept = arrays.kept_bytes(setup) - chip_bytes(arrays.decoding_params(setup))
     if base is None:
         lying = kept - chip_bytes(policy.params)
         return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
-    beside = kept - chip_bytes((policy.params, base))
+    beside = arrays.kept_bytes(setup) - chip_bytes((policy.params, base))
     return [
         Program("merge", lambda: merge_program.lower(base, policy.params), 1, beside, devices),
         Program("publish", lambda: program.lower(params), 1, kept, devices),
