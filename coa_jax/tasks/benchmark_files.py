@@ -93,7 +93,7 @@ def _read(benchmark: Benchmark, row: Row, path: Path, number: int) -> Found | No
         return benchmark.read(row)
     except KeyError as error:
         raise UserError(f"{path}: row {number}: the field {error} is missing") from error
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UserError(f"{path}: row {number}: {error}") from error
 
 

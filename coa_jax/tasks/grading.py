@@ -22,6 +22,8 @@ _NUMBER = re.compile(
     r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[a-z][a-z0-9 /²]*\.?))?",
     re.IGNORECASE,
 )
+_FRAMED = re.compile(r"[\"'\u201c\u2018*`(]*(?:(?:a|an|the)\s+)?(.*?[^\s.])[\"'\u201d\u2019*`).]*",
+                     re.IGNORECASE | re.DOTALL)  # fmt: skip
 _UNITS = {
     "sq km": "sq km",
     "km2": "sq km",
@@ -44,6 +46,7 @@ _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.300000000000000
 _PLAIN_WORDS = re.compile(r"(?:[a-z]{3,} ?){0,3}")
 _NO_UNITS = frozenset(
     {"not", "nor", "and", "but", "plus", "minus", "times", "half", "maybe", "perhaps", "possibly"}
+    | {"wrong", "incorrect", "false", "never", "none", "unknown", "nothing", "something", "else"}
     | {"hundred", "hundreds", "dozen", "two", "three", "four", "five", "six", "seven", "eight"}
     | {"nine", "ten", "eleven", "twelve", "fifteen", "twenty", "thirty", "forty", "fifty"}
 )
@@ -81,6 +84,12 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
     return (-value if found["sign"] and found["sign"] in "-\u2212" else value), unit
 
 
+def _bare(text: str) -> str:
+    """A text without what may stand around a whole answer: quotes, stars, an article, a stop."""
+    found = _FRAMED.fullmatch(text.strip())
+    return found[1] if found else text.strip()
+
+
 def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
     """Whether one answer is one gold answer.
 
@@ -94,9 +103,9 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
     if number is None:
         normal = normalize_answer(gold)
         if not normal:  # "A", "The The", "!!!": what is normalised away is all there is
-            return answer.strip().casefold() == gold.strip().casefold()
+            return _bare(answer).casefold() == _bare(gold).casefold()
         return normal == normalize_answer(answer)
-    given = parse_number(answer)
+    given = parse_number(_bare(answer))
     if given is None or (given[1] and units and given[1] not in units):
         return False
     return abs(given[0] - number[0]) <= _FLOAT_NOISE * max(abs(given[0]), abs(number[0]))

@@ -114,8 +114,11 @@ def _test_list(value: Any) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except ValueError:
-            packed = zlib.decompress(base64.b64decode(value, validate=True))
-            inner = _Unpickler(io.BytesIO(packed)).load()
+            try:
+                packed = zlib.decompress(base64.b64decode(value, validate=True))
+                inner = _Unpickler(io.BytesIO(packed)).load()
+            except Exception as error:  # broken pickles raise what they like
+                raise ValueError(f"packed tests cannot be unpacked: {error}") from error
             value = json.loads(inner) if isinstance(inner, str) else inner
     if not isinstance(value, list) or not all(isinstance(test, dict) for test in value):
         raise ValueError("tests must be a list of objects")

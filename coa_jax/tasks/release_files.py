@@ -58,7 +58,9 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
     for number, row in enumerate(read_rows(path), 1):
         try:
             task = _task(row, number, protocol, source)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except KeyError as error:
+            raise UserError(f"{path}: row {number}: the field {error} is missing") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: row {number}: {error}") from error
         if task.id in seen:  # the release counts rows in some files and repeats ids in others
             task = Task(f"{task.id}#{number}", *_rest(task))
@@ -172,6 +174,8 @@ def _ground_truth(value: Any) -> Any:
 
 def _after_mark(prompt: Any) -> str:
     """The question of a prompt that begins with instructions."""
+    if not prompt:
+        raise ValueError("the field 'prompt' is empty")
     content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     for mark in _MARKS:
         _, found, question = content.partition(mark)

@@ -39,6 +39,11 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
         ("the the", ("The The",)),
         ("!!!", ("!!!",)),
         ("A|B", ("A|B",)),
+        ("the 1955", ("1955",)),
+        ('"1955".', ("1955",)),
+        ("**1955**", ("1955",)),
+        ("(1955)", ("1955",)),
+        ("\u201cA+\u201d.", ("A+",)),
     ],
 )
 def test_right_answers(answer, gold):
@@ -59,6 +64,10 @@ def test_right_answers(answer, gold):
         ("1234 miles", ("1,234", "1,234 sq km")),
         ("1235", ("1234",)),
         ("14 not", ("14",)),
+        ("the -14", ("14",)),
+        ("AB+", ("A+",)),
+        ("14 is wrong", ("14",)),
+        ("14 wrong", ("14",)),
         ("14 maybe fifteen", ("14",)),
         ("14 hundred", ("14",)),
         ("244344066", ("244,344,065",)),

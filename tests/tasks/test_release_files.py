@@ -176,7 +176,11 @@ def test_ids_that_repeat_are_told_apart_and_samples_are_fixed(tmp_path):
         ([{"question": "a", "answer": ""}], "row 1: an answer is empty"),
         ([{"question": "a", "answer": True}], "row 1: an answer must be"),
         ([verl('{"stdin": ["1"], "expected_output": []}')], "row 1: there must be as many"),
-        ([{"reward_model": {}, "prompt": "a"}], "row 1: 'ground_truth'"),
+        ([{"reward_model": {}, "prompt": "a"}], "row 1: the field 'ground_truth' is"),
+        (
+            [{"reward_model": {"ground_truth": "1"}, "prompt": []}],
+            "row 1: the field 'prompt' is em",
+        ),
         ([], "no row"),
         ({"a": 1}, "list of objects"),
         ([1], "list of objects"),
