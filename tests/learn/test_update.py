@@ -119,7 +119,10 @@ def run(settings, steps=1):
     return state, critic, history
 
 
-@pytest.mark.parametrize(("name", "expected"), [("rloo", 2 / 3), ("dr_grpo", 0.5)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("rloo", 2 / 3), pytest.param("dr_grpo", 0.5, marks=pytest.mark.slow)],
+)
 def test_the_range_of_advantages_is_that_of_the_algorithm(name, expected):
     # Two of four are right: 1 less the mean of the other three, and less the mean of all.
     _, _, (stats,) = run(config(name))

@@ -81,7 +81,13 @@ def damaged(form):
                 yield [*records[:number], *wrong, *records[number + 1 :]]
 
 
-@pytest.mark.parametrize("form", READERS)
+FORMS = [
+    form if form in ("oagents", "openai") else pytest.param(form, marks=pytest.mark.slow)
+    for form in READERS
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_wrong_value_at_every_place_is_used_or_explained(form, tmp_path):
     path, protocol = tmp_path / "log.jsonl", PROTOCOLS.get(form, "generalist")
     problems = converted = 0
