@@ -76,12 +76,12 @@ def rename(
         pieces: what new names are spelt with.
         rng: source of the new ones.
     """
-    whole = "\n".join((record.question, *(text for _, text in record.parts)))
+    texts = (record.question, *(text for _, text in record.parts), record.answer, *record.gold)
     written = _words(text for author, text in record.parts if author == "policy")
     given = _words([record.question, *(t for author, t in record.parts if author != "policy")])
     names = sorted(w for w in written & given if w not in keep and w != w.lower())
     table = {name: _new_name(name, pieces, rng) for name in names}
-    numbers = dict.fromkeys(m.replace(",", "") for m in _NUMBER.findall(whole))
+    numbers = dict.fromkeys(m.replace(",", "") for m in _NUMBER.findall("\n".join(texts)))
     digits = {number: _new_number(number, rng) for number in numbers}
 
     def replace(text: str) -> str:

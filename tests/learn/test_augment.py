@@ -1,5 +1,7 @@
 """Renaming changes what could be remembered and nothing of what has to be done."""
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,16 @@ def test_a_renamed_record_is_consistent_and_obeys_the_protocol(seed):
     assert f"#1 is {number}." in renamed.parts[2][1]
     assert f"print({number.replace(',', '')} + 2)" in renamed.parts[2][1]
     assert renamed.answer == renamed.gold[0].replace(",", "") != RECORD.answer
+
+
+def test_a_number_that_only_the_accepted_answer_has_is_replaced_too():
+    # A run that was wrong; only unfiltered sets have such.
+    wrong = dataclasses.replace(RECORD, gold=("7,654,321", "about 1,234,569"))
+    renamed = rename(wrong, KEEP, PIECES, np.random.default_rng(0))
+    known = rename(RECORD, KEEP, PIECES, np.random.default_rng(0))
+    assert (renamed.question, renamed.parts) == (known.question, known.parts)
+    assert renamed.gold[0] != wrong.gold[0] and len(renamed.gold[0]) == 9
+    assert renamed.gold[1] == f"about {known.gold[0]}"
 
 
 def test_template_words_grades_and_authors_stay():
