@@ -70,8 +70,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         with (
             contextlib.closing(Background(_sampling(config, learner, stream, tools))) as batches,
             contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-            # A process that left its rollouts alone would leave the others waiting.
-            stop_on_sigterm(batches.abandon if processes.count() == 1 else lambda: None) as stop,
+            stop_on_sigterm(batches.abandon) as stop,
             progress("RL", total=learner.total, initial=learner.step) as bar,
         ):
             _loop(config, learner, run, batches, profile, stop, bar)
@@ -97,11 +96,11 @@ def _loop(
     while learner.step < learner.total and not stopping:
         profile.before(learner.step + 1)
         processes.doing(f"rollouts of step {learner.step + 1}")
-        try:
-            with clock("rollout_wait"):
-                sampled, figures = _step_of(config, learner, batches.result())
-        except asyncio.CancelledError:
+        with clock("rollout_wait"):
+            step = _step_of(config, learner, batches)
+        if step is None:
             break
+        sampled, figures = step
         if learner.ahead and learner.step + 1 < learner.total:
             with clock("publish"):
                 learner.publish()
@@ -136,15 +135,27 @@ def _loop(
 
 
 def _step_of(
-    config: RLConfig, learner: Learner, result: tuple[Share, float, float]
-) -> tuple[Sampled, dict[str, float]]:
-    """The batch of a step from the shares of all processes, and figures about its sampling."""
-    share, seconds, reward_seconds = result
+    config: RLConfig, learner: Learner, batches: Background[tuple[Share, float, float]]
+) -> tuple[Sampled, dict[str, float]] | None:
+    """The batch of a step from the shares of all processes, and figures about its sampling.
+
+    None if a process has abandoned its share: one that went on would wait for the others in vain.
+    """
+    try:
+        share, seconds, reward_seconds = batches.result()
+    except asyncio.CancelledError:
+        seconds = None
+    told: list[float | None] = [seconds]
+    if processes.count() > 1:
+        wait = config.mesh.wait_seconds
+        told = asyncio.run(processes.exchange(seconds, "rollouts of a step", wait))
+    times = [time for time in told if time is not None]
+    if len(times) < len(told):
+        return None
     sampled = stamp(assemble(config, share, learner.surplus), learner.policy_step)
-    # That of the slowest process: all have waited for it.
-    seconds = max(processes.gather([seconds], "gathering of times", config.mesh.wait_seconds))
     learner.cursor, learner.surplus = sampled.cursor, sampled.surplus
-    return sampled, sampling_metrics(sampled, learner.engines, seconds, reward_seconds)
+    # The time is that of the slowest process: all have waited for it.
+    return sampled, sampling_metrics(sampled, learner.engines, max(times), reward_seconds)
 
 
 def _sampling(

@@ -61,6 +61,8 @@ class Background(Generic[T]):
 
     def abandon(self) -> None:
         """Ends the computation, and every later one, as soon as it can be left; does not wait."""
+        if self._abandoned:
+            return  # cancelled again, it would be torn out of its cleaning up
         self._abandoned = True
         task = self._outermost
         if task is not None and not task.done():

@@ -14,6 +14,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from coa_jax.parallel import processes
+
+_SECONDS = 1.0
+"""How often a process looks whether another has been asked."""
+
 
 class Stop:
     """Whether the run has been asked to stop."""
@@ -36,25 +41,49 @@ class Stop:
 def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Takes the first SIGTERM as a request; a second one ends the process at once.
 
+    A request to one process is a request to all of them, which learn of it within a second or two.
+
     Args:
-        hurry: called with the request, to cut short what the run waits for.  It runs in a signal
-            handler.
+        hurry: called once with the request, to cut short what the run waits for.  It runs in a
+            signal handler, or in a thread if there are several processes.
     """
     stop = Stop()
 
     def request(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         stop.requested = True
-        hurry()
+        if processes.count() == 1:
+            hurry()
 
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may handle signals
         return
+    over = threading.Event()
+    follower = threading.Thread(target=_follow, args=(stop, hurry, over), daemon=True)
     before = signal.signal(signal.SIGTERM, request)
+    if processes.count() > 1:
+        follower.start()
     try:
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
+        over.set()
+        if processes.count() > 1:
+            follower.join(5 * _SECONDS)  # no longer: the coordinator may be frozen
+
+
+def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> None:
+    """Passes a request on to the other processes, or takes theirs over."""
+    while not over.wait(_SECONDS):
+        # What ails the connection is found out by the watch, which ends the process.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if stop.requested:
+                processes.ask_all_to_stop()
+            elif not processes.asked_to_stop():
+                continue
+            stop.requested = True
+            hurry()
+            return
 
 
 def end_run(step: int, total: int) -> NoReturn:

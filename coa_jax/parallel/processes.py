@@ -48,6 +48,7 @@ EXIT_LOST = 3
 
 _ROOT = "coa_jax"
 _VERDICT = f"{_ROOT}/verdict"
+_STOP = f"{_ROOT}/stop/"
 _COORDINATOR = f"{_ROOT}/alive/0"
 _FINISHED = "finished"
 _SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, which few programs serve
@@ -64,7 +65,7 @@ class _Joined:
         lost_seconds: silence after which a process is given up.
         doing: what it is at, for the others to read.
         met: how often it has met the others.
-        told: how many exchanges it has been part of.
+        told: how many exchanges of each kind it has been part of.
         beat: how often it has said that it lives.
         ending: set when the interpreter is at its end, which waits for all processes.
         lock: of what two threads do.
@@ -77,7 +78,7 @@ class _Joined:
     lost_seconds: float
     doing: str = "starting"
     met: int = 0
-    told: int = 0
+    told: dict[str, int] = dataclasses.field(default_factory=dict)
     beat: int = 0
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -260,12 +261,12 @@ def _late(here: _Joined, what: str, seconds: float, came: Collection[int]) -> Us
 async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
     """What each process has to say, on all of them, in their order.
 
-    It runs no program on the devices, so that one thread may do this while another is in programs
-    of all processes; but one thread only.
+    It runs no program on the devices, so that a thread may do this while another is in programs of
+    all processes, or in another exchange.  While it waits, signals are handled.
 
     Args:
         value: of this process; what JSON takes, and short.
-        what: for messages.
+        what: names the exchange, in messages too; only one thread has those of a name.
         seconds: how long to wait for the slowest process.
 
     Raises:
@@ -274,8 +275,8 @@ async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
     here = _joined
     if here is None:
         return [value]
-    here.told += 1
-    place, end, pause = f"{_ROOT}/told/{here.told}/", time.monotonic() + seconds, 0.01
+    turn = here.told[what] = here.told.get(what, 0) + 1
+    place, end, pause = f"{_ROOT}/told/{what}/{turn}/", time.monotonic() + seconds, 0.01
     here.client.key_value_set(f"{place}{here.index}", json.dumps(value))
     while True:
         entries = here.client.key_value_dir_get(place)
@@ -286,9 +287,20 @@ async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
             raise _late(here, what, seconds, told)
         await asyncio.sleep(pause)
         pause = min(2 * pause, 1.0)
-    if here.told > 1:  # who has said this has read all that came before
-        here.client.key_value_delete(f"{_ROOT}/told/{here.told - 1}/{here.index}")
+    if turn > 1:  # who has said this has read all that came before
+        here.client.key_value_delete(f"{_ROOT}/told/{what}/{turn - 1}/{here.index}")
     return [told[number] for number in range(here.count)]
+
+
+def ask_all_to_stop() -> None:
+    """Tells all processes that one of them has been asked to stop."""
+    if _joined is not None:
+        _joined.client.key_value_set(f"{_STOP}{_joined.index}", "yes", allow_overwrite=True)
+
+
+def asked_to_stop() -> bool:
+    """Whether a process has told all of them to stop."""
+    return _joined is not None and bool(_joined.client.key_value_dir_get(_STOP))
 
 
 def share(items: Sequence[T]) -> list[T]:

@@ -144,3 +144,33 @@ def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
     assert any("KeyError: 'no such thing'" in line for line in lines(done.stderr, 1))
     (line,) = lines(done.stderr, 0)
     assert "error: process 1 (" in line and "has failed: KeyError('no such thing')" in line
+
+
+STOPPING = """
+import asyncio, os, signal, threading, time
+from coa_jax.cli import run_main
+
+def main(argv):
+    from coa_jax.learn.stop import stop_on_sigterm
+    from coa_jax.parallel import processes
+    me, abandoned = processes.index(), threading.Event()
+    pids = asyncio.run(processes.exchange(os.getpid(), "pids", 60))
+    with stop_on_sigterm(abandoned.set) as stop:
+        assert not abandoned.wait(2.5) and not stop.agreed()
+        if me == 1:
+            os.kill(pids[0], signal.SIGTERM)  # which waits for this one
+            assert abandoned.wait(30)
+        told = asyncio.run(processes.exchange(abandoned.is_set(), "rollouts", 60))
+        assert told == [False, True], told
+        assert abandoned.wait(30) and stop.agreed()
+    print("stopped", flush=True)
+
+run_main(main)
+"""
+
+
+def test_a_request_to_stop_reaches_the_others_though_its_process_waits_for_them(tmp_path):
+    (tmp_path / "program.py").write_text(STOPPING)
+    done = launch(2, 1, str(tmp_path / "program.py"), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [lines(done.stdout, process)[-1] for process in (0, 1)] == ["stopped"] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -135,6 +136,20 @@ def test_rollouts_ahead_are_the_same_with_several_engines_and_with_two_processes
     parts = trained(folder, "ahead-parts", "ahead", 1, "2,2,1", devices=4)
     assert same_samples(one, parts) == {1, 2, 3}
     close_weights(parts / "model", one / "model", folder / "model")
+
+
+@pytest.mark.parametrize("whom", ["0", "01"])
+def test_a_stop_waits_for_no_tool_of_any_process(folder, whom):
+    whole = trained(folder, "rl1", "rl", 1)
+    name = f"rl-stop{whom}"
+    done = train(folder, name, f"stop{whom}", 2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert time.time() - (folder / name / "asked").stat().st_mtime < 60  # it saved and compiled
+    assert "stopped by SIGTERM after step 1 of 2" in done.stderr
+    assert not (folder / name / "model").exists()
+    parts = trained(folder, name, "rl", 2)
+    assert same_samples(whole, parts) == {1, 2}
+    close_weights(parts / "model", whole / "model", folder / "model")
 
 
 def test_a_constrained_run_on_a_mesh_learns_what_it_sampled(folder):

@@ -4,7 +4,8 @@ python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECOD
 
 FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  Of
 CASE ``hang1``, process 1 has a tool that hangs, of ``kill0`` process 0 one that kills its process,
-and so on.  The last process asks for an end in step STOP.
+and so on; of ``stop01``, process 1 has tools that hang in step 2, while processes 0 and 1 get a
+SIGTERM.  The last process asks for an end in step STOP.
 """
 
 from __future__ import annotations
@@ -44,6 +45,41 @@ class BadTool:
         raise AssertionError
 
 
+class StopTool:
+    """Works in the first step; later it never answers, but asks processes to stop."""
+
+    deadline = 3600.0
+    asked = False
+
+    def __init__(self, tool: Any, run: Path, whom: str) -> None:
+        self.name, self.tool, self.run, self.whom = tool.name, tool, run, whom
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        if not (self.run / "step1").exists():
+            return await self.tool(arguments, context)
+        if not StopTool.asked:
+            StopTool.asked = True
+            await asyncio.sleep(3.0)  # the others have come to where they wait
+            (self.run / "asked").touch()
+            for process in self.whom:
+                os.kill(int((self.run / f"pid{process}").read_text()), signal.SIGTERM)
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+def note_steps(run: Path) -> None:
+    """Leaves a file with the pid of this process, and one when the first step is done."""
+    run.mkdir(exist_ok=True)  # the first process may not have come to it yet
+    (run / f"pid{processes.index()}").write_text(str(os.getpid()))
+    write = RunDir.metrics
+
+    def metrics(this: RunDir, number: int, phase: str, **scalars: Any) -> None:
+        write(this, number, phase, **scalars)
+        (run / f"step{number}").touch()
+
+    RunDir.metrics = metrics  # type: ignore[method-assign]
+
+
 def stop_in(step: int) -> None:
     """Lets the last process have a SIGTERM when that step's metrics are written."""
     write = RunDir.metrics
@@ -78,6 +114,10 @@ def main(argv: list[str]) -> None:
         tools: list[Any] = list(tiny_policy.tools().values())
         if case[:-1] in ("hang", "kill") and processes.index() == int(case[-1]):
             tools = [BadTool(tool.name, case[:-1] == "kill") for tool in tools]
+        if case.startswith("stop"):
+            note_steps(run.path)
+            if processes.index() == 1:
+                tools = [StopTool(tool, run.path, case[4:]) for tool in tools]
         steps = 3 if case == "ahead" else 2
         constrained = RolloutConfig(192, 3, 48, constrain=True, strict=True)
         config = rl_config(
