@@ -86,6 +86,35 @@ def test_a_configuration_of_rl_is_estimated_for_gpus():
 
 
 @pytest.mark.slow
+def test_ppo_is_estimated_with_its_scores_its_critic_and_its_constraint():
+    code, result, err = aot(
+        "--config=configs/rl/mhqa.py:debug", "--topology=gpu:2xh100", "--model=tiny",
+        "--config.mesh.fsdp=2", "--config.mesh.decode_tensor=1", "--config.rows=2",
+        "--config.model=nowhere", "--config.tasks=nowhere.jsonl:protocol=mhqa",
+        "--config.rollout.constrain=True",
+    )  # fmt: skip
+    assert code == 0, err
+    programs = {program["name"]: program for program in result["programs"]}
+    engine = {"publish", "extend", "decode", "fork"}
+    assert set(programs) == {"score", "values", "train", "critic"} | engine
+    assert "kinds there are only the tokenizer says" in result["unknown"]
+    # A forward pass over a micro-batch; causal attention needs half of the square.
+    length, body, head = 128, 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128), 512 * 64
+    attention = 4 * 2 * 4 * 16 * length / 2
+    tokens = 2 * length / 2  # of one chip
+    for name, products in (("score", body + head), ("values", body)):
+        done = programs[name]["flops"] / (tokens * (2 * products + attention))
+        assert 1 <= done < 1.04
+        assert programs[name]["runs_per_step"] == result["step"]["micro_batches"]
+    scores = [programs[name] for name in ("score", "values")]
+    seconds = sum(p["runs_per_step"] * p["roofline"]["step_s"] for p in scores)
+    assert result["step"]["score_s"] == pytest.approx(seconds)
+    # Beside policy, critic and reference in float32 on two chips there is what an engine has.
+    lying = programs["critic"]["bytes_per_chip"]["lying"]
+    assert lying > (3 + 1) * 4 * result["params"] / 2 + 4 * result["params"]
+
+
+@pytest.mark.slow
 def test_adapters_are_counted_beside_the_model_that_they_belong_to():
     code, result, err = aot("--config=configs/rl/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL,
                             "--config.lora.rank=4")  # fmt: skip
