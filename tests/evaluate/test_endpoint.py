@@ -209,7 +209,7 @@ def test_a_key_and_a_model_are_asked_for(monkeypatch):
         PolicyEndpoint("http://localhost:1/v1")
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     endpoint = PolicyEndpoint("http://localhost:1/v1", "m", key_env="NO_SUCH_KEY")
-    with pytest.raises(UserError, match="set NO_SUCH_KEY"):
+    with pytest.raises(UserError, match="the environment variable NO_SUCH_KEY is not set"):
         endpoint_policy(endpoint, CONFIG.sampling, 0, CONFIG.rollout, [])
 
 

@@ -206,7 +206,7 @@ def test_traces_without_their_settings_are_refused_by_line(sampled, tmp_path):
     ("key", "value", "fault"),
     [
         ("rollout", {"max_tokens": 9}, "'max_tool_calls' is missing"),
-        ("sampling", [], "indices must be"),
+        ("sampling", [], "expected an object, found list"),
         ("sampling", {"temperature": 1.0, "top_p": 0.0, "top_k": 0}, "top_p is 0.0; give"),
         ("engine", {"slots": "4"}, "'slots' cannot be str"),
         ("prompt_id", None, "int"),
