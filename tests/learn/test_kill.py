@@ -77,7 +77,9 @@ def started(kind: str, folder: Path, name: str) -> Iterator[subprocess.Popen[byt
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def wait_until(process: subprocess.Popen[bytes], condition) -> bool:
