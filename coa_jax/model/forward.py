@@ -19,7 +19,7 @@ from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.products import project, row_sum
+from coa_jax.model.products import multiply, project, row_sum
 from coa_jax.model.remat import Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain, gather
@@ -92,7 +92,7 @@ def _layer(
         h = rms_norm(x, layer["attn_norm"], c.rms_eps).astype(dtype)
         h = gather(h, mesh, STREAM, ("length",))
     with jax.named_scope("qkv"):
-        qkv = project("btd,dnhk->btnhk", h, weight("qkv"), dtype)
+        qkv = multiply(h, weight("qkv"), dtype)
         qkv = constrain(qkv, mesh, "batch", None, "kv_heads", None, None)
         if "lora" in layer:
             qkv = lora.add_qkv(qkv, h, layer, dtype)
@@ -120,21 +120,21 @@ def _layer(
         # As one contracted axis: einsum would sort three by their letters, and copy the weights
         # into that order in every call.
         whole, out = attended.reshape(*x.shape[:2], -1), weight("out").reshape(-1, c.hidden_size)
-        x = x + constrain(project("bth,hd->btd", whole, out, dtype), mesh, *STREAM)
+        x = x + constrain(multiply(whole, out, dtype), mesh, *STREAM)
         if "lora" in layer:
             x = lora.add_one("o", "btngk,ngkd->btd", x, attended, layer, dtype)
     with jax.named_scope("norm"):
         h = rms_norm(x, layer["mlp_norm"], c.rms_eps).astype(dtype)
         h = gather(h, mesh, STREAM, ("length",))
     with jax.named_scope("mlp"):
-        gate_up = project("btd,dgf->btgf", h, weight("gate_up"), dtype)
+        gate_up = multiply(h, weight("gate_up"), dtype)
         if "lora" in layer:
             gate_up = lora.add_gate_up(gate_up, h, layer, dtype)
         gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
         gate, up = jnp.split(gate_up, 2, axis=2)  # whose gradient is one array, not a sum of two
         h = (jax.nn.silu(gate) * up)[:, :, 0].astype(dtype)
         h = constrain(h, mesh, "batch", None, "mlp")
-        x = x + constrain(project("btf,fd->btd", h, weight("down"), dtype), mesh, *STREAM)
+        x = x + constrain(multiply(h, weight("down"), dtype), mesh, *STREAM)
         if "lora" in layer:
             x = lora.add_one("down", "btf,fd->btd", x, h, layer, dtype)
         return x, cache
@@ -208,7 +208,7 @@ def unembed(
     """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     if "head" in params:
-        flat = project("xd,dv->xv", flat, params["head"], dtype)
+        flat = multiply(flat, params["head"], dtype)
     else:
         flat = project("xd,vd->xv", flat, params["embed"], dtype)
     return flat.reshape(*hidden.shape[:-1], config.vocab_size)

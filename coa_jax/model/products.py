@@ -51,6 +51,34 @@ def project(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _einsum(spec, x.astype(dtype), w.astype(dtype))
 
 
+_PARTS = 4
+"""Into how many parts of its contracted axis the product of a single row falls on CPUs."""
+
+
+def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """``x [..., K]`` times a weight ``w [K, ...]``, float32 ``[..., ...]``, as `project` does it.
+
+    The product of a single row takes as long as reading the weight.  XLA shares a batch of
+    products out over the cores of a CPU, but not a lone one of a vector with few columns: there
+    the weight is read as a batch of blocks of its rows, and what they give is added.
+    """
+    kept, outputs = "abcdef"[: x.ndim - 1], "uvwxyz"[: w.ndim - 1]
+
+    def whole(x: jax.Array, w: jax.Array) -> jax.Array:
+        return project(f"{kept}k,k{outputs}->{kept}{outputs}", x, w, dtype)
+
+    def in_parts(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows, blocks = x.reshape(_PARTS, 1, -1), w.reshape(_PARTS, w.shape[0] // _PARTS, -1)
+        # As sums of two they are fused with what follows; a reduction is a pass of its own.
+        summed = functools.reduce(jnp.add, tuple(project("pak,pku->pau", rows, blocks, dtype)))
+        return summed.reshape(*x.shape[:-1], *w.shape[1:])
+
+    if x.size > x.shape[-1] or x.shape[-1] % _PARTS:
+        return whole(x, w)
+    result: jax.Array = jax.lax.platform_dependent(x, w, cpu=in_parts, default=whole)
+    return result
+
+
 def row_sum(x: jax.Array) -> jax.Array:
     """Sums over the last axis, float32, in an order that does not depend on the other axes.
 

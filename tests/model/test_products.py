@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.model.products import project, row_sum
+from coa_jax.model.products import multiply, project, row_sum
 
 
 def normal(*shape):
@@ -49,3 +49,23 @@ def test_gradients_are_those_of_the_product(dtype):
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 2.0}
     np.testing.assert_allclose(dx, 2 * out @ w.T, **tolerance)
     np.testing.assert_allclose(dw, 2 * x.T @ out, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", [(1, 1), (1,), (2, 3)])
+@pytest.mark.parametrize("shape", [(576, 96), (30, 8), (64, 3, 5, 2)])
+def test_rows_are_multiplied_with_a_weight_whatever_its_axes(kept, shape, dtype):
+    x, w = normal(*kept, shape[0]), normal(*shape)
+    out = jax.jit(multiply, static_argnums=2)(x, w, dtype)
+    expected = np.tensordot(x.astype(np.float64), w.astype(np.float64), 1)
+    assert out.shape == expected.shape
+    assert out.dtype == np.float32
+    tolerance = 1e-4 if dtype == "float32" else 1.0
+    np.testing.assert_allclose(out, expected, atol=tolerance)
+
+
+def test_a_single_row_has_the_gradients_of_any_row():
+    x, w = normal(2, 24), normal(24, 40)
+    both = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w, "float32"))))(x)
+    alone = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w, "float32"))))(x[:1])
+    np.testing.assert_allclose(alone, both[:1], rtol=1e-4, atol=1e-5)
