@@ -207,7 +207,9 @@ def unembed(
 ) -> jax.Array:
     """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if "head" in params:
+    if isinstance(params.get("head"), tuple):  # see `engine.layout.publish`
+        flat = jnp.concatenate([multiply(flat, part, dtype) for part in params["head"]], axis=1)
+    elif "head" in params:
         flat = multiply(flat, params["head"], dtype)
     else:
         flat = project("xd,vd->xv", flat, params["embed"], dtype)
