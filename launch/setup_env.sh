@@ -1,7 +1,7 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
-#                                               distill tfds notebook test dev cuda tpu
+#                                               distill tfds notebook wandb test dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
@@ -139,6 +139,18 @@ coa_program() {
   coa_say "$2 is not installed (as root: apt-get install $2): $3"
 }
 
+# coa_known EXTRA...: whether setup.py has all of them.
+coa_known() {
+  local known extra
+  known="$(sed -n 's/^    "\([a-z0-9]*\)": .*/\1/p' "$COA_ROOT/setup.py" | paste -sd ' ' -) test dev"
+  for extra in "$@"; do
+    case " $known " in
+      *" $extra "*) ;;
+      *) coa_say "error: no extra is named $extra; there are: $known"; return 1 ;;
+    esac
+  done
+}
+
 coa_setup_env() {
   local coa_fresh=no extra
   cd "$COA_ROOT" || return 1
@@ -168,4 +180,5 @@ coa_setup_env() {
   export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 }
 
+coa_known "$@" || { return 2 2>/dev/null || exit 2; }
 coa_setup_env "$@" || { return 1 2>/dev/null || exit 1; }

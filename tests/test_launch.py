@@ -105,6 +105,14 @@ def test_a_machine_without_python_gets_one_line(tree):
     ]
 
 
+@pytest.mark.parametrize("extra", ["gguff", "--help"])
+def test_an_extra_that_there_is_not_gets_one_line(tree, extra):
+    result = tree("setup_env.sh", "gguf", extra)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"[setup] error: no extra is named {extra}; there are: gguf tasks web ")
+
+
 def test_an_old_python_is_not_taken(tree):
     program(tree.tools, "python3", "exit 1")
     assert "no Python 3.11 or later" in tree("setup_env.sh").stderr

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from coa_jax.engine import layout
 from coa_jax.engine.layout import decode_mesh, groups_of
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import Attention
 from coa_jax.model.cache import layer_axes
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.forward import unembed
 from coa_jax.model.sharding import decode_shardings
 from coa_jax.model.weights import init_params, unstack_layers
 from coa_jax.parallel.mesh import AXES, make_mesh
@@ -118,6 +120,21 @@ OTHERS = ["1,8,1,4", "8,1,1,0", "1,1,8,0"]
 @pytest.mark.parametrize("cases", [["2,2,2,0"], pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_engines_of_every_layout_sample_what_one_device_samples(cases):
     assert in_eight_devices(PROGRAM, *cases) == [case.replace(",", " ") for case in cases]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_large_head_is_several_matrices_that_give_the_same_logits(rows, tied):
+    import jax
+
+    config = ModelConfig("llama", 7001, 32, 64, 1, 4, 2, 8, tie_embeddings=tied)
+    params = init_params(config, jax.random.key(0))
+    (published,) = layout.publish(params, config, "float32")
+    assert [part.shape for part in published["head"]] == [(32, 3501), (32, 3500)]
+    hidden = np.random.default_rng(rows).standard_normal((rows, 32)).astype(np.float32)
+    head = np.asarray(params["embed"]).T if tied else np.asarray(params["head"])
+    logits = unembed(published, config, hidden)
+    np.testing.assert_allclose(logits, hidden.astype(np.float64) @ head, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
