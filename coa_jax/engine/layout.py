@@ -120,7 +120,8 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
 def publish(params: Params, model: ModelConfig, dtype: str, tensor: int = 0) -> list[Params]:
     """Copies training parameters into the decoding layout, one for each group of this process.
 
-    With several processes, all of them call this.
+    With several processes, all of them call this.  On one CPU device a large output head is a tuple
+    of matrices, see `publish_program`.
 
     Args:
         params: stacked, on one device or on a training mesh.
@@ -182,8 +183,8 @@ def join(parts: Sequence[Params], model: ModelConfig, mesh: Mesh | None, tensor:
 
 
 _HEAD_COLUMNS = 3072
-"""A matrix of so many columns is multiplied with some rows as fast as a CPU can; with 49,152, whose
-elements of one column are far from each other in memory, that took twice as long on one of two."""
+"""Several rows times a matrix of 49,152 columns, where the elements of a column lie far apart in
+memory, took twice as long as times 16 matrices of this width (docs/performance.md)."""
 
 
 def head_parts(model: ModelConfig) -> int:
