@@ -68,40 +68,27 @@ for ((i = 0; i < count; i++)); do
   pids+=($!)
 done
 
-first=0 alive=$count
-declare -A number
-for i in "${!pids[@]}"; do number[${pids[i]}]=$i; done
-timer=""
-while [ "$alive" -gt 0 ]; do
-  ended=""
-  { wait -n -p ended "${pids[@]}" ${timer:+"$timer"}; } 2>/dev/null # bash has its own words
-  code=$?
-  if [ -z "${ended:-}" ]; then
-    # A signal was forwarded, or several ended together: `wait -n` does not tell of all of them.
-    ended=""
-    for pid in "${pids[@]}"; do
-      kill -0 "$pid" 2>/dev/null || ended="$pid"
-    done
-    [ -n "$ended" ] || continue
-    wait "$ended" 2>/dev/null
+exec 4>&2 2>/dev/null # bash has its own words about whoever is killed
+first=0 deadline=""
+while [ ${#pids[@]} -gt 0 ]; do
+  # Looked at in turn: `wait -n` can miss a process that ended before it was called.
+  sleep 0.2 &
+  wait $! # which a forwarded signal cuts short
+  for i in "${!pids[@]}"; do
+    kill -0 "${pids[i]}" && continue
+    wait "${pids[i]}"
     code=$?
-  fi
-  if [ "$ended" = "$timer" ]; then
-    timer=""
-    echo "error: ending the other processes" >&2
-    kill -KILL "${pids[@]}" 2>/dev/null
-    continue
-  fi
-  i="${number[$ended]}"
-  unset "pids[$i]"
-  alive=$((alive - 1))
-  [ "$code" -ne 0 ] || continue
-  echo "error: process $i ended with exit code $code" >&2
-  if [ "$first" = 0 ]; then
-    first=$code
-    sleep "$grace" &
-    timer=$!
+    unset "pids[$i]"
+    [ "$code" -ne 0 ] || continue
+    echo "error: process $i ended with exit code $code" >&4
+    if [ "$first" = 0 ]; then
+      first=$code deadline=$((SECONDS + grace))
+    fi
+  done
+  if [ -n "$deadline" ] && [ "$SECONDS" -gt "$deadline" ] && [ ${#pids[@]} -gt 0 ]; then
+    deadline=""
+    echo "error: ending the other processes" >&4
+    kill -KILL "${pids[@]}"
   fi
 done
-[ -z "$timer" ] || kill "$timer" 2>/dev/null
 exit "$first"

@@ -67,7 +67,6 @@ def test_a_signal_ends_all_processes(number):
         ["bash", SCRIPT, "2", "bash", "-c", program],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stdout is not None
         for _ in range(2):
