@@ -217,7 +217,7 @@ def main() -> None:
         history, found = run(path, kind, make_mesh(*map(int, sizes)))
         for stats, wanted in zip(history, right_history, strict=True):
             assert stats.keys() == wanted.keys()
-            for name in wanted:
+            for name in (name for name in wanted if not name.startswith("time/")):
                 np.testing.assert_allclose(
                     stats[name], wanted[name], rtol=2e-5, atol=1e-6, err_msg=name
                 )
