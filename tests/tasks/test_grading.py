@@ -44,6 +44,13 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
         ("**1955**", ("1955",)),
         ("(1955)", ("1955",)),
         ("\u201cA+\u201d.", ("A+",)),
+        ("12 angry men", ("12 Angry Men",)),
+        ("1,200 soldiers", ("1200 soldiers",)),
+        ("1.2 thousand soldiers", ("1200 soldiers",)),
+        ("Αθηνα", ("Αθήνα",)),
+        ("パリ", ("パリ",)),
+        ("ﾊﾟﾘ", ("パリ",)),
+        ("서울", ("서울",)),
     ],
 )
 def test_right_answers(answer, gold):
@@ -78,6 +85,13 @@ def test_right_answers(answer, gold):
         ("5 N", ("5N5",)),
         ("30", ("30 September 1966",)),
         ("nan", ("1",)),
+        ("12", ("12 Angry Men",)),
+        ("8", ("8 mile",)),
+        ("1200", ("1200 soldiers",)),
+        ("121932631112635270", ("121932631112635269",)),
+        ("2432902008176640001", ("2432902008176640000",)),
+        ("バリ", ("パリ",)),
+        ("हद", ("हिंदी",)),
     ],
 )
 def test_wrong_answers(answer, gold):
