@@ -29,12 +29,23 @@ from coa_jax.tools.sandbox.limits import Limits
 from coa_jax.tools.sandbox.run import Result, run
 
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
-_PRELUDE = (
-    "import sys\nsys.setrecursionlimit(50000)\nfrom typing import *\nfrom collections import *\n"
-    "from functools import *\nfrom itertools import *\nfrom heapq import *\nfrom bisect import *\n"
-    "from math import *\nimport collections, functools, itertools, heapq, bisect\n"
-    "import math, re, string\n"
+_STAR = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("statistics", "itertools", "functools", "operator", "io", "sys", "json", "builtins"),
+    "typing",
 )
+"""Modules whose names LiveCodeBench puts before a program, in this order: ``builtins`` takes back
+what those before it hide, such as ``pow`` with three arguments."""
+
+_PRELUDE = "".join(
+    [
+        *(f"from {name} import *\n" for name in _STAR),
+        *(f"import {name}\n" for name in _STAR),
+        "sys.setrecursionlimit(50000)\n",
+    ]
+)
+# As a text of its own: what has to stand at the head of a file may stand at the program's.
+_PROGRAM = "exec(compile({!r}, '<program>', 'exec'), globals())\n"
 _CALL = """
 
 def _main():
@@ -198,13 +209,14 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
 
 async def _run_case(program: str, tests: Tests, case: Case, seconds: float, memory_mb: int) -> str:
     """What goes wrong with one test, or ""."""
-    source, stdin, mark = f"{tests.prefix}\n{program}\n", case.given, secrets.token_hex(16)
+    source, stdin, mark = _PRELUDE + tests.prefix + "\n", case.given, secrets.token_hex(16)
+    source += _PROGRAM.format(program)
     if case.kind == "call":
         name = tests.entry.rpartition(".")[2]
-        source, stdin = f"{_PRELUDE}{source}{_CALL}", f"{mark}\n{name}\n{case.given}"
+        source, stdin = source + _CALL, f"{mark}\n{name}\n{case.given}"
     elif case.kind == "assert":
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
-        source, stdin = f"{_PRELUDE}{source}\n{case.given}{end}", f"{mark}\n"
+        source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     keep = 2 * len(case.expected) + (1 << 16)
     job = _isolation().job(Limits(wall_s=seconds, cpu_s=seconds, memory_mb=memory_mb))
     result = await run(job, source, stdin, keep)

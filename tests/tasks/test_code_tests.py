@@ -30,6 +30,7 @@ from tests.tools.fault_server import stopwatch
 QUICK = CodeLimits(test_s=1.5, total_s=20.0)
 SUM = {"stdin": ["1 2\n", "5 -7\n"], "expected_output": ["3\n", "-2\n"]}
 CALL = {"inputs": ["[3, 1, 2]\n2", "[]\n0"], "outputs": ["[1, 2]", "[]"], "fn_name": "smallest"}
+POWER = {"inputs": ["3\n40\n997"], "outputs": [str(pow(3, 40, 997))], "fn_name": "power"}
 ASSERTS = {
     "import_prefix": "import math\n",
     "test_code": "def check(f):\n    assert f(2) == 4\n    assert f(3) == 9\n",
@@ -51,6 +52,13 @@ def verdict(program, gold, limits=QUICK):
         (CALL, "def smallest(nums, k):\n    print('noise')\n    return tuple(sorted(nums)[:k])"),
         (ASSERTS, "def square(x):\n    return int(math.pow(x, 2))"),
         ({"functional": "assert double(4) == 8"}, "def double(x): return 2 * x"),
+        (POWER, "class Solution:\n    def power(self, x, n, m): return pow(x, n, m)"),
+        (POWER, "from __future__ import annotations\ndef power(x, n, m): return pow(x, n, m)"),
+        (SUM, "def down(n):\n    return 0 if n == 0 else down(n - 1)\ndown(20000)\n"
+              "counts = defaultdict(int)\nprint(sum(map(int, input().split())))"),
+        (SUM, "if __name__ == '__main__':\n    print(sum(map(int, input().split())))"),
+        (SUM, "import datetime, copy\nassert datetime.date.today() == deepcopy(date.today())\n"
+              "print(sum(map(int, open(0).read().split())))"),
     ],
 )  # fmt: skip
 def test_right_programs_pass_every_test(gold, program):
