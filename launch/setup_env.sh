@@ -5,7 +5,8 @@
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
-# PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later).
+# PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later); where none is
+# found, uv installs one if it is there.
 # The second run is instant: .venv/.coa_jax names what was installed for which setup.py, and it
 # is written last, so an interrupted installation is completed by the next run.
 # shellcheck shell=bash
@@ -50,6 +51,13 @@ coa_find_python() {
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
       printf '%s\n' "$candidate"
       return 0
+    fi
+  done
+  for candidate in uv "${HOME:-}/.local/bin/uv"; do
+    if command -v "$candidate" >/dev/null 2>&1; then
+      coa_quietly "uv installs Python 3.12" "$candidate" python install 3.12 &&
+        "$candidate" python find 3.12
+      return
     fi
   done
   coa_say "error: no Python 3.11 or later in PATH; install python3.11 or set PYTHON=/path/of/python"

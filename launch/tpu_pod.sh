@@ -41,7 +41,9 @@ case "$action" in
     archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$COA_ROOT" rev-parse --short HEAD).tar.gz"
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
+    # Some images of TPU VMs have Python 3.10 only: there setup_env.sh takes one from uv.
     on_all "mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && \
+{ command -v python3.11 python3.12 python3.13 >/dev/null || python3 -m pip install -q --user uv || true; } && \
 bash $dir/launch/setup_env.sh tpu gguf"
     ;;
   run)

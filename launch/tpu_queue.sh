@@ -42,9 +42,20 @@ ask() {
   [ "$spot" = no ] || request+=(--spot)
   do_it "${request[@]}"
 }
+# The request's state; NONE if there is no such request.  A question that got no answer is asked again:
+# a slice that is there must not be given back because the network was not.
 state() {
-  gcloud compute tpus queued-resources describe "$name" "${where[@]}" '--format=value(state.state)' \
-    2>/dev/null || echo NONE
+  local told tries
+  for tries in 1 2 3 4 5; do
+    if told="$(gcloud compute tpus queued-resources describe "$name" "${where[@]}" \
+      '--format=value(state.state)' 2>&1)"; then
+      printf '%s\n' "${told##*$'\n'}"
+      return
+    fi
+    case "$told" in *NOT_FOUND* | *"not found"* | *"does not exist"*) echo NONE; return ;; esac
+    [ "$tries" = 5 ] || sleep "$poll"
+  done
+  fail "gcloud does not tell the state of $name: ${told##*$'\n'}; give the same command again to go on"
 }
 give_back() {
   do_it gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
@@ -59,7 +70,7 @@ wait_for_slice() {
   fi
   local now
   while :; do
-    now="$(state)"
+    now="$(state)" || exit
     case "$now" in
       ACTIVE) return 0 ;;
       FAILED | SUSPENDED | SUSPENDING | NONE) return 1 ;;
@@ -74,14 +85,20 @@ case "$action" in
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
     coa_command ${words[@]+"${words[@]}"} >/dev/null
     for ((attempt = 0; attempt <= retries; attempt++)); do
-      # A slice of an interrupted launch is taken over.
-      [ "$dry_run" = no ] && [ "$(state)" = ACTIVE ] || ask
+      # The request of an interrupted launch is taken over, unless it was refused.
+      now=NONE
+      [ "$dry_run" = yes ] || now="$(state)" || exit
+      case "$now" in
+        NONE) ask ;;
+        FAILED | SUSPENDED | SUSPENDING) give_back && ask ;;
+      esac
       status=75
       if wait_for_slice; then
         status=0
         { do_it "${pod[@]}" setup && do_it "${pod[@]}" run ${words[@]+"${words[@]}"}; } || status=$?
         [ "$status" -ne 0 ] || exit 0
-        [ "$(state)" != ACTIVE ] || exit "$status"
+        now="$(state)" || exit
+        [ "$now" != ACTIVE ] || exit "$status"
       fi
       echo "$name is gone; slice $((attempt + 1)) of $((retries + 1))" >&2
       give_back || true

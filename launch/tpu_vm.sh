@@ -15,7 +15,9 @@
 #   --spot             cheaper, may be taken away at any moment
 #   --dry-run          print the commands, run nothing
 #
-# Give the same `run` again to continue.  What is committed is what runs.
+# Give the same `run` again to continue: a VM that was stopped is started, one that was taken away is
+# made anew.  Its disk is gone then, so with --spot the work directory belongs on a mounted file share
+# or bucket.  What is committed is what runs.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -35,8 +37,18 @@ pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
 case "$action" in
   run)
     coa_command ${words[@]+"${words[@]}"} >/dev/null
-    if [ "$dry_run" = yes ] ||
-      ! gcloud compute tpus tpu-vm describe "$name" "${where[@]}" >/dev/null 2>&1; then
+    now=NONE
+    [ "$dry_run" = yes ] || now="$(gcloud compute tpus tpu-vm describe "$name" "${where[@]}" \
+      '--format=value(state)' 2>/dev/null)" || now=NONE
+    case "$now" in
+      PREEMPTED | TERMINATED)
+        echo "$name was taken away ($now): it is made anew" >&2
+        do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet
+        now=NONE
+        ;;
+      STOPPED) do_it gcloud compute tpus tpu-vm start "$name" "${where[@]}" ;;
+    esac
+    if [ "$now" = NONE ]; then
       create=(gcloud compute tpus tpu-vm create "$name" "${where[@]}"
         "--accelerator-type=$type" "--version=$version")
       [ "$spot" = no ] || create+=(--spot)

@@ -118,6 +118,16 @@ def test_an_old_python_is_not_taken(tree):
     assert "no Python 3.11 or later" in tree("setup_env.sh").stderr
 
 
+def test_uv_brings_a_python_where_there_is_none(tree):
+    mine = tree.tools / "mypython"
+    program(tree.tools, "mypython", f'echo "$*" >>{tree.root}/calls; exit 1')
+    program(tree.tools, "uv", f'[ "$2 $3" = "find 3.12" ] && echo {mine}; exit 0')
+    result = tree("setup_env.sh")
+    assert result.returncode == 1  # this Python cannot do anything
+    assert "uv installs Python 3.12" in result.stderr
+    assert (tree.root / "calls").read_text().startswith("-c import venv, ensurepip")
+
+
 def test_a_python_without_venv_names_the_package_to_install(tree):
     program(
         tree.tools,

@@ -110,8 +110,11 @@ def cloud(tmp_path):
         "gcloud",
         f"""cd {tmp_path}; printf '%s ' "$@" >>log; echo >>log
 case "$*" in
-  *" create "*) echo ACTIVE >state ;;
-  *" describe "*) cat state 2>/dev/null || exit 1 ;;
+  *" create "*) [ ! -e state ] || {{ echo "ALREADY_EXISTS" >&2; exit 1; }}; echo ACTIVE >state ;;
+  *" describe "*)
+    if [ -s silent ]; then sed -i 1d silent; echo "connection reset" >&2; exit 1; fi
+    cat state 2>/dev/null && {{ sed -i s/WAITING_FOR_RESOURCES/ACTIVE/ state; exit 0; }} || {{ echo "NOT_FOUND: no such request" >&2; exit 1; }} ;;
+  *" start "*) echo READY >state ;;
   *" delete "*) rm -f state ;;
   *" ssh "*coa_jax.rl*)
     left=$(cat losses); [ "$left" -eq 0 ] && exit "$(cat code)"
@@ -119,11 +122,14 @@ case "$*" in
 esac""",
     )
 
-    def start(losses: int, code: int, *flags: str):
+    def start(losses: int, code: int, *flags: str, script="tpu_queue.sh", state="", silent=0):
         (tmp_path / "losses").write_text(str(losses))
         (tmp_path / "code").write_text(str(code))
-        arguments = (*FLAGS["tpu_queue.sh"], "--poll", "0", *flags, *RUN)
-        done = launch("tpu_queue.sh", *arguments, path=tools)
+        (tmp_path / "silent").write_text("x\n" * silent)
+        if state:
+            (tmp_path / "state").write_text(f"{state}\n")
+        poll = ("--poll", "0") if script == "tpu_queue.sh" else ()
+        done = launch(script, *FLAGS[script], *poll, *flags, *RUN, path=tools)
         return done, (tmp_path / "log").read_text()
 
     return start
@@ -135,6 +141,40 @@ def test_a_slice_that_was_taken_away_is_replaced(cloud):
     assert log.count("queued-resources create") == 3
     assert log.count("queued-resources delete") == 2
     assert log.count("coa_jax.rl") == 3
+
+
+def test_a_request_that_still_waits_or_was_refused_is_gone_on_with(cloud):
+    done, log = cloud(0, 0, state="WAITING_FOR_RESOURCES")
+    assert (done.returncode, log.count("queued-resources create")) == (0, 0), done.stderr
+    done, log = cloud(0, 0, state="FAILED")
+    assert done.returncode == 0, done.stderr
+    assert log.count("queued-resources delete") == log.count("queued-resources create") == 1
+
+
+def test_a_slice_is_not_given_back_because_gcloud_did_not_answer(cloud):
+    done, log = cloud(0, 0, state="ACTIVE", silent=3)
+    assert done.returncode == 0, done.stderr
+    assert "queued-resources delete" not in log and "queued-resources create" not in log
+    done, log = cloud(0, 0, state="ACTIVE", silent=99)
+    assert done.returncode == 2
+    assert "error: gcloud does not tell the state of q: connection reset" in done.stderr
+    assert "queued-resources delete" not in log
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"),
+    [
+        ("", ["create"]),
+        ("READY", []),
+        ("STOPPED", ["start"]),
+        ("PREEMPTED", ["delete", "create"]),
+    ],
+)
+def test_a_tpu_vm_that_is_there_is_used_and_one_that_was_taken_away_made_anew(cloud, state, steps):
+    done, log = cloud(0, 0, script="tpu_vm.sh", state=state)
+    assert done.returncode == 0, done.stderr
+    verbs = [line.split()[3] for line in log.splitlines() if line.startswith("compute tpus tpu-vm")]
+    assert verbs == ["describe", *steps, "scp", "ssh", "ssh"]
 
 
 def test_a_command_that_fails_on_its_slice_is_not_repeated(cloud):
