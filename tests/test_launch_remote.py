@@ -113,7 +113,8 @@ case "$*" in
   *" create "*) [ ! -e state ] || {{ echo "ALREADY_EXISTS" >&2; exit 1; }}; echo ACTIVE >state ;;
   *" describe "*)
     if [ -s silent ]; then sed -i 1d silent; echo "connection reset" >&2; exit 1; fi
-    cat state 2>/dev/null && {{ sed -i s/WAITING_FOR_RESOURCES/ACTIVE/ state; exit 0; }} || {{ echo "NOT_FOUND: no such request" >&2; exit 1; }} ;;
+    [ -e state ] || {{ echo "NOT_FOUND: no such request" >&2; exit 1; }}
+    cat state; sed -i s/WAITING_FOR_RESOURCES/ACTIVE/ state ;;
   *" start "*) echo READY >state ;;
   *" delete "*) rm -f state ;;
   *" ssh "*coa_jax.rl*)
