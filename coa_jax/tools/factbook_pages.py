@@ -168,12 +168,21 @@ def passages(limit: int = 300) -> Iterator[Passage]:
                     yield passage
 
 
-def clean(text: str) -> str:
-    """Plain ASCII text of a field: no tags, entities, accents, typography or doubled spaces."""
+def fold(text: str) -> str:
+    """Plain text: no tags, entities, typography, doubled spaces, nor accents of Latin letters.
+
+    Letters of other scripts stay as they are.
+    """
     text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
     text = html.unescape(html.unescape(re.sub(r"</?[a-zA-Z][^>]*>", "", text)))
     text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
-    text = text.encode("ascii", "ignore").decode()
+    text = unicodedata.normalize("NFKC", re.sub("[\u0300-\u036f]", "", text))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def clean(text: str) -> str:
+    """What is ASCII of a text that is `fold`-ed."""
+    text = fold(text).encode("ascii", "ignore").decode()
     return re.sub(r"\s+", " ", text).strip()
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations
 from coa_jax.tools.base import Observation, ToolContext, is_repeat
-from coa_jax.tools.factbook_pages import Passage, clean
+from coa_jax.tools.factbook_pages import Passage, fold
 
 if TYPE_CHECKING:
     # Imported where it is used: it computes something with JAX at once, and the processes of a pod
@@ -47,7 +47,8 @@ _STOP_WORDS = frozenset(
     {"a", "an", "and", "are", "by", "does", "for", "has", "how", "in", "is", "it", "of", "on"}
     | {"or", "that", "the", "to", "was", "what", "when", "where", "which", "who", "whose", "with"}
 )
-_WORD = re.compile(r"(?<![\w.])\.[a-z]{2}\b|[a-z0-9]+")
+_SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|[{_SIGNS}]|[^\W_{_SIGNS}]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,12 @@ class Index(Protocol):
 
 
 def tokenize(text: str) -> list[str]:
-    """Words of a passage or query: lower case, ASCII, no stop words, "1,234" as one number.
+    """Words of a passage or query: lower case, no accents, no stop words, "1,234" as one number.
 
-    An internet code keeps its dot (".is"), which tells it from the word.
+    An internet code keeps its dot (".is"), which tells it from the word.  Chinese and Japanese,
+    which have no blanks, are taken sign by sign.
     """
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", clean(text).lower())
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", fold(text).lower())
     return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
 
 

@@ -94,6 +94,24 @@ def test_internet_codes_are_not_words():
     assert tokenize("The code .is is 1,234,5") == ["code", ".is", "1234", "5"]
 
 
+def test_corpora_of_any_script_are_searched(tmp_path):
+    assert tokenize("Straße in Côte-d'Azur_2") == ["strasse", "cote", "d", "azur", "2"]
+    assert tokenize("東京は日本のAI") == ["東", "京", "は", "日", "本", "の", "ai"]
+    passages = (
+        Passage("Москва", "Столица России, население 13 миллионов."),
+        Passage("Αθήνα", "Πρωτεύουσα της Ελλάδας."),
+        Passage("東京", "日本の首都である。"),
+        Passage("القاهرة", "عاصمة مصر"),
+        Passage("서울", "대한민국의 수도이다."),
+    )
+    index = load_index(tmp_path, passages=passages)
+    for query, title in (
+        ("столица РОССИИ", "Москва"), ("πρωτευουσα", "Αθήνα"), ("日本首都", "東京"),
+        ("عاصمة", "القاهرة"), ("수도이다", "서울"),
+    ):  # fmt: skip
+        assert index.search(query, 1)[0].passage.title == title
+
+
 def test_repeated_empty_and_hopeless_queries(tool):
     repeat = run(tool, " capital  of Chad ", (("wiki_search", "capital of Chad"),))
     assert repeat.outcome == "error" and "already searched" in repeat.text and not repeat.ok
