@@ -56,8 +56,9 @@ def test_a_notebook_is_stored_without_outputs(path):
             assert cell.execution_count is None
 
 
-def test_explore_run_shows_a_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("COA_JAX_RUN", str(write_run(tmp_path / "a run")))
+def execute(run: Path, monkeypatch) -> list:
+    """The outputs of the notebook on a run directory."""
+    monkeypatch.setenv("COA_JAX_RUN", str(run))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     notebook = nbformat.read(REPOSITORY / "notebooks" / "explore_run.ipynb", as_version=4)
     client = NotebookClient(
@@ -67,6 +68,11 @@ def test_explore_run_shows_a_run(tmp_path, monkeypatch):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    return outputs
+
+
+def test_explore_run_shows_a_run(tmp_path, monkeypatch):
+    outputs = execute(write_run(tmp_path / "a run"), monkeypatch)
     pages = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
     assert sum("image/png" in o.data for o in outputs if "data" in o) == 4
     assert "0.750" in pages and "0.690 to 0.810" in pages
@@ -76,3 +82,21 @@ def test_explore_run_shows_a_run(tmp_path, monkeypatch):
     # Text of tools is shown and not obeyed.
     assert "&lt;script&gt;document.title" in pages
     assert "<script>" not in pages and "<img" not in pages
+
+
+@pytest.mark.parametrize("missing", [("summary.json",), ("metrics.jsonl",), ("traces.jsonl",)])
+def test_explore_run_shows_what_a_stage_of_its_own_wrote(tmp_path, monkeypatch, missing):
+    run = write_run(tmp_path / "run")
+    for name in missing:
+        (run / name).unlink()
+    outputs = execute(run, monkeypatch)
+    pages = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    assert ("0.690 to 0.810" in pages) == ("summary.json" not in missing)
+    assert ("wiki_search</td><td>8</td>" in pages) == ("traces.jsonl" not in missing)
+
+
+def test_explore_run_shows_an_evaluation_under_a_name_of_its_own(tmp_path, monkeypatch):
+    with RunDir(tmp_path) as run:
+        run.summary({"ours": run_files.block(0.5, 200)})
+    outputs = execute(tmp_path, monkeypatch)
+    assert "<td>ours</td>" in "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
