@@ -13,6 +13,7 @@ a killed run that is started again finds there what it has done, and pays for no
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,8 @@ async def _work(
     workdir: Path,
 ) -> dict[str, Any]:
     endpoints = {
-        name: Endpoint(
-            build(EndpointConfig, config[name], f"config.{name}"), workdir / f"calls/{name}.jsonl"
-        )
-        for name in ("endpoint", "solver")
-        if name in config
+        name: Endpoint(settings, workdir / f"calls/{name}.jsonl")
+        for name, settings in _endpoints(config).items()
     }
     model = endpoints.get("endpoint")
     documents = [document_of(passage) for passage in index.passages]
@@ -103,6 +101,22 @@ async def _work(
         "resumed_runs": with_tools.resumed,
         "spent": {name: endpoint.spent.to_json() for name, endpoint in endpoints.items()},
     }
+
+
+def _endpoints(config: ml_collections.ConfigDict) -> dict[str, EndpointConfig]:
+    """Who writes and who is asked without tools, as far as the configuration has them."""
+    found = {
+        name: build(EndpointConfig, config[name], f"config.{name}")
+        for name in ("endpoint", "solver")
+        if name in config
+    }
+    solver, main = found.get("solver"), found.get("endpoint")
+    if solver is not None and main is not None and not solver.base_url and not solver.model:
+        found["solver"] = dataclasses.replace(
+            solver,
+            **{k: getattr(main, k) for k in ("base_url", "model", "key_variable", "prices")},
+        )
+    return found
 
 
 def _with_tools(

@@ -178,7 +178,7 @@ def test_a_model_writes_questions_on_any_corpus_and_nothing_is_paid_for_twice(tm
             "synthesis.width": 3,
             "synthesis.batch": 6,
             "without_tools.samples": 4,
-            **{f"{e}.{k}": v for e in ("endpoint", "solver") for k, v in reach.items()},
+            **{f"endpoint.{k}": v for k, v in reach.items()},  # and so of the solver
             "endpoint.max_calls": limit,
         }
         config = load_config("configs/synthesize/endpoint.py", changes)

@@ -197,12 +197,15 @@ def main(argv: list[str]) -> None:
     """Entry point."""
     if len(argv) != 3:
         raise UserError("give two result files: ... compare A/results.json B/results.json")
+    out = Path(flags.FLAGS.out) if flags.FLAGS.out else None
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out={out}: give a file in a directory that exists")
     a, b = load(argv[1]), load(argv[2])
     found = compare(a, b)
     print(text(a, b, found))
-    if flags.FLAGS.out:
+    if out is not None:
         value = {"a": argv[1], "b": argv[2], **dataclasses.asdict(found)}
-        files.write_json(Path(flags.FLAGS.out), json.loads(json.dumps(value)))
+        files.write_json(out, json.loads(json.dumps(value)))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ Takes: for each question a call to write it, ten to thirty for the team that sol
 and ``without_tools.samples`` (32) for the answers without; ``synthesis.batch`` go on at a time.
 Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every exchange.
 
-``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct);
-each of the two endpoints has its own budget and prices.  A judge (``judge.chat.url``, ``model``)
-decides where the team's answer is not word for word the accepted one.
+``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct),
+``endpoint``'s where it names none; each of the two has its own budget.  A judge
+(``judge.chat.url``, ``model``) decides where the team's answer is not word for word the accepted
+one.
 """
 
 from __future__ import annotations
@@ -38,5 +39,5 @@ def get_config() -> ml_collections.ConfigDict:
         config.with_tools.attempts = 2
         config.without_tools.who = "endpoint"
         config.endpoint = complete(EndpointConfig, endpoint)
-        config.solver = complete(EndpointConfig, {**endpoint, "temperature": 1.0})
+        config.solver = complete(EndpointConfig, {"temperature": 1.0, "max_calls": 50_000})
     return config

@@ -105,3 +105,7 @@ def test_the_command_compares_two_files(tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["tasks"] == 3
     wrong = run(tmp_path / "a.json", tmp_path / "c.json")
     assert wrong.returncode == 2 and "not a result file" in wrong.stderr
+    for out in (tmp_path, tmp_path / "none" / "out.json"):
+        wrong = run(tmp_path / "a.json", tmp_path / "b.json", f"--out={out}")
+        assert wrong.returncode == 2 and wrong.stdout == ""
+        assert wrong.stderr == f"error: --out={out}: give a file in a directory that exists\n"
