@@ -49,7 +49,7 @@ class Pipeline:
         self.held_out = load_tasks(
             self.evaluation.tasks,
             self.evaluation.split,
-            self.evaluation.num_tasks,
+            self.evaluation.num_tasks or None,
             self.evaluation.seed,
         )
         self.teacher = build(DistillConfig, self.config["teacher"], "config.teacher")

@@ -63,6 +63,7 @@ class Journal:
         self._verdicts_file = self.folder / "verdicts.jsonl"
         self._places: dict[Key, tuple[int, int]] = {}  # offset and length of a sample's line
         self._changed = False
+        self._golds: dict[str, str] = {}  # task -> digest of what it is graded by
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
 
@@ -89,6 +90,8 @@ class Journal:
         elif known.exists():
             self._check_settings(files.read_json_object(known))
         files.write_json(known, dict(self.settings))
+        # An accepted answer that was mended makes the grades by the old one void.
+        self._golds = {task.id: digest([task.gold, task.metadata]) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
         for offset, length, row in self._rows():
             if row.get("metadata", {}).get("phase") != self.phase:
@@ -142,11 +145,17 @@ class Journal:
             return
         files.cut_torn_line(self._verdicts_file)
         for row in jsonl.read_lines(self._verdicts_file, dict):
-            if row.get("grading") == self._grading:
+            if row.get("grading") == self._grading and self._holds(row):
                 self.verdicts[row["name"]] = row["value"]
         for key, sample in self.samples.items():
             if (value := self.verdicts.get(_grade(key))) is not None:
                 self.samples[key] = sample.graded(Reward(**value))
+
+    def _holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a verdict is no grade, or one by the accepted answers that the task has now."""
+        kind, _, place = row["name"].partition("/")
+        gold = self._golds.get(place.rpartition("/")[0])
+        return kind != "grade" or gold is None or row.get("gold") == gold
 
     # --- what is new
 
@@ -168,12 +177,13 @@ class Journal:
         """Keeps a grade; one without a value is none, and is asked for again another time."""
         self.samples[key] = self.samples[key].graded(reward)
         if reward.value is not None:
-            self.say(_grade(key), {"value": reward.value, "parts": reward.parts})
+            value = {"value": reward.value, "parts": reward.parts}
+            self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
 
-    def say(self, name: str, value: Any) -> None:
-        """Keeps a verdict."""
+    def say(self, name: str, value: Any, **more: str) -> None:
+        """Keeps a verdict, in a row with what else is given."""
         self.verdicts[name] = value
-        row = {"name": name, "grading": self._grading, "value": value}
+        row = {"name": name, "grading": self._grading, "value": value, **more}
         files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
         self._changed = True
 

@@ -22,6 +22,7 @@ from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
 from coa_jax.tasks import Graders, Task
+from coa_jax.tasks.graders import opened
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
@@ -185,7 +186,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
     if first.strip() == second.strip():
         return True
     for gold, answer in ((first, second), (second, first)):
-        asked = dataclasses.replace(task, gold=(gold,))
+        asked = dataclasses.replace(task, gold=(opened(task, gold) or gold,))
         if task.metadata.get("scorer") == "reasoning_gym":  # its scorer knows one gold answer
             asked = dataclasses.replace(asked, metadata={})
         value = (await graders.grade(asked, _answering(asked, answer))).value

@@ -28,6 +28,7 @@ from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import Limits
 from coa_jax.tools.sandbox.run import Result, run
 
+_WHOLE = re.compile(r"[-+]?[0-9]+")
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
 _STAR = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
@@ -275,9 +276,10 @@ def _same_numbers(a: str, b: str) -> bool:
 def same_tokens(given: str, expected: str) -> bool:
     """Whether outputs agree as CodeContests compares them.
 
-    Lines do not matter; each word is the same, or a number within 1e-5 of the expected one.
+    Neither lines nor case matter; each word is the same, or a number less than 1e-5 away from the
+    expected one.  Whole numbers have to be equal, also where a float could not tell them apart.
     """
-    ours, theirs = given.split(), expected.split()
+    ours, theirs = given.lower().split(), expected.lower().split()
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
@@ -285,6 +287,8 @@ def _close(a: str, b: str) -> bool:
     if a == b:
         return True
     try:
-        return abs(float(a) - float(b)) <= 1e-5 * max(1.0, abs(float(b)))
+        if _WHOLE.fullmatch(a) and _WHOLE.fullmatch(b):
+            return decimal.Decimal(a) == decimal.Decimal(b)
+        return abs(float(a) - float(b)) < 1e-5
     except ValueError:
         return False

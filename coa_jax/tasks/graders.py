@@ -130,7 +130,7 @@ class Graders:
         answer = trajectory.answer
         grader = task.metadata.get("grader", "exact_match")
         if task.metadata.get("scorer") == "reasoning_gym":
-            return "exact_match", generator_score(task, _opened(task, answer))
+            return "exact_match", generator_score(task, opened(task, answer))
         if grader == "code":
             return "code", await self._code(task, answer)
         if grader == "math":
@@ -143,11 +143,11 @@ class Graders:
         if self.judge is not None and (grader == "judge" or self.config.judge_all):
             if answer is None:
                 return "judge", 0.0
-            verdict = await self.judge(task.question, task.gold, _opened(task, answer) or "")
+            verdict = await self.judge(task.question, task.gold, opened(task, answer) or "")
             return "judge", None if verdict is None else float(verdict)
         name = self.config.answer
         if name == "f1":
-            return name, release_rewards.f1(_opened(task, answer) or "", task.gold)
+            return name, release_rewards.f1(opened(task, answer) or "", task.gold)
         if name in release_rewards.QA:
             return name, release_rewards.QA[name](trajectory.text, task.gold)
         return name, self._exact(task, answer, name)
@@ -156,8 +156,8 @@ class Graders:
         if name == "code":
             return 0.0
         if task.metadata.get("scorer") == "reasoning_gym":
-            return generator_score(task, _opened(task, answer))
-        return grade_answer(_opened(task, answer), task.gold)
+            return generator_score(task, opened(task, answer))
+        return grade_answer(opened(task, answer), task.gold)
 
     async def _math(self, task: Task, answer: str | None) -> float | None:
         seconds = self.config.maths_s
@@ -192,7 +192,7 @@ class Graders:
             raise UserError(f"task {task.id}: its tests cannot be read: {error}") from error
 
 
-def _opened(task: Task, answer: str | None) -> str | None:
+def opened(task: Task, answer: str | None) -> str | None:
     """The answer; of the code protocol, what is in the box."""
     if answer is not None and task.protocol == "code":
         return parse_boxed(answer) or answer

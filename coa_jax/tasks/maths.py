@@ -37,6 +37,8 @@ def _expression(text: str) -> str:
     """
     boxed = parse_boxed(text)
     text = text if boxed is None else boxed
+    if len(text) > _LONGEST:
+        return text.strip()  # too long to be compared, and to be looked through for formulas
     found = list(_DELIMITED.finditer(text))
     formulas = ["".join(filter(None, match.groups())) for match in found]
     if len(found) == 1:
@@ -92,7 +94,8 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     Args:
         answer: the body of an answer, with or without ``\boxed`` and dollar signs.
         gold: likewise.
-        timeout: seconds after which the answer counts as wrong.
+        timeout: seconds after which the answer counts as wrong.  Those in which other
+            comparisons kept all processes busy do not count, up to six times as many.
 
     Raises:
         UserError: math-verify is not installed.
@@ -112,7 +115,7 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     if _WORD.fullmatch(given) and _WORD.fullmatch(wanted):  # not a product of its letters
         return given.lower() == wanted.lower()
     try:
-        return bool(_workers().ask(wanted, given, timeout=timeout))
+        return bool(_workers().ask(wanted, given, timeout=timeout, wait=6 * timeout))
     except WorkerTimeoutError:
         return False
     except WorkerBusyError as error:

@@ -61,12 +61,13 @@ class Workers:
         for _ in range(count or min(4, os.cpu_count() or 1)):
             self._free.put(None)
 
-    def ask(self, *arguments: Any, timeout: float) -> Any:
+    def ask(self, *arguments: Any, timeout: float, wait: float | None = None) -> Any:
         """Calls the function in a process and waits.
 
         Args:
             arguments: of the function.
-            timeout: seconds for waiting for a free process and for the call.
+            timeout: seconds for the call.
+            wait: seconds for waiting for a free process; None if both have ``timeout`` together.
 
         Raises:
             WorkerBusyError: no process was free in time, or none can be started.
@@ -75,9 +76,11 @@ class Workers:
         """
         end = time.monotonic() + timeout
         try:
-            process = self._free.get(timeout=max(timeout, 0.0))
+            process = self._free.get(timeout=max(timeout if wait is None else wait, 0.0))
         except queue.Empty:
             raise WorkerBusyError("no process was free in time") from None
+        if wait is not None:
+            end = time.monotonic() + timeout
         try:
             if process is None or not process.alive:
                 process = _Process(self._function, self._memory_mb)

@@ -211,6 +211,14 @@ def test_another_way_of_grading_grades_again_and_runs_nothing(tmp_path):
     assert outcome["figures"]["mean_value"] == 1.0
 
 
+def test_an_accepted_answer_that_was_mended_grades_again_and_runs_nothing(tmp_path):
+    one = dataclasses.replace(CONFIG, samples=1)
+    before = run(tmp_path, one, tasks=WRONG)["figures"]["pass_at_1"]
+    after = run(tmp_path, one, refuse, tasks=TASKS)["figures"]["pass_at_1"]
+    assert after > before
+    assert run(tmp_path, one, refuse, tasks=TASKS)["figures"]["pass_at_1"] == after
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"samples": 0}, "config.samples is 0"), ({"instructions": "absent.txt"}, "absent.txt")],

@@ -53,6 +53,8 @@ def test_numbers_and_formulas_are_compared_by_value():
     assert voted(["3", "1,000", "1000"]) == 1
     boxes = [r"\boxed{3}", r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{4}"]
     assert voted(boxes, grader="math", protocol="code") == 1
+    boxes = [r"\boxed{3}", r"\boxed{1000}", r"\boxed{1,000}", r"So \boxed{1000}"]
+    assert voted(boxes, protocol="code") == 1
 
 
 class Model:

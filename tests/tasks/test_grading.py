@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coa_jax.tasks import Task, grade, grade_answer
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
+from tests.tools.fault_server import stopwatch
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,13 @@ def test_grading_never_raises(answer, gold):
 def test_numbers_match_in_every_spelling(value):
     assert grade_answer(f"{value:,}", (f"{value}",)) == 1.0
     assert grade_answer(f"{value + 1:,}", (f"{value}",)) == 0.0
+
+
+@pytest.mark.parametrize("unit", ["' . .", "a the ", "(", "1,", "million "])
+def test_endless_answers_are_graded_at_once(unit):
+    seconds = stopwatch()
+    grade_answer(unit * 20_000, ("Paris", "12"))
+    assert seconds() < 5
 
 
 TASK = Task("t", "What?", "generalist", ("Gaborone",), "test", {})

@@ -55,6 +55,17 @@ def test_what_goes_wrong_is_an_error_and_the_next_call_works(workers, what):
     assert workers.ask("echo", 1, timeout=20)[1] == 1
 
 
+def test_waiting_for_others_does_not_take_a_calls_own_time():
+    one = Workers("tests.tools.test_worker:act", count=1)
+    one.ask("echo", timeout=30)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(one.ask, "sleep", 1.5, timeout=30)
+        time.sleep(0.3)
+        second = threads.submit(one.ask, "sleep", 0.5, timeout=1.0, wait=30.0)
+        assert second.result()[1] == 0.5
+        assert first.done()
+
+
 def test_an_endless_call_is_killed_in_time(workers):
     process, _ = workers.ask("echo", timeout=20)
     seconds = stopwatch()
