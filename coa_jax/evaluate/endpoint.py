@@ -30,6 +30,8 @@ from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
 _TOO_LONG = re.compile(r"context|max_tokens|too long|maximum", re.IGNORECASE)
 _BYTES = 3  # of an observation for a token, about
+_MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_turn>)")
+"""Beginnings of what chat templates write between turns, in several spellings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +307,9 @@ class _Episode:
         seen = unavailable(name) if tool is None else await call(tool, arguments, context)
         end = time.monotonic()
         self.tool_seconds += end - start
-        body = quote_tool_text(self.protocol, seen.text)[: self.endpoint.observation_chars]
+        # The server reads the whole text as a chat: what looks like its marks must not be one.
+        body = _MARK.sub("< ", quote_tool_text(self.protocol, seen.text))
+        body = body[: self.endpoint.observation_chars]
         begun, ended = start - self.began, end - self.began
         record = ToolCall(name, arguments, body, seen.outcome, seen.ok, begun, ended, seen.detail)
         self.chain.observe(observation_text(self.protocol, body), record)

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import logging
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -20,17 +21,19 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
-from coa_jax.tools.net.address import Guard, parse_url
+from coa_jax.tools.net.address import Guard, host_of, parse_url
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.text import clip
 from coa_jax.tools.robots import Robots
-from coa_jax.tools.summarize import click_intent, summarize
+from coa_jax.tools.summarize import click_intent, last_query, summarize
 from coa_jax.tools.turns import Turns
 from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
 from coa_jax.tools.wiki_search import Index
 from coa_jax.tools.worker import WorkerError, Workers
+
+_log = logging.getLogger(__name__)
 
 _BAD_CALL = (
     "No address was found. Write one or more addresses that begin with http:// or https://, joined"
@@ -64,7 +67,7 @@ class CrawlConfig:
     max_bytes: int = 8 << 20
     attempts: int = 2
     robots: bool = True
-    allow_hosts: tuple[str, ...] = (LOCAL_HOST,)
+    allow_hosts: tuple[str, ...] = ()
     blocked: tuple[str, ...] = MIRRORS
     concurrency: int = 16
     summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
@@ -110,7 +113,19 @@ class CrawlPage:
         self._workers = Workers("coa_jax.tools.page_text:extract")
         self._turns = Turns(config.concurrency)
         self.deadline = config.timeout_s + 1.0
-        self.settings = json.dumps([config.page_chars, config.max_pages, config.summarizer.model])
+        self.settings = json.dumps(
+            [
+                *(config.page_chars, config.max_pages, config.robots),
+                *(config.allow_hosts, config.blocked),
+                *(config.summarizer.url, config.summarizer.model),
+            ]
+        )
+
+    def depends_on(self, context: ToolContext) -> list[str]:
+        """What of the trajectory an answer depends on besides the addresses."""
+        if not self._config.summarizer:
+            return []
+        return [context.question, last_query(context), context.think.strip()]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Reads the pages between the tags, all at a time."""
@@ -136,7 +151,9 @@ class CrawlPage:
             texts.append(f"[{left} more left out: at most {len(kept)} pages are read in a call]")
         errors = [error for _, error in pages if error is not None]
         ok = len(errors) < len(kept)
-        outcome: Outcome = "ok" if ok else "timeout" if set(errors) == {"timeout"} else "error"
+        outcome: Outcome = "ok" if ok else "error"
+        if not ok and ("fault" in errors or set(errors) == {"timeout"}):
+            outcome = "fault" if "fault" in errors else "timeout"
         detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
         if call.summary_failures:
             detail["summary_failures"] = call.summary_failures
@@ -183,6 +200,9 @@ class _Call:
         except TimeoutError:
             why = "it took too long"
             return f"Page {number} [{url}]: [Page content not accessible: {why}]", "timeout"
+        except Exception:  # a fault of ours costs this page, not the others of the call
+            _log.exception("crawl_page cannot read %s", url)
+            return f"Page {number} [{url}]: [Page content not accessible: it failed]", "fault"
         return f"Page {number} [{url}] Summary:\n{await self.shorten(text)}", None
 
     async def read(self, url: str) -> str:
@@ -193,7 +213,7 @@ class _Call:
         """
         tool, most = self.tool, 8 * self.tool._config.page_chars
         parsed = parse_url(url)
-        if parsed.host == LOCAL_HOST:
+        if host_of(parsed) == LOCAL_HOST:
             return await asyncio.to_thread(tool.local_page, url)
         if tool._robots is not None and not tool._guard.blocks(parsed):
             why = await tool._robots.why_not(parsed)

@@ -52,7 +52,8 @@ class Recorded:
         Args:
             tool: the tool; settings on which its answers depend are in its attribute
                 ``settings``, if it has one, and name the entries of a cache too.  One whose
-                answers depend on the earlier calls has ``remembers``.
+                answers depend on the earlier calls has ``remembers``; ``depends_on(context)``
+                gives texts of the trajectory on which they depend.
             store: where answers are kept.
             mode: see `Mode`.
             max_age_s: seconds after which a cache calls again; None for never.
@@ -74,8 +75,10 @@ class Recorded:
     def key(self, arguments: str, context: ToolContext) -> str:
         """The name of a call's entry."""
         repeated = is_repeat(self.name, arguments, context)
+        depends_on = getattr(self.tool, "depends_on", None)
+        parts = [] if depends_on is None else depends_on(context)
         if not getattr(self.tool, "remembers", False):
-            return key_of(self.name, self._settings, arguments.strip(), repeated)
+            return key_of(self.name, self._settings, arguments.strip(), repeated, *parts)
         earlier = [[body.strip(), outcome] for body, outcome in own_calls(self.name, context)]
         return key_of(self.name, self._settings, arguments.strip(), earlier)
 

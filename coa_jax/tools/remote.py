@@ -79,6 +79,8 @@ class RemoteSearch:
             hits = _hits(answer)[: self._top_k]
         except FetchError as error:
             outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
+            if error.by_request:
+                outcome = "error"
             text = f"The search failed: {error.message}. Search again, or go on without it."
             detail = {"error": f"{error.kind}: {error.message}"}
             return Observation(text, False, outcome, time.monotonic() - start, detail)
@@ -174,6 +176,8 @@ class RemoteCode:
             result = _result(answer)
         except FetchError as error:
             outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
+            if error.by_request:
+                outcome = "error"
             text = f"The {self.name} tool is not available at the moment: {error.message}."
             detail = {"exception": f"{error.kind}: {error.message}"}
             return Observation(text, False, outcome, time.monotonic() - start, detail)

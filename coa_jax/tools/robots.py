@@ -57,4 +57,7 @@ class Robots:
             if error.kind == "status" and (error.status or 0) >= 500:
                 return "the site's rules for robots cannot be read"
             return None
-        return await asyncio.to_thread(Protego.parse, decode(response.body, response.headers))
+        text = decode(response.body, response.headers)
+        # Halves of surrogate pairs, which some encodings can hide, are no text to the parser.
+        text = text.encode("utf-8", "replace").decode()
+        return await asyncio.to_thread(Protego.parse, text)

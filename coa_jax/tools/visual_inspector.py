@@ -25,7 +25,6 @@ from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.text import clip
-from coa_jax.tools.web_search import LOCAL_HOST
 
 _BAD_CALL = (
     'The call could not be read. Write a JSON object such as {"file_path": "picture.png",'
@@ -60,7 +59,7 @@ class VisualConfig:
         default_factory=lambda: ChatConfig(max_tokens=1000, timeout_s=60.0)
     )
     folder: str = ""
-    allow_hosts: tuple[str, ...] = (LOCAL_HOST,)
+    allow_hosts: tuple[str, ...] = ()
     max_bytes: int = 10 << 20
     max_chars: int = 6000
 
@@ -122,7 +121,7 @@ class VisualInspector:
             text = await chat(self._config.chat, [{"role": "user", "content": content}], left)
         except FetchError as error:
             text = f"The image could not be looked at: {error.message}. Go on without it."
-            return seen(text, _outcome(error, "fault"))
+            return seen(text, _outcome(error, "error" if error.by_request else "fault"))
         return seen(clip(text, self._config.max_chars), "ok")
 
     async def _image(self, path: str, seconds: float) -> bytes:

@@ -25,6 +25,9 @@ from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.wiki_search import Index
 
+_QUERY_BYTES = 2000
+"""Longest query as part of an address; what search services take."""
+
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
 
@@ -211,7 +214,9 @@ class WebSearch:
         )
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
-        self.settings = json.dumps([self.provider, url, config.top_k, config.snippet_chars])
+        self.settings = json.dumps(
+            [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
+        )
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the text between the tags."""
@@ -220,6 +225,9 @@ class WebSearch:
         if not query:
             text = "The query is empty. Write what to search for between the tags."
             return Observation(text, False, "bad_call", time.monotonic() - start)
+        if len(urllib.parse.quote(query)) > _QUERY_BYTES:
+            text = "The query is too long. Search for its most telling words."
+            return Observation(text, False, "error", time.monotonic() - start)
         if is_repeat(self.name, arguments, context):
             text = "This query was already searched. Use its result or search for something else."
             seconds = time.monotonic() - start
@@ -230,6 +238,8 @@ class WebSearch:
             found = await self._search(query, self._config.top_k, self._limits.within(left))
         except FetchError as error:
             outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
+            if error.by_request:
+                outcome = "error"
             detail["error"] = f"{error.kind}: {error.message}"
             text = f"The search failed: {error.message}. Search again, or go on without it."
             return Observation(text, False, outcome, time.monotonic() - start, detail)

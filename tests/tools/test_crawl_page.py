@@ -13,6 +13,8 @@ from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.net.store import Store
+from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.wiki_search import load_index
 from tests.tools import fault_server
 
@@ -165,6 +167,34 @@ def test_links_of_the_local_search_can_be_opened(reader):
     seen = ask(reader, "http://wiki.local/Aland | http://wiki.local/Atlantis")
     assert "Aland: Capital\nMariehamn.\n\nAland: Area\n1,580 sq km." in seen.text
     assert "[Page content not accessible: there is no such page]" in seen.text
+
+
+def test_a_page_that_breaks_the_reader_costs_its_own_entry_only(server, reader, monkeypatch):
+    def broken(title):
+        raise RuntimeError("oh")
+
+    monkeypatch.setattr(reader, "local_page", broken)
+    far = "http://127.0.0.1:99999/"
+    seen = ask(reader, f"http://wiki.local./Aland|{far}|{server.url('/page')}")
+    assert seen.ok and FACT in seen.text
+    assert seen.detail["errors"] == ["fault", "refused"]
+    assert ask(reader, f"http://wiki.local/Aland|{far}").outcome == "fault"
+
+
+def test_what_a_stored_answer_depends_on_names_it(index, tmp_path):
+    chat = ChatConfig("http://127.0.0.1:1/llm", "small")
+    store = Store(tmp_path / "calls.sqlite")
+
+    def key(context, mode="cache", **options):
+        return Recorded(tool(index, **options), store, mode).key("http://a.example", context)
+
+    context = ToolContext(question="How tall is it?")
+    other = ToolContext(question="Who built it?")
+    assert key(context) == key(other)
+    assert key(context) != key(context, blocked=("a.example",))
+    assert key(context) != key(context, robots=False)
+    for mode in ("cache", "record"):
+        assert key(context, mode, summarizer=chat) != key(other, mode, summarizer=chat)
 
 
 def test_long_pages_and_long_lists_are_cut(server, index):

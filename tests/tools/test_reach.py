@@ -65,7 +65,7 @@ def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
             "store": {"path": str(tmp_path / "calls.sqlite"), "mode": "record"},
         },
     )
-    assert code == 0 and len(lines) == 7
+    assert code == 0 and len(lines) == 7, lines
     assert "serper: " in lines["web_search"] and "key SERPER_API_KEY is set" in lines["web_search"]
     assert "robots IGNORED" in lines["crawl_page"] and "summaries by m at" in lines["crawl_page"]
     assert "Height of the tide" in lines["tide"]

@@ -137,6 +137,15 @@ def test_a_service_that_fails_is_a_fault_or_a_timeout_in_time(server, path):
     assert "127.0.0.1" not in seen.text and KEY not in f"{seen}"
 
 
+def test_a_query_that_cannot_be_searched_is_the_mistake_of_who_wrote_it(server):
+    for query in ("word " * 900, "\u00fc" * 700):
+        seen = ask(tool(server), query)
+        assert (seen.ok, seen.outcome) == (False, "error") and "too long" in seen.text
+    for status in (400, 413, 422):
+        server.pages["/choosy"] = lambda h, status=status: h.answer(b"no", status)
+        assert ask(tool(server, "/choosy")).outcome == "error"
+
+
 def test_the_deadline_of_the_caller_comes_first(server):
     seen = ask(tool(server, "/hang", timeout_s=30), deadline=0.8)
     assert seen.outcome == "timeout" and seen.seconds < 0.8

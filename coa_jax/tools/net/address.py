@@ -72,7 +72,7 @@ class Guard:
 
     def blocks(self, url: httpx2.URL) -> bool:
         """Whether an address is on the list of those that may not be reached."""
-        host, path = _host(url), f"/{url.path.lower().lstrip('/')}"
+        host, path = host_of(url), f"/{url.path.lower().lstrip('/')}"
         path = posixpath.normpath(path)  # as servers read it: dots and doubled slashes are nothing
         for entry in self.block:
             name, _, start = entry.lower().partition("/")
@@ -93,19 +93,22 @@ def parse_url(text: str) -> httpx2.URL:
         raise FetchError("refused", "the address holds blanks or control characters")
     try:
         url = httpx2.URL(text)
-        host = _host(url)
+        host = host_of(url)
     except (httpx2.InvalidURL, ValueError, TypeError) as error:
         raise FetchError("refused", "the address cannot be read") from error
     if url.scheme not in ("http", "https"):
         raise FetchError("refused", "only http and https addresses can be opened")
     if not host:
         raise FetchError("refused", "the address names no host")
+    if url.port is not None and not 0 < url.port < 1 << 16:
+        raise FetchError("refused", "the address names no port that there is")
     if url.userinfo:
         raise FetchError("refused", "addresses with a user name are not opened")
     return url.copy_with(fragment=None)
 
 
-def _host(url: httpx2.URL) -> str:
+def host_of(url: httpx2.URL) -> str:
+    """The host in lower case, without the dot that may end a name."""
     return url.raw_host.decode("ascii").rstrip(".").lower()
 
 

@@ -43,6 +43,11 @@ class FetchError(Exception):
         self.retry_after = retry_after
 
     @property
+    def by_request(self) -> bool:
+        """Whether the service refused what it was asked, which is the mistake of who asked."""
+        return self.status in (400, 413, 414, 422)
+
+    @property
     def transient(self) -> bool:
         """Whether another attempt may succeed."""
         if self.kind == "status":

@@ -274,7 +274,7 @@ def _seconds(text: str) -> float | None:
         return min(float(text[:9]), 3600.0)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
 
 
