@@ -103,9 +103,9 @@ def time_for(limit: float, context: ToolContext) -> float:
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     """Calls a tool so that nothing it does can hurt the loop.
 
-    A deadline that passes becomes ``timeout``, an exception becomes ``fault``.  Only
-    cancellation of the caller itself is let through.  No key is in the observation, whatever tool
-    gave it (`redact_all`).
+    A deadline that passes becomes ``timeout``, an exception becomes ``fault``, and so does the
+    cancellation of what a tool waits for.  Only cancellation of the caller itself is let through.
+    No key is in the observation, whatever tool gave it (`redact_all`).
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
     start = time.monotonic()
@@ -116,11 +116,19 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
         return Observation(text, False, "timeout", seconds)
-    except Exception as error:  # noqa: BLE001 - a broken tool is a value, not a crash
+    except (Exception, asyncio.CancelledError) as error:  # a broken tool is a value, not a crash
+        if isinstance(error, asyncio.CancelledError) and _being_cancelled():
+            raise
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool is not available at the moment."
         detail = redact_all({"exception": f"{type(error).__name__}: {error}"})
         return Observation(text, False, "fault", seconds, detail)
+
+
+def _being_cancelled() -> bool:
+    """Whether somebody has asked the current task itself to end."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())
 
 
 def unavailable(name: str) -> Observation:
