@@ -15,7 +15,7 @@ in each repeat is given as its median, smallest and largest value:
     tokens_per_s             sampled tokens that were kept, by wall_s
     prefill_tokens_computed  positions that the prefill programs computed, padding included
     prefill_tokens_needed    each prompt once and each observation once
-    decode_steps             steps of decoding, each over all slots
+    decode_steps             steps of decoding, each over the rows of the program that was chosen
     decode_occupancy         of rows times steps, the share in which a row was decoding ...
     decode_useful            ... and in which its token was kept: what is sampled between a closed
                              tag and the end of the chunk is forgotten
