@@ -242,7 +242,7 @@ class _Loop:
             limit=self._limit(request),
             key=(request.seed, request.prompt_id, sample),
             sampling=request.sampling,
-            protocol=request.task.protocol if self.config.constrain else None,
+            protocol=request.task.protocol if request.agent and self.config.constrain else None,
         )
         self.engine.set_active(slot, True)
         self.running[slot] = _Running(request, episode, slot, time.monotonic())
@@ -259,6 +259,7 @@ class _Loop:
                     tokens = chunk.tokens[run.slot, :count].tolist()
                     logps = chunk.logps[run.slot, :count].tolist()
                     finished += self._advance(run, tokens, logps)
+                    self._check_ended(run, bool(chunk.active[run.slot]))
             await asyncio.sleep(0)
         elif not finished and self.running:
             calls = {run.tool for run in self.running.values() if run.tool is not None}
@@ -273,7 +274,7 @@ class _Loop:
         self, run: _Running, tokens: Sequence[int], logps: Sequence[float]
     ) -> list[Trajectory]:
         episode = run.episode
-        limit = self.config.max_turn_tokens
+        limit = self.config.max_turn_tokens if run.request.agent else 0
         for token, logp in zip(tokens, logps, strict=True):
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
@@ -295,6 +296,11 @@ class _Loop:
             return []
         spent = self._spent(run)
         return [self._finish(run, spent)] if spent else []
+
+    def _check_ended(self, run: _Running, active: bool) -> None:
+        """A row at rest without a tool would never decode again, and nobody would end it."""
+        if not active and run.tool is None and self.running.get(run.slot) is run:
+            raise RuntimeError(f"slot {run.slot} has ended, but not the sample in it")
 
     async def _call(self, run: _Running, request: ToolRequest) -> tuple[Observation, float]:
         start = time.monotonic()
@@ -366,6 +372,8 @@ class _Loop:
         config = self.config
         if len(run.episode.tokens) >= self._limit(run.request):
             return StopReason.LENGTH
+        if not run.request.agent:
+            return None
         if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
             return StopReason.TOOL_TIME
         if config.max_seconds and time.monotonic() - run.began > config.max_seconds:

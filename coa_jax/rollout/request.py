@@ -56,6 +56,8 @@ class Request:
         samples: sample numbers; they share one prefill.
         sampling: how tokens are drawn.
         max_tokens: of a whole trajectory, 0 for as many as `RolloutConfig` allows.
+        agent: whether the budgets of `RolloutConfig` and its ``constrain`` hold for the samples;
+            else they only write on, up to ``max_tokens``.
         metadata: goes into every trajectory.
     """
 
@@ -66,6 +68,7 @@ class Request:
     samples: tuple[int, ...]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     max_tokens: int = 0
+    agent: bool = True
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -62,7 +62,8 @@ class Visit(Request):
 
     Attributes:
         events: where what happens to its samples goes.
-        agent: whether the policy's tags call tools; else it only writes on.
+        agent: whether the policy's tags call tools; else it only writes on, and no budget of
+            agents holds for it.
         stops: strings that end a completion.
         keep_stop: whether a completion's text includes the string that ended it.
     """

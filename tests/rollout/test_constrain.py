@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import re
@@ -27,6 +28,8 @@ from coa_jax.model.weights import init_params
 from coa_jax.protocol import get_protocol, protocol_names
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.episode import Episode
+from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.replay import recording, replay
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
@@ -111,6 +114,25 @@ def check_valid(trajectories):
     for trajectory in trajectories:
         assert broken_rules(trajectory) == set(), trajectory.text
         assert (trajectory.stop_reason is StopReason.ANSWER) == format_valid(trajectory)
+
+
+def test_a_row_that_ended_without_its_episode_is_an_error_and_no_wait_for_ever(monkeypatch):
+    feed = Episode.feed
+
+    def ignore(self, token, logp):
+        feed(self, token, logp)
+
+    monkeypatch.setattr(Episode, "feed", ignore)
+
+    async def go():
+        tokenizer = untrained().tokenizer
+        stream = rollout(engine(), tokenizer, requests(2, temperature=1.3), TOOLS, BUDGET)
+        async with asyncio.timeout(60), contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+
+    with pytest.raises(RuntimeError, match="has ended, but not the sample in it"):
+        asyncio.run(go())
 
 
 def test_an_untrained_policy_obeys_every_protocol():

@@ -116,6 +116,12 @@ def test_a_turn_has_a_budget_of_its_own():
     assert part.tokens.tolist() == whole.tokens[: prompt + 12].tolist()
 
 
+def test_what_is_no_agent_has_no_budget_of_a_turn():
+    budget = dataclasses.replace(BUDGET, max_turn_tokens=12)
+    free = [dataclasses.replace(one, agent=False) for one in requests()]
+    assert tokens_of(run(free, config=budget)) == tokens_of(run(requests()))
+
+
 def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
     fed, forked = [], []
     extend, fork = Engine.extend, Engine.fork

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import openai
@@ -10,14 +11,16 @@ import pytest
 import torch
 import transformers
 
+from coa_jax.engine.engine import Engine
 from coa_jax.model.api import save_model
 from coa_jax.model.tokenizer import chat_ids, decode_ids, encode_plain
 from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.observation import observation_text
 from coa_jax.tools.base import ToolContext, call
 from tests import tiny_policy
 from tests.rollout.small_loop import requests, run
-from tests.serve.live import server
+from tests.serve.live import BUDGET, CONFIG, SHAPES, server
 from tests.tiny_policy import TASKS
 
 PROTOCOL = get_protocol(tiny_policy.PROTOCOL)
@@ -135,6 +138,24 @@ def test_a_completion_without_a_stop_ends_with_the_budget_or_the_turn(client):
     short = chat(client, QUESTIONS[0], max_tokens=3)
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 3)
     assert short.choices[0].model_extra["stop_reason"] is None
+
+
+def test_neither_the_budgets_nor_the_constraint_of_agents_hold_for_a_completion(client, written):
+    model = tiny_policy.policy()
+    budget = dataclasses.replace(BUDGET, max_turn_tokens=5, max_seconds=1e-3, constrain=True)
+    size = model.config.vocab_size
+    constraint = constraint_for(budget, model.tokenizer, size, [tiny_policy.PROTOCOL])
+    engine = Engine(model.params, model.config, SHAPES, eos_ids(model.tokenizer), constraint)
+    with server(dataclasses.replace(CONFIG, rollout=budget), on=engine) as address:
+        other = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0, timeout=60)
+        answer = chat(other, QUESTIONS[0], max_tokens=100)
+        assert answer.choices == chat(client, QUESTIONS[0], max_tokens=100).choices
+        # It went on after a call, which nothing may follow under the constraint.
+        assert len(answer.choices[0].message.content) > len(written[0])
+        agent = other.chat.completions.create(
+            model="tiny-agent", messages=[{"role": "user", "content": TASKS[0].question}]
+        )
+        assert agent.choices[0].model_extra["agent"]["stop_reason"] in ("turn_length", "deadline")
 
 
 def test_log_probabilities_equal_those_of_torch(client, tmp_path_factory):
