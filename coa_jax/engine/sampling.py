@@ -15,7 +15,8 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
 
     Args:
         logits: float32 ``[B, V]``, already divided by the temperature.
-        top_p: float32 ``[B]`` in (0, 1]; the smallest set whose probability reaches it is kept.
+        top_p: float32 ``[B]`` in [0, 1]; the smallest set whose probability reaches it is kept, at
+            least the most likely token.
         top_k: int32 ``[B]``; 0 keeps all.
     """
     vocab = logits.shape[-1]
@@ -23,7 +24,9 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     probs = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    keep = (before < top_p[:, None]) & (jnp.arange(vocab) < k[:, None])
+    rank = jnp.arange(vocab)
+    # The most likely one stays, however near to 0 a top_p has been rounded.
+    keep = ((before < top_p[:, None]) | (rank == 0)) & (rank < k[:, None])
     threshold = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
