@@ -113,14 +113,18 @@ def measure_batch(
     engine = MeteredEngine(subject.params, subject.config, shapes)
     prompts = np.random.default_rng(batch).integers(0, subject.config.vocab_size, (batch, prompt))
     decode_once(engine, prompts, new)
+    bound, protocol = None, None
     if constraint is not None:
-        _decode_constrained(engine, constraint, prompts, new)
+        # An engine takes its constraint when it is made.
+        (protocol,) = constraint.start
+        bound = MeteredEngine(engine.params, subject.config, shapes, (), constraint)
+        decode_once(bound, prompts, new, protocol)
     first = time.perf_counter() - began
     runs, constrained_runs = [], []
     for _ in range(repeats):
         runs.append(decode_once(engine, prompts, new))
-        if constraint is not None:
-            constrained_runs.append(_decode_constrained(engine, constraint, prompts, new))
+        if bound is not None:
+            constrained_runs.append(decode_once(bound, prompts, new, protocol))
     result = {
         "batch": batch,
         "decode_tokens_per_s": spread(batch / step for _, step in runs),
@@ -135,24 +139,13 @@ def measure_batch(
         _begin(engine, prompts, new)
         program = engine.lower_decode().compile().as_text() or ""
         result["parts"] = profile_parts(lambda: _drain(engine), program)
-    if constraint is not None:
+    if bound is not None:
         pairs = zip(runs, constrained_runs, strict=True)
         result["constrained"] = {
             "ms_per_step": spread(1e3 * step for _, step in constrained_runs),
             "slower": spread(slow / fast - 1 for (_, fast), (_, slow) in pairs),
         }
     return result
-
-
-def _decode_constrained(
-    engine: MeteredEngine, constraint: Constraint, prompts: np.ndarray, new: int
-) -> tuple[float, float]:
-    (protocol,) = constraint.start
-    engine.constraint = constraint
-    try:
-        return decode_once(engine, prompts, new, protocol)
-    finally:
-        engine.constraint = None
 
 
 def measure(

@@ -11,8 +11,11 @@ import pytest
 from coa_jax.bench import decode, sft
 from coa_jax.bench.models import Subject
 from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.constraint import token_states
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.request import RolloutConfig
 from tests import tiny_policy
 from tests.bench.small_workload import subject
 
@@ -26,6 +29,42 @@ def test_decoding_samples_what_was_asked_for():
     assert engine.meter.decode_steps == 10
     # Blocks of 16 tokens, two of each prompt, in programs of two blocks.
     assert engine.extended_tokens == 96
+
+
+def test_what_is_measured_as_constrained_is_sampled_under_the_constraint(monkeypatch):
+    model = tiny_policy.policy()
+    learnt = Subject("learnt", model.config, model.params, model.tokenizer)
+    size, budget = model.config.vocab_size, RolloutConfig(constrain=True)
+    constraint = constraint_for(budget, model.tokenizer, size, ["generalist"])
+    decode_once, decode_chunk = decode.decode_once, MeteredEngine.decode
+    runs = []
+
+    def run_and_keep(engine, prompts, new, protocol=None):
+        runs.append((protocol, [[] for _ in prompts]))
+        return decode_once(engine, prompts, new, protocol)
+
+    def decode_and_keep(engine):
+        chunk = decode_chunk(engine)
+        for tokens, count, kept in zip(chunk.tokens, chunk.count, runs[-1][1], strict=True):
+            kept.extend(tokens[:count].tolist())
+        return chunk
+
+    def allowed(tokens):
+        try:
+            start = constraint.start["generalist"]
+            token_states(constraint, start, tokens, [True] * len(tokens))
+        except ValueError:
+            return False
+        return True
+
+    monkeypatch.setattr(decode, "decode_once", run_and_keep)
+    monkeypatch.setattr(MeteredEngine, "decode", decode_and_keep)
+    shapes = {"prompt": 8, "new": 24, "chunk": 8, "dtype": "float32", "repeats": 1}
+    decode.measure_batch(learnt, 4, constraint, **shapes)
+    assert [protocol for protocol, _ in runs] == [None, "generalist"] * 2
+    for protocol, sampled in runs:
+        # After random prompts even a policy that knows the protocol breaks it by itself.
+        assert all(map(allowed, sampled)) == (protocol is not None)
 
 
 @pytest.mark.slow
