@@ -150,7 +150,7 @@ class Engine:
             raise RuntimeError(
                 f"slot {slot} has no room for {self._limit[slot]} tokens: reserve it"
             )
-        self._key[slot] = np.asarray(sample_key(*key))
+        self._key[slot] = sample_key(*key)
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = sampling.top_k

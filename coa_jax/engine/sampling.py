@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from coa_jax.model.products import row_sum
 
 _BLOCK = 128
+_MASK = 0xFFFFFFFF
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry
 
 
 def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -112,8 +115,32 @@ def sample(
     return tokens, chosen - log_z
 
 
-@jax.jit
-def sample_key(seed: jax.Array, prompt_id: jax.Array, sample_id: jax.Array) -> jax.Array:
-    """Key data uint32 ``[2]`` of one sample of one prompt, from three int32 scalars."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt_id), sample_id)
-    return jax.random.key_data(key)
+def sample_key(seed: int, prompt_id: int, sample_id: int) -> np.ndarray:
+    """Key data uint32 ``[2]`` of one sample of one prompt.
+
+    It is ``key_data(fold_in(fold_in(key(seed), prompt_id), sample_id))`` of `jax.random`, computed
+    on the host: a sample may begin while the device is busy with others.
+
+    Args:
+        seed, prompt_id, sample_id: whole numbers of 32 bits with a sign.
+
+    Raises:
+        OverflowError: one of them has more bits.
+    """
+    key = 0, int(np.int32(seed)) & _MASK
+    for number in (prompt_id, sample_id):
+        key = _threefry(*key, 0, int(np.int32(number)) & _MASK)
+    return np.asarray(key, np.uint32)
+
+
+def _threefry(first: int, second: int, high: int, low: int) -> tuple[int, int]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., 2011): a block of two words under a key."""
+    keys = (first, second, first ^ second ^ 0x1BD11BDA)
+    high, low = (high + first) & _MASK, (low + second) & _MASK
+    for block in range(5):
+        for turn in _ROTATIONS[block % 2]:
+            high = (high + low) & _MASK
+            low = ((low << turn | low >> (32 - turn)) & _MASK) ^ high
+        high = (high + keys[(block + 1) % 3]) & _MASK
+        low = (low + keys[(block + 2) % 3] + block + 1) & _MASK
+    return high, low

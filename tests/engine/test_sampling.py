@@ -15,8 +15,7 @@ jitted_sample = jax.jit(sample)
 
 
 def keys_of(n, seed=0):
-    zeros = jnp.zeros(n, jnp.int32)
-    return jax.vmap(sample_key)(zeros + seed, zeros, jnp.arange(n))
+    return np.stack([sample_key(seed, 0, sample) for sample in range(n)])
 
 
 def draw(logits, n, temperature=1.0, top_p=1.0, top_k=0):
@@ -112,6 +111,37 @@ def test_a_draw_depends_on_sample_and_position_and_not_on_the_row():
 
     assert one(1, 0, 7) == one(5, 3, 7) == one(16, 11, 7)
     assert len({one(1, 0, p) for p in range(30)}) > 5
+
+
+def test_keys_are_those_of_jax_random():
+    ends = [0, 1, -1, 2**31 - 1, -(2**31)]
+    numbers = np.random.default_rng(0).integers(-(2**31), 2**31, (2000, 3)).astype(np.int32)
+    numbers = np.concatenate([numbers, np.stack(np.meshgrid(ends, ends, ends), -1).reshape(-1, 3)])
+
+    def key(seed, prompt_id, sample_id):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt_id), sample_id)
+        return jax.random.key_data(key)
+
+    expected = jax.jit(jax.vmap(key))(*numbers.T.astype(np.int32))
+    own = np.stack([sample_key(*row) for row in numbers.tolist()])
+    assert own.dtype == np.uint32
+    np.testing.assert_array_equal(own, expected)
+
+
+def test_a_key_of_more_bits_than_it_has_is_no_other_key():
+    for numbers in ((2**31, 0, 0), (0, 2**32, 0), (0, 0, -(2**31) - 1)):
+        with pytest.raises(OverflowError):
+            sample_key(*numbers)
+
+
+@pytest.mark.parametrize("top_p", [1e-45, 1e-39, 1e-46])
+def test_the_most_likely_token_stays_however_small_the_nucleus(top_p):
+    kept = jitted_filter(
+        np.float32([[0.0, 2.0, 1.0]]), np.asarray([top_p], np.float32), np.zeros(1, np.int32)
+    )
+    assert np.isfinite(kept[0]).tolist() == [False, True, False]
+    tokens, _ = draw([0.0, 2.0, 1.0], 20, top_p=top_p)
+    assert set(tokens.tolist()) == {1}
 
 
 @pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4)])
