@@ -35,7 +35,7 @@ async def chat_completion(service: Service, body: ChatRequest, request: Request)
     visit = _visit(service, body)
     if body.stream:
         return await open_stream(
-            service, visit, lambda events: _stream(service, body, visit, events)
+            service, visit, request, lambda events: _stream(service, body, visit, events)
         )
     choices = await gather(service, visit, request)
     answer = {

@@ -45,7 +45,7 @@ async def text_completion(service: Service, body: TextRequest, request: Request)
             raise Refused(400, "a stream has one prompt", "prompt")
         visit = visits[0]
         return await open_stream(
-            service, visit, lambda events: _stream(service, body, visit, events)
+            service, visit, request, lambda events: _stream(service, body, visit, events)
         )
     return await while_connected(request, _answer(service, body, visits, request))
 

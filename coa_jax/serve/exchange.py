@@ -121,17 +121,25 @@ async def _disconnect(request: Request) -> None:
 
 
 async def open_stream(
-    service: Service, visit: Visit, write: Callable[[AsyncIterator[Event]], AsyncIterator[Any]]
+    service: Service,
+    visit: Visit,
+    request: Request,
+    write: Callable[[AsyncIterator[Event]], AsyncIterator[Any]],
 ) -> StreamingResponse:
     """Server-sent events of a request; what refuses it is still an ordinary answer.
 
     Args:
         service: the server.
-        visit: the request.
+        visit: the request, as the agent loop has it.
+        request: the request, as the client has sent it.
+
+    Raises:
+        Refused: the server is full, or about to end.
+        ClientGone: nobody has waited for the first event.
         write: makes the chunks out of the events.
     """
     events = service.events(visit)
-    first = await anext(events)
+    first = await while_connected(request, anext(events))
 
     async def chunks() -> AsyncGenerator[str, None]:
         try:
