@@ -163,6 +163,9 @@ class _Guard:
 
         try:
             await self._answer(scope)(scope, counted, watched)
+        except Exception:
+            status = status or 500  # which is answered further out
+            raise
         finally:
             path = scope["path"] if scope["path"] in _ROUTES else "other"
             self.service.meters.requests.labels(path, str(status)).inc()
