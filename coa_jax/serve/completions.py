@@ -36,7 +36,8 @@ async def text_completion(service: Service, body: TextRequest, request: Request)
     check_model(service, body.model, agents=False)
     prompts = [_ids(service, prompt) for prompt in body.prompts]
     # A request for no tokens is checked as one for a single one, which it leaves room for.
-    visits = [make_visit(service, body, ids, body.max_tokens or 1) for ids in prompts]
+    limit = 1 if body.max_tokens == 0 else body.max_tokens
+    visits = [make_visit(service, body, ids, limit) for ids in prompts]
     if len(visits) * len(visits[0].samples) > service.config.max_samples:
         most = service.config.max_samples
         raise Refused(400, f"{len(visits)} prompts; this server allows {most} completions")

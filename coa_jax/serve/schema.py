@@ -128,7 +128,11 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_INT32)]], Field(min_len
 
 
 class TextRequest(Sampling):
-    """POST /v1/completions"""
+    """POST /v1/completions
+
+    ``max_tokens`` is 16 where it is not sent, as OpenAI has it; null asks for as many as there is
+    room for, as in a chat; 0 is for the log-probabilities of what is echoed.
+    """
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)] | TokenIds
     max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = 16

@@ -13,7 +13,7 @@ import transformers
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import save_model
-from coa_jax.model.tokenizer import chat_ids, decode_ids, encode_plain
+from coa_jax.model.tokenizer import chat_ids, decode_ids, encode_plain, eos_ids
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.observation import observation_text
@@ -205,6 +205,18 @@ def test_texts_are_scored_and_gone_on_with(client):
     same = encode_plain(tokenizer, text)
     again = client.completions.create(model="tiny", prompt=same, max_tokens=4, temperature=0)
     assert by_text.choices[0].text == again.choices[0].text
+
+
+def test_no_limit_of_tokens_is_all_the_room_and_no_word_of_it_is_16(client):
+    prompt = chat_ids(tiny_policy.policy().tokenizer, QUESTIONS[0])
+
+    def tokens(**options):
+        options = {"prompt": prompt, "temperature": 0.0, **options}
+        return client.completions.create(model="tiny", **options).usage.completion_tokens
+
+    assert tokens() == 16
+    most = tokens(extra_body={"max_tokens": None})
+    assert most == chat(client, QUESTIONS[0]).usage.completion_tokens > 16
 
 
 def test_the_agent_writes_the_trajectory_of_a_rollout_and_says_what_was_called(client):
