@@ -64,6 +64,9 @@ async def serve(
         listener: where clients connect.
         api_key: that they have to send; None to serve anybody.
         asked: set by whoever asks for the end.
+
+    Raises:
+        Exception: what broke the agent loop down, once the requests in progress have been told.
     """
     config = service.config
     async with service:
@@ -81,7 +84,8 @@ async def serve(
         where = "http://{}:{}".format(*listener.getsockname()[:2])
         print(f"serving {config.name} at {where} (OpenAI clients: {where}/v1)", flush=True)
         waiting = asyncio.create_task(asked.wait())
-        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        ends = {running, waiting, service.loop}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if service.busy:
             print(f"finishing requests, for at most {config.shutdown_seconds:g} s", flush=True)
@@ -89,6 +93,7 @@ async def serve(
     # What was in progress has been told that it was cancelled.
     server.should_exit = True
     await running
+    await service.loop  # raises, where it broke down
 
 
 async def serve_until_signal(

@@ -65,6 +65,12 @@ class Service:
         return bool(self._visits)
 
     async def drain(self, seconds: float) -> None:
+    @property
+    def loop(self) -> asyncio.Task[None]:
+        """The agent loop; before the server's end it ends by an exception only."""
+        assert self._loop is not None
+        return self._loop
+
         """Accepts nothing any more and waits for what is in progress, at most so long."""
         self.accepting = False
         end = time.monotonic() + seconds
