@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -18,7 +18,6 @@ from coa_jax.serve.exchange import (
     head,
     make_visit,
     open_stream,
-    scores,
     while_connected,
 )
 from coa_jax.serve.samples import Event, Visit
@@ -37,21 +36,29 @@ async def chat_completion(service: Service, body: ChatRequest, request: Request)
         return await open_stream(
             service, visit, request, lambda events: _stream(service, body, visit, events)
         )
-    choices = await gather(service, visit, request)
+    with service.scoring(bool(body.top_logprobs) or body.prompt_logprobs is not None):
+        choices = await gather(service, visit, request)
+        answer = await while_connected(request, _answer(service, body, visit, choices))
+    return JSONResponse(answer)
+
+
+async def _answer(
+    service: Service, body: ChatRequest, visit: Visit, choices: Sequence[Choice]
+) -> dict[str, Any]:
     answer = {
         **head("chat.completion", service, body.model),
         "choices": [
-            await while_connected(request, _choice(service, body, visit, index, choice))
+            await _choice(service, body, visit, index, choice)
             for index, choice in enumerate(choices)
         ],
         "usage": answers.usage(len(visit.prompt), choices),
     }
     if body.prompt_logprobs is not None:
-        scored = await while_connected(request, scores(service, visit.prompt))
+        scored = await service.score(visit.prompt)
         answer["prompt_logprobs"] = answers.prompt_logprobs(
             service.model.tokenizer, scored, body.prompt_logprobs
         )
-    return JSONResponse(answer)
+    return answer
 
 
 def _visit(service: Service, body: ChatRequest) -> Visit:
@@ -98,7 +105,7 @@ async def _choice(
         scored = None
         if body.top_logprobs and choice.tokens:
             ids = [*visit.prompt, *(token.id for token in choice.tokens)]
-            scored = (await scores(service, ids))[len(visit.prompt) :]
+            scored = (await service.score(ids))[len(visit.prompt) :]
         answer["logprobs"] = answers.chat_logprobs(
             choice.tokens, scored, body.top_logprobs or 0, service.table
         )

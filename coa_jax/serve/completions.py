@@ -18,7 +18,6 @@ from coa_jax.serve.exchange import (
     head,
     make_visit,
     open_stream,
-    scores,
     while_connected,
 )
 from coa_jax.serve.samples import Event, Visit
@@ -48,7 +47,8 @@ async def text_completion(service: Service, body: TextRequest, request: Request)
         return await open_stream(
             service, visit, request, lambda events: _stream(service, body, visit, events)
         )
-    return await while_connected(request, _answer(service, body, visits, request))
+    with service.scoring(body.logprobs is not None or body.prompt_logprobs is not None):
+        return await while_connected(request, _answer(service, body, visits, request))
 
 
 def _ids(service: Service, prompt: str | Sequence[int]) -> list[int]:
@@ -103,7 +103,7 @@ async def _choice(
     if body.logprobs is None and body.prompt_logprobs is None:
         return answer
     ids = [*visit.prompt, *(token.id for token in choice.tokens)]
-    scored = await scores(service, ids)
+    scored = await service.score(ids)
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = answers.prompt_logprobs(
             tokenizer, scored[: len(visit.prompt)], body.prompt_logprobs

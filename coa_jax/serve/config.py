@@ -21,7 +21,8 @@ class ServeConfig:
         api_key_env: environment variable with the key that clients have to send; where it is unset,
             anybody is served.
         protocol: in which the agent answers.
-        max_waiting: requests that may wait for a slot; further ones are refused (429).
+        max_waiting: completions that may wait for a slot, and requests in progress that want
+            log-probabilities of a text; further ones are refused (429).
         max_samples: completions of one request (``n``).
         max_body: bytes of a request.
         shutdown_seconds: after SIGTERM, time for requests in progress; then they are cancelled.

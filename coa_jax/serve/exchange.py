@@ -17,7 +17,6 @@ from coa_jax.serve.answers import Choice
 from coa_jax.serve.errors import error_body
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import Sampling
-from coa_jax.serve.score import Scored, score
 from coa_jax.serve.service import Refused, Service
 from coa_jax.tasks import Task
 
@@ -132,11 +131,11 @@ async def open_stream(
         service: the server.
         visit: the request, as the agent loop has it.
         request: the request, as the client has sent it.
+        write: makes the chunks out of the events.
 
     Raises:
         Refused: the server is full, or about to end.
         ClientGone: nobody has waited for the first event.
-        write: makes the chunks out of the events.
     """
     events = service.events(visit)
     first = await while_connected(request, anext(events))
@@ -159,12 +158,6 @@ async def _chain(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Even
     yield first
     async for event in rest:
         yield event
-
-
-async def scores(service: Service, ids: Sequence[int]) -> list[Scored]:
-    """Log-probabilities of a text, computed beside the decoding of others."""
-    engine = service.engine
-    return await asyncio.to_thread(score, engine.params, engine.model, engine.config.dtype, ids)
 
 
 def head(kind: str, service: Service, model: str) -> dict[str, Any]:

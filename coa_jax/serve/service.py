@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
@@ -15,6 +16,7 @@ from coa_jax.rollout.loop import run_episodes
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
+from coa_jax.serve.score import Scored, score
 from coa_jax.tools.base import Tool
 
 
@@ -38,6 +40,9 @@ class Service:
         self.accepting = True
         self._visits: set[Visit] = set()
         self._samples = 0  # that wait or run
+        self._scored = 0  # requests in progress that want scores
+        # Those of the event loop may all be taken by tools that block.
+        self._scorer = ThreadPoolExecutor(1, "score")
         self._inbox = Inbox()
         self._loop: asyncio.Task[None] | None = None
 
@@ -53,6 +58,7 @@ class Service:
         self._inbox.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
+        self._scorer.shutdown(wait=False, cancel_futures=True)
 
     @property
     def healthy(self) -> bool:
@@ -60,22 +66,61 @@ class Service:
         return self._loop is not None and not self._loop.done()
 
     @property
-    def busy(self) -> bool:
-        """Whether a request is in progress."""
-        return bool(self._visits)
-
-    async def drain(self, seconds: float) -> None:
-    @property
     def loop(self) -> asyncio.Task[None]:
         """The agent loop; before the server's end it ends by an exception only."""
         assert self._loop is not None
         return self._loop
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in progress."""
+        return bool(self._visits or self._scored)
+
+    async def drain(self, seconds: float) -> None:
         """Accepts nothing any more and waits for what is in progress, at most so long."""
         self.accepting = False
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
             await asyncio.sleep(0.05)
+
+    @contextlib.contextmanager
+    def scoring(self, wanted: bool) -> Iterator[None]:
+        """Keeps a place for a request, if it wants scores, from before its completions to its end.
+
+        Raises:
+            Refused: too many requests want some, or the server is about to end.
+        """
+        if not wanted:
+            yield
+            return
+        self._check_accepting()
+        if self._scored >= self.config.max_waiting:
+            raise Refused(429, f"{self._scored} requests want scores already; try again later")
+        self._scored += 1
+        try:
+            yield
+        finally:
+            self._scored -= 1
+
+    async def score(self, ids: Sequence[int]) -> list[Scored]:
+        """Log-probabilities of a text, computed beside the decoding of others, one text at a time.
+
+        To be called within `scoring`.
+        """
+        engine, loop = self.engine, asyncio.get_running_loop()
+        arguments = engine.params, engine.model, engine.config.dtype, ids
+        if not self.healthy:
+            raise Refused(503, "the server is shutting down")
+        try:
+            return await loop.run_in_executor(self._scorer, score, *arguments)
+        except asyncio.CancelledError:
+            if self.healthy:
+                raise
+            raise Refused(503, "the server is shutting down") from None
+
+    def _check_accepting(self) -> None:
+        if not self.accepting or not self.healthy:
+            raise Refused(503, "the server is shutting down")
 
     async def _run(self) -> None:
         episodes = ServedEpisodes(
@@ -99,8 +144,7 @@ class Service:
         Raises:
             Refused: too many requests wait, or the server is about to end.
         """
-        if not self.accepting or not self.healthy:
-            raise Refused(503, "the server is shutting down")
+        self._check_accepting()
         wanted = len(visit.samples)
         if self._samples + wanted > self.config.engine.slots + self.config.max_waiting:
             raise Refused(429, f"{self._samples} completions run or wait already; try again later")

@@ -88,9 +88,9 @@ def server(
 
 
 def meter(address: str, name: str) -> float:
-    """The value of a meter without labels."""
+    """The value of a meter, whose labels are part of the name; 0 where it has none yet."""
     lines = httpx.get(f"{address}/metrics").text.splitlines()
-    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+    return float(next((line.split()[1] for line in lines if line.startswith(f"{name} ")), 0))
 
 
 def until(address: str, name: str, value: float, seconds: float = 10.0) -> float:

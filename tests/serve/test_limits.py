@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -16,12 +18,18 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from coa_jax.engine.engine import Engine
 from coa_jax.model.api import save_model
+from coa_jax.serve.run import listen, serve
+from coa_jax.serve.score import score
+from coa_jax.serve.service import Refused, Service
 from tests import tiny_policy
-from tests.serve.live import CONFIG, meter, server, until
+from tests.serve.live import CONFIG, engine, meter, server, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "river?"}], "temperature": 1.0}
+
+TEXT = {"model": "tiny", "prompt": "river", "max_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +135,99 @@ def test_a_client_that_goes_away_frees_its_slots(address, stream):
             pytest.fail("every answer was there within 50 ms")
     assert until(address, "coa_jax_running", 0.0) < 1.0
     assert meter(address, "coa_jax_waiting") == 0
+
+
+def test_a_client_that_leaves_before_its_first_event_gives_its_place_up(monkeypatch):
+    decode, gate = Engine.decode, threading.Event()
+
+    def decode_later(self):
+        gate.wait(30)
+        return decode(self)
+
+    monkeypatch.setattr(Engine, "decode", decode_later)
+    with server() as address:
+        try:
+            for route, ask in (("chat/completions", ASK), ("completions", TEXT)):
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(f"{address}/v1/{route}", json={**ask, "stream": True}, timeout=0.3)
+                left = f'coa_jax_requests_total{{route="/v1/{route}",status="499"}}'
+                until(address, left, 1.0)
+        finally:
+            gate.set()
+        until(address, "coa_jax_running", 0.0)
+
+
+def test_what_breaks_in_the_server_is_counted_as_a_500(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no ids today")
+
+    monkeypatch.setattr("coa_jax.serve.completions.encode_plain", fail)
+    with server() as address:
+        assert post(address, TEXT, "completions").status_code == 500
+        assert meter(address, 'coa_jax_requests_total{route="/v1/completions",status="500"}') == 1
+        assert 'status="0"' not in httpx.get(f"{address}/metrics").text
+
+
+def test_requests_for_scores_have_places_and_a_thread_of_their_own(monkeypatch):
+    gate, entered = threading.Event(), threading.Event()
+
+    def score_later(*arguments):
+        entered.set()
+        gate.wait(30)
+        return score(*arguments)
+
+    monkeypatch.setattr("coa_jax.serve.service.score", score_later)
+    scored = {**TEXT, "max_tokens": 0, "echo": True, "logprobs": 1}
+    with (
+        server(dataclasses.replace(CONFIG, max_waiting=1)) as address,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(post, address, scored, "completions")
+        try:
+            assert entered.wait(10)
+            assert post(address, scored, "completions").status_code == 429
+            assert post(address, {**ASK, "prompt_logprobs": 1}).status_code == 429
+            assert post(address, TEXT, "completions").status_code == 200  # it decodes meanwhile
+        finally:
+            gate.set()
+        assert first.result().status_code == 200
+        assert post(address, scored, "completions").status_code == 200
+
+
+def test_a_server_that_ends_waits_for_scores_and_takes_no_new_request_for_them():
+    async def go():
+        async with Service(tiny_policy.policy(), engine(), [], CONFIG) as service:
+            with service.scoring(True):
+                assert service.busy
+                await service.drain(0.1)
+                assert service.busy  # it has not lost its place
+                assert len(await service.score([1, 2, 3])) == 3
+                with pytest.raises(Refused, match="shutting down"), service.scoring(True):
+                    pass
+            assert not service.busy
+        with pytest.raises(Refused, match="shutting down"):
+            await service.score([1, 2, 3])
+
+    asyncio.run(go())
+
+
+def test_a_server_whose_engine_breaks_down_ends_with_its_exception(monkeypatch):
+    def fail(self):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(Engine, "decode", fail)
+    listener = listen(CONFIG)
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def go():
+        service = Service(tiny_policy.policy(), engine(), [], CONFIG)
+        serving = serve(service, listener, None, asyncio.Event())  # nobody asks for the end
+        asking = asyncio.to_thread(post, address, ASK)
+        return await asyncio.gather(asyncio.wait_for(serving, 30), asking, return_exceptions=True)
+
+    ended, answer = asyncio.run(go())
+    assert (type(ended), str(ended)) == (RuntimeError, "the device is lost")
+    assert answer.status_code == 500
 
 
 def test_the_meters_count_what_was_served():
