@@ -31,6 +31,7 @@ from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.settings import MAX_SEED
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -138,8 +139,9 @@ def define_flags() -> None:
     flags.DEFINE_enum("prompt_style", "brief", ["brief", "full"], "as in its training")
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
     flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
-    flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0)
-    flags.DEFINE_integer("max_tokens", 512, "tokens of prompt and answer together", lower_bound=2)
+    flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_SEED)
+    flags.DEFINE_integer("max_tokens", 416, "tokens of prompt and answer together", lower_bound=2)
+    flags.DEFINE_integer("max_turn_tokens", 160, "tokens in a row, 0 for any", lower_bound=0)
     flags.DEFINE_integer("max_tool_calls", 8, "calls before it is stopped", lower_bound=0)
     flags.DEFINE_integer("max_observation_tokens", 160, "an observation is cut", lower_bound=1)
     flags.DEFINE_bool("constrain", False, "write nothing that the protocol does not allow")

@@ -31,7 +31,7 @@ from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
+from coa_jax.settings import MAX_SEED, build
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import read_records
@@ -166,7 +166,9 @@ def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/quickstart/factbook.py")
     flags.DEFINE_string("workdir", "runs/quickstart", "where the run is written")
-    flags.DEFINE_integer("seed", None, "short for the seeds of data, policy, SFT and RL")
+    flags.DEFINE_integer(
+        "seed", None, "short for the seeds of data, policy, SFT and RL", 0, MAX_SEED
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -30,6 +30,23 @@ def at_least_one(settings: Any, where: str, *names: str) -> None:
             raise UserError(f"{where}{name} is {getattr(settings, name)}; give at least 1")
 
 
+MAX_SEED = 2**31 - 1
+
+
+def check_seed(seed: int, where: str = "config.seed") -> None:
+    """Refuses a seed that is no part of a sample's key (`engine.sampling.sample_key`).
+
+    Args:
+        seed: of the samples.
+        where: what the error calls it.
+
+    Raises:
+        UserError: it is not from 0 to `MAX_SEED`.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise UserError(f"{where} is {seed}; give 0 to {MAX_SEED}")
+
+
 def take(values: dict[str, Any], key: str) -> Any:
     """Removes a setting that an entry point uses itself, and returns it.
 

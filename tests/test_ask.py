@@ -176,6 +176,7 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
         (["  ", "--model=x"], "error: the question is empty"),
         (["q", "--temperature=-1"], "error: --temperature=-1: -1.0 is not"),
         (["q", "--prompt_style=long"], "error: --prompt_style=long: value should"),
+        (["q", "--seed=4294967296"], "error: --seed=4294967296: 4294967296 is not"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):

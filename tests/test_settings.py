@@ -7,7 +7,12 @@ import dataclasses
 import pytest
 from ml_collections import ConfigDict
 
+from coa_jax.cli import load_config
+from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
 from coa_jax.errors import UserError
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build, complete
 
 
@@ -76,3 +81,25 @@ def test_a_command_line_gives_texts_with_commas_and_an_empty_tuple_has_a_type():
     assert build(Hosts, config) == Hosts()
     config.names = "a.org, b.org,"
     assert build(Hosts, config).names == ("a.org", "b.org")
+
+
+@pytest.mark.parametrize("seed", [2**31, 3_000_000_000, -1])
+@pytest.mark.parametrize(
+    ("path", "cls", "name"),
+    [
+        ("configs/serve/factbook.py", ServeConfig, "config.seed"),
+        ("configs/evaluate/factbook.py", EvaluateConfig, "config.seed"),
+        ("configs/rl/factbook.py", RLConfig, "rl config: seed"),
+    ],
+)
+def test_a_seed_that_no_key_holds_is_refused_before_anything_is_loaded(path, cls, name, seed):
+    names = {field.name for field in dataclasses.fields(cls)}
+    values = {k: v for k, v in load_config(path).to_dict().items() if k in names}
+    assert build(cls, {**values, "seed": 2**31 - 1}).seed == 2**31 - 1
+    with pytest.raises(UserError, match=rf"^{name} is {seed}; give 0 to 2147483647$"):
+        build(cls, {**values, "seed": seed})
+
+
+def test_a_seed_that_no_key_holds_is_refused_for_the_check_without_tools():
+    with pytest.raises(UserError, match=r"^without_tools\.seed is 2147483648; give 0 to"):
+        ClosedBookConfig(seed=2**31)

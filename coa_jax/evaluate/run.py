@@ -23,6 +23,7 @@ from coa_jax.model.api import load_model
 from coa_jax.progress import progress
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
+from coa_jax.settings import check_seed
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Reward, Trajectory
@@ -69,6 +70,7 @@ class EvaluateConfig:
     retry_faults: bool = False
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.samples < 1:
             raise UserError(f"config.samples is {self.samples}; give 1 or more")
         if self.best_of.n > self.samples:

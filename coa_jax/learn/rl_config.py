@@ -12,7 +12,7 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.remat import policy_name
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import at_least_one
+from coa_jax.settings import at_least_one, check_seed
 from coa_jax.tasks import GradersConfig
 
 
@@ -97,6 +97,7 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         policy_name(self.remat, "rl config: remat")
+        check_seed(self.seed, "rl config: seed")
         longest = self.longest
         if self.row_length < longest:
             raise UserError(

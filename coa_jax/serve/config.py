@@ -7,6 +7,7 @@ import dataclasses
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.rollout.request import RolloutConfig
+from coa_jax.settings import check_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise UserError(f"config.port is {self.port}; give 0 to 65535")
+        check_seed(self.seed)
         for name in ("max_waiting", "max_samples", "max_body"):
             if getattr(self, name) < 1:
                 raise UserError(f"config.{name} is {getattr(self, name)}; give at least 1")

@@ -27,6 +27,7 @@ from coa_jax.model.tokenizer import chat_ids, eos_ids
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.settings import check_seed
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_facts import compute, to_decimal
 from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Neighbour, Step, understand
@@ -71,6 +72,7 @@ class ClosedBookConfig:
             raise UserError(f"without_tools.who is {self.who!r}; give prior, endpoint or policy")
         if self.samples < 1 or not 0.0 <= self.max_rate <= 1.0:
             raise UserError("without_tools: give samples of 1 or more and a max_rate from 0 to 1")
+        check_seed(self.seed, "without_tools.seed")
         if (self.who == "policy") != bool(self.policy):
             raise UserError("without_tools.policy goes with without_tools.who=policy; give both")
 
