@@ -167,6 +167,7 @@ def main(argv: list[str]) -> None:
         values.seed,
         RolloutConfig(
             max_tokens=values.max_tokens,
+            max_turn_tokens=values.max_turn_tokens,
             max_tool_calls=values.max_tool_calls,
             max_observation_tokens=values.max_observation_tokens,
             prompt_style=values.prompt_style,

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.ask import Agent, ask, make_agent, questions
+from coa_jax.ask import Agent, ask, define_flags, make_agent, questions
+from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig, distill_tasks
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
@@ -175,8 +176,8 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
         (["q", "--protocol=cod", "--model=x"], "error: protocol 'cod' is unknown"),
         (["  ", "--model=x"], "error: the question is empty"),
         (["q", "--temperature=-1"], "error: --temperature=-1: -1.0 is not"),
-        (["q", "--prompt_style=long"], "error: --prompt_style=long: value should"),
         (["q", "--seed=4294967296"], "error: --seed=4294967296: 4294967296 is not"),
+        (["q", "--prompt_style=long"], "error: --prompt_style=long: value should"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
@@ -194,6 +195,20 @@ def test_a_question_without_room_for_an_answer_is_refused(learnt):
     agent = agent_of(learnt, dataclasses.replace(BUDGET, max_tokens=30))
     with pytest.raises(UserError, match=r"the prompt has \d+ tokens; give --max_tokens more"):
         asyncio.run(ask(agent, "why? " * 50, lambda arrival: None))
+
+
+def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeypatch):
+    defaults = {}
+    for kind in ("string", "enum", "float", "integer", "bool", "list"):
+        keep = lambda name, default, *_, **__: defaults.update({name: default})  # noqa: E731
+        monkeypatch.setattr(f"coa_jax.ask.flags.DEFINE_{kind}", keep)
+    define_flags()
+    quickstart = load_config("configs/quickstart/factbook.py")
+    rollout = quickstart.evaluate.rollout
+    for name in ("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"):
+        assert defaults[name] == rollout[name], name
+    assert defaults["prompt_style"] == rollout.prompt_style
+    assert defaults["top_k"] == quickstart.tools.top_k
 
 
 def test_questions_come_from_the_command_line_or_the_pipe():
