@@ -36,11 +36,6 @@ class PageTable:
             self._users[:] = 1
             self._free = []
 
-    @property
-    def free_pages(self) -> int:
-        """Pages that no slot has."""
-        return len(self._free)
-
     def covers(self, slot: int, positions: int) -> bool:
         """Whether a slot has pages for so many positions."""
         return int(self._held[slot]) * self.page_size >= positions

@@ -109,11 +109,6 @@ def init_layers(
     return tuple(layer() for _ in range(config.num_layers))
 
 
-def contiguous_table(batch: int, pages: int) -> jax.Array:
-    """The table of sequences of which each has ``pages`` pages of its own, one after another."""
-    return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
-
-
 def write(
     layer: Layer,
     table: jax.Array,

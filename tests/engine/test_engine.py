@@ -209,17 +209,17 @@ def test_a_group_holds_the_whole_pages_of_its_prompt_once():
     engine.extend([(0, 0, long)])
     for slot in (1, 2, 3):
         assert engine.reserve(slot, 96, 0, len(long))
-    assert engine.pages.free_pages == 12 - 3 - 3
+    assert len(engine.pages._free) == 12 - 3 - 3
     engine.fork(0, [1, 2, 3], len(long))
     for slot in range(4):
         begin(engine, slot, long, 90, SamplingParams(), (0, 0, slot))
     together, _ = run(engine, range(4))
     engine.release(0)
-    assert engine.pages.free_pages == 12 - 2 - 3
+    assert len(engine.pages._free) == 12 - 2 - 3
     # The others still read what slot 0 has let go.
     for slot in range(1, 4):
         engine.release(slot)
-    assert engine.pages.free_pages == 12
+    assert len(engine.pages._free) == 12
     for slot in range(4):
         alone = make()
         alone.extend([(0, 0, long)])

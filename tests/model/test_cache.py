@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.model.cache import LayerCache, attend, contiguous_table, quantize, write
+from coa_jax.model.cache import LayerCache, attend, quantize, write
 
 B, N, G, K, SIZE, PAGES = 3, 2, 3, 16, 8, 4
 
@@ -74,7 +74,7 @@ def test_the_bits_depend_neither_on_the_others_nor_on_where_pages_lie():
 
 
 def test_what_is_outside_of_the_cache_is_not_written():
-    layer, table = empty(), contiguous_table(B, PAGES)
+    layer, table = empty(), jnp.arange(B * PAGES).reshape(B, PAGES)
     k = jnp.ones((B, 2, N, K))
     positions = jnp.asarray([[SIZE * PAGES, 3], [SIZE * PAGES] * 2, [SIZE * PAGES + 5, 31]])
     new = write(layer, table, k, k, positions)

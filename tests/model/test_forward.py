@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coa_jax.model.api import load_model
-from coa_jax.model.cache import Cache, contiguous_table, init_layers
+from coa_jax.model.cache import Cache, init_layers
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import unstack_layers
 
@@ -55,7 +55,7 @@ def test_chunks_through_a_cache_equal_one_pass(references, family):
     params = unstack_layers(model.params, model.config)
     # More cache than is needed, full of rubbish: what is not valid must not be read.
     layers = jax.tree.map(lambda c: c + 7.0, init_layers(model.config, 8, 8))
-    cache = Cache(layers, contiguous_table(2, 4))
+    cache = Cache(layers, jnp.arange(8).reshape(2, 4))
     start, steps = np.array([0, 0]), np.arange(16)
     for sizes in ((9, 6), (1, 1), (1, 1), (13, 16)):
         positions = start[:, None] + steps

@@ -17,7 +17,7 @@ import transformers
 
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model, logits, save_model
-from coa_jax.model.cache import Cache, contiguous_table, init_layers
+from coa_jax.model.cache import Cache, init_layers
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_weights import hf_shapes, load_params
@@ -180,7 +180,7 @@ def greedy_step(params, config, tokens, positions, last, cache):
 def greedy(model, params, prompt, count):
     """Greedy tokens through the cache, one at a time after the prompt."""
     size, width = 128, 64
-    cache = Cache(init_layers(model.config, 2, size // 2), contiguous_table(1, 2))
+    cache = Cache(init_layers(model.config, 2, size // 2), jnp.arange(2)[None])
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(prompt)] = prompt
     positions = np.where(np.arange(width) < len(prompt), np.arange(width), size)[None]
