@@ -123,7 +123,9 @@ def test_keys_are_those_of_jax_random():
         return jax.random.key_data(key)
 
     expected = jax.jit(jax.vmap(key))(*numbers.T.astype(np.int32))
-    own = np.stack([sample_key(*row) for row in numbers.tolist()])
+    keys = [sample_key(*row) for row in numbers.tolist()]
+    assert {type(key) for key in keys} == {np.ndarray}  # of the host: the device may be busy
+    own = np.stack(keys)
     assert own.dtype == np.uint32
     np.testing.assert_array_equal(own, expected)
 
