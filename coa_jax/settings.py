@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
@@ -12,6 +12,13 @@ from ml_collections import ConfigDict
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
+
+_LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
+    tuple[str, ...]: (str, "words with commas", "a,b"),
+    tuple[int, ...]: (int, "whole numbers with commas", "3,5"),
+    tuple[float, ...]: (float, "numbers with commas", "0.5,1"),
+}
+"""Types of settings that a command line may give as one text: what reads a part, and its name."""
 
 
 def at_least_one(settings: Any, where: str, *names: str) -> None:
@@ -63,12 +70,12 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 
     Args:
         cls: a dataclass; its fields name the keys.
-        values: a ConfigDict or a mapping; a tuple of texts may be one text with commas.
+        values: a ConfigDict or a mapping; a tuple of texts or numbers may be one text with commas.
         where: what error messages call it.
 
     Raises:
         UserError: a key is unknown or missing, or holds one value where a group of settings
-            belongs.
+            belongs, or a list of numbers has a word that is none.
     """
     types = typing.get_type_hints(cls)
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
@@ -93,10 +100,20 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
             value = build(types[name], value, f"{where}.{name}")
         elif isinstance(value, list):
             value = tuple(value)  # frozen dataclasses are static arguments and must hash
-        elif types[name] == tuple[str, ...] and isinstance(value, str):
-            value = tuple(filter(None, map(str.strip, value.split(","))))
+        elif isinstance(value, str) and types[name] in _LISTS:
+            value = _split(value, types[name], f"{where}.{name}")
         arguments[name] = value
     return cls(**arguments)
+
+
+def _split(text: str, kind: Any, where: str) -> tuple[Any, ...]:
+    """The parts of a text with commas."""
+    convert, number, example = _LISTS[kind]
+    parts = list(filter(None, map(str.strip, text.split(","))))
+    try:
+        return tuple(map(convert, parts))
+    except ValueError as error:
+        raise UserError(f"{where} is {text!r}; give {number}, such as {example}") from error
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:

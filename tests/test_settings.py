@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 from coa_jax.cli import load_config
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.fit import FitConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build, complete
@@ -103,3 +105,37 @@ def test_a_seed_that_no_key_holds_is_refused_before_anything_is_loaded(path, cls
 def test_a_seed_that_no_key_holds_is_refused_for_the_check_without_tools():
     with pytest.raises(UserError, match=r"^without_tools\.seed is 2147483648; give 0 to"):
         ClosedBookConfig(seed=2**31)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    steps: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+
+
+def from_command_line(monkeypatch, *arguments: str) -> Window:
+    values, argv = flags.FlagValues(), ["program", *arguments]
+    monkeypatch.setattr("sys.argv", argv)  # where ml_collections looks for overrides
+    config_flags.DEFINE_config_dict("config", complete(Window, {}), flag_values=values)
+    values(argv)
+    return build(Window, values.config)
+
+
+def test_a_command_line_gives_numbers_to_a_tuple_that_is_empty_by_default(monkeypatch):
+    assert Window.__annotations__["steps"] == FitConfig.__annotations__["profile_steps"]
+    assert from_command_line(monkeypatch) == Window()
+    given = from_command_line(monkeypatch, "--config.steps=3,5", "--config.shares=0.5, 1")
+    assert given == Window((3, 5), (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.steps=3,x", r"config\.steps is '3,x'; give whole numbers with commas, such as"),
+        ("--config.steps=3-5", r"config\.steps is '3-5'; give whole numbers"),
+        ("--config.shares=half", r"config\.shares is 'half'; give numbers with commas"),
+    ],
+)
+def test_a_word_among_numbers_is_named(monkeypatch, argument, message):
+    with pytest.raises(UserError, match=message):
+        from_command_line(monkeypatch, argument)
