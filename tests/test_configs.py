@@ -251,6 +251,13 @@ def test_an_unknown_variant_is_refused(argument, said):
         load_config(f"configs/sft/web.py:{argument}")
 
 
+def test_the_critic_of_the_paper_warms_up_for_5_percent_of_the_steps_and_its_actor_for_28():
+    config = load_config("configs/rl/mhqa.py")
+    steps = config.optimizer.total_steps // config.updates
+    assert config.algorithm.critic_warmup_steps // config.updates == int(0.05 * steps)
+    assert config.optimizer.warmup_steps // config.updates == int(0.285 * steps)
+
+
 def test_benchmarks_have_the_settings_of_the_paper():
     web, mhqa, code, maths = (load_config(path) for path in BENCHMARKS)
     assert (web.samples, web.temperature, web.top_p, web.top_k) == (5, 1.0, 0.9, 20)
