@@ -13,7 +13,7 @@ import numpy as np
 
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.flops import mfu, train_flops
-from coa_jax.learn.groups import Sampled, graded_values, rewards
+from coa_jax.learn.groups import Sampled, earned, graded_values
 from coa_jax.model.config import ModelConfig
 from coa_jax.trajectory import StopReason, Trajectory
 
@@ -67,7 +67,8 @@ def rollout_metrics(sampled: Sampled, step: int) -> dict[str, float]:
     if not flat:
         return figures
     values = graded_values(sampled.everything) or [0.0]
-    graded = [[v for v in rewards(group) if v is not None] for group in sampled.everything]
+    # Not the rewards: of answers that are all right a penalty may leave some at or below 0.
+    graded = [[v for v in earned(group) if v is not None] for group in sampled.everything]
     lengths = [t.num_policy_tokens for t in flat]
     answered = [t.num_policy_tokens for t in flat if t.stop_reason == StopReason.ANSWER]
     calls = [call for t in flat for call in t.tool_calls]

@@ -7,6 +7,7 @@ import pytest
 
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.groups import Share, assemble, describe
+from coa_jax.learn.metrics import rollout_metrics, stamp
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests.learn.tiny_runs import rl_config
@@ -47,3 +48,13 @@ def test_lengths_alone_are_no_signal(tmp_path, name, used):
     sampled = assemble(config, Share([[WRONG, RIGHT, MIXED]], 3))
     assert [members[0].task_id for members in sampled.used] == used
     assert describe(sampled)["group/frac_zero_std"] == pytest.approx(2 / 3)
+
+
+def test_a_penalty_for_length_makes_no_group_pass_or_fail(tmp_path):
+    config = rl_config(tmp_path, tmp_path, algorithm=Algorithm("grpo"), groups=3)
+    long = group("long", [1.0, 1.0], [100, 100])  # right, and the penalty takes all of it
+    sampled = stamp(assemble(config, Share([[WRONG, RIGHT, MIXED, long]], 4)), 0)
+    figures = rollout_metrics(sampled, 0)
+    assert figures["group/frac_all_pass"] == 2 / 4
+    assert figures["group/frac_all_fail"] == 1 / 4
+    assert describe(sampled)["group/frac_zero_std"] == 3 / 4
