@@ -15,9 +15,11 @@ From the paper (§3.2, §4.2) and its scripts: 256 prompts of 8 samples at tempe
 KL term, at most 8 tool calls, and an answer counts only where the format was obeyed (eq 11).  The
 paper takes 150 steps with 7B, as here, and 120 with 32B; the scripts up to 2,000.  Its context is
 32,768 tokens, with 32B 16,384 until step 40; the scripts have 4,096 tokens of prompt and 16,384 of
-answer.  A weight decay is not stated for this agent: 0.01.  The release drops groups without a
-signal and samples further ones; here at most ``max_rounds`` times.  3B, which neither has, gets the
-values of 7B.
+answer.  The paper shapes the reward of long answers, with a buffer of 1/8 of the response; the
+release turns that off, and so does this file: ``--config.algorithm.overlong_buffer=4096`` turns it
+on for 32,768 tokens.  A weight decay is not stated for this agent: 0.01.  The release drops groups
+without a signal and samples further ones; here at most ``max_rounds`` times.  3B, which neither
+has, gets the values of 7B.
 """
 
 from __future__ import annotations
