@@ -5,9 +5,10 @@
     python -m coa_jax.export --workdir=runs/rl --best --output=exported
 
 The run may still be going on.  ``--best`` takes the checkpoint with the best value of the metric
-that the run's ``keep_best`` names.  The run's config says which model it started from: architecture
-and tokenizer are taken from there.  ``--dtype=bfloat16`` halves the files; the default keeps the
-float32 of training.  transformers, vLLM and ``coa_jax`` read what is written.
+that the run's ``keep_best`` names; of RL's ``reward/mean`` that is the policy after the updates of
+the step whose samples, drawn before them, earned it.  The run's config says which model it started
+from: architecture and tokenizer are taken from there.  ``--dtype=bfloat16`` halves the files; the
+default keeps the float32 of training.  transformers, vLLM and ``coa_jax`` read what is written.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class FitConfig:
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         keep_last: newest checkpoints that stay.
-        keep_best: metric of an update whose best checkpoint stays too; empty for none.
+        keep_best: metric of an update whose best checkpoint stays too; empty for none.  The
+            validation loss is that of the checkpoint, ``loss`` that of the parameters before.
         profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 

@@ -52,7 +52,9 @@ class RLConfig:
             overlap, and the ratio to the sampler's log-probabilities, clipped as ``algorithm``
             says, corrects for the one step between the two.
         keep_last: newest checkpoints that stay.
-        keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``.
+        keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
+            for none.  What a step says of its rollouts is about the policy before its updates; the
+            checkpoint of that step has the parameters after them.
         profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
     """
 
