@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
@@ -52,6 +52,24 @@ def check_seed(seed: int, where: str = "config.seed") -> None:
     """
     if not 0 <= seed <= MAX_SEED:
         raise UserError(f"{where} is {seed}; give 0 to {MAX_SEED}")
+
+
+def one_of(settings: Any, where: str, known: Sequence[str], *names: str) -> None:
+    """Refuses words that are not known.
+
+    Args:
+        settings: a dataclass.
+        where: stands before the name of a setting in the error.
+        known: words that may be given.
+        names: of the settings.
+
+    Raises:
+        UserError: one of them is another.
+    """
+    for name in names:
+        if getattr(settings, name) not in known:
+            choice = ", ".join(filter(None, known))
+            raise UserError(f"{where}{name} is {getattr(settings, name)!r}: use one of {choice}")
 
 
 def take(values: dict[str, Any], key: str) -> Any:

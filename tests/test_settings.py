@@ -10,10 +10,14 @@ from ml_collections import ConfigDict, config_flags
 
 from coa_jax.cli import load_config
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
+from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.learn.fit import FitConfig
+from coa_jax.learn.preference import DPOConfig
+from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.sft import SFTConfig
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build, complete
 
@@ -139,3 +143,24 @@ def test_a_command_line_gives_numbers_to_a_tuple_that_is_empty_by_default(monkey
 def test_a_word_among_numbers_is_named(monkeypatch, argument, message):
     with pytest.raises(UserError, match=message):
         from_command_line(monkeypatch, argument)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [("sft", SFTConfig), ("rft", RFTConfig), ("dpo", DPOConfig), ("rl", RLConfig)],
+)
+def test_a_dtype_that_is_not_known_is_refused_before_a_run_begins(stage, kind):
+    config = load_config(f"configs/{stage}/factbook.py", {"dtype": "bf16"})
+    config.unlock()
+    for key in set(config) - {field.name for field in dataclasses.fields(kind)}:
+        del config[key]  # what the command takes for itself
+    with pytest.raises(UserError, match=r"config: dtype is 'bf16': use one of float32, bfloat16$"):
+        build(kind, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("dtype", "float32, bfloat16"), ("cache_dtype", "float32, bfloat16, int8")]
+)
+def test_so_is_one_of_an_engine(name, known):
+    with pytest.raises(UserError, match=rf"engine\.{name} is 'fp8': use one of {known}$"):
+        EngineConfig(**{name: "fp8"})

@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 from coa_jax.errors import UserError
+from coa_jax.model.config import DTYPES
+from coa_jax.settings import one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class EngineConfig:
             a quarter, ...; the smallest that takes all slots that are not waiting is run.
 
     Raises:
-        UserError: a number is too small.
+        UserError: a number is too small, or a dtype is not known.
     """
 
     slots: int = 16
@@ -80,6 +82,8 @@ class EngineConfig:
         for name, bound in {**least, "pages": 0, "decode_programs": 1}.items():
             if getattr(self, name) < bound:
                 raise UserError(f"engine.{name} is {getattr(self, name)}; give at least {bound}")
+        one_of(self, "engine.", DTYPES, "dtype")
+        one_of(self, "engine.", ("", *DTYPES, "int8"), "cache_dtype")
 
     @property
     def pages_per_slot(self) -> int:

@@ -20,6 +20,7 @@ from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
+from coa_jax.model.config import DTYPES
 from coa_jax.model.lora import LoraBase
 from coa_jax.model.peft_io import save_trained
 from coa_jax.model.remat import policy_name
@@ -28,7 +29,7 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import at_least_one
+from coa_jax.settings import at_least_one, one_of
 
 _PARTS = ("data", "update", "validation", "checkpoint")
 
@@ -74,6 +75,7 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         policy_name(self.remat, "config: remat")
+        one_of(self, "config: ", DTYPES, "dtype")
         at_least_one(self, "config: ", "batch_size", "rows", "row_length", "validate_every",
                      "checkpoint_every")  # fmt: skip
 

@@ -8,11 +8,12 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.config import DTYPES
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.remat import policy_name
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import at_least_one, check_seed
+from coa_jax.settings import at_least_one, check_seed, one_of
 from coa_jax.tasks import GradersConfig
 
 
@@ -100,6 +101,7 @@ class RLConfig:
     def __post_init__(self) -> None:
         policy_name(self.remat, "rl config: remat")
         check_seed(self.seed, "rl config: seed")
+        one_of(self, "rl config: ", DTYPES, "dtype")
         longest = self.longest
         if self.row_length < longest:
             raise UserError(

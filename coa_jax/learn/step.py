@@ -74,6 +74,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         at_least_one(self, "optimizer.", "total_steps", "max_skipped")
+        if self.warmup_steps < 0:
+            raise UserError(
+                f"optimizer.warmup_steps is {self.warmup_steps}; give 0 for none, or more"
+            )
         if not self.clip_norm > 0:
             raise UserError(
                 f"optimizer.clip_norm is {self.clip_norm:g}, which leaves nothing of a gradient; "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.errors import UserError
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import DTYPES, ModelConfig
 from coa_jax.model.export import write_model
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.gguf_io import GgufFile, gguf_file
@@ -22,8 +22,6 @@ from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.model.tokenizer import gguf_tokenizer, load_tokenizer
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import sharding_for
-
-_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +49,8 @@ def load_model(
     Raises:
         UserError: anything wrong with the files; the message names the file, key or tensor.
     """
-    if dtype not in _DTYPES:
-        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(_DTYPES))
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     source, config, tokenizer = _open(Path(path))
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -156,8 +154,8 @@ def save_model(
         UserError: the directory is not empty, or cannot be written (permissions, full disk).
     """
     dtype = dtype or str(model.params["embed"].dtype)
-    if dtype not in (*_DTYPES, "float16"):
-        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(_DTYPES))
+    if dtype not in (*DTYPES, "float16"):
+        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     write_model(
         path, model.config, model.params, model.tokenizer, dtype, max_shard_bytes, overwrite
     )

@@ -7,6 +7,9 @@ from typing import Literal
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
+DTYPES = ("float32", "bfloat16")
+"""Names of the dtypes of parameters and of the operands of products."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:

@@ -110,6 +110,11 @@ def test_an_optimiser_that_cannot_work_is_refused(name):
         dataclasses.replace(OPTIMIZER, **{name: 0})
 
 
+def test_a_negative_warm_up_is_refused():
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps is -1; give 0 for none"):
+        dataclasses.replace(OPTIMIZER, warmup_steps=-1)
+
+
 @pytest.mark.slow
 def test_a_run_that_cannot_go_on_saves_its_state_and_says_so(tmp_path):
     tiny_policy.write_untrained(tmp_path / "base")
