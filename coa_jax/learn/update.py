@@ -82,7 +82,7 @@ def update(
     critic: TrainState | None = None,
     reference: Params | None = None,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
-    """The updates of one step; losses are those of the first, which is on-policy.
+    """The updates of one step; see `_merged` for what its statistics are of.
 
     Without a trajectory to learn from nothing is learned, but the step counts.  Trajectories that
     were sampled under a constraint are learned under the same one.
@@ -117,7 +117,7 @@ def update(
     capacity = -(-config.groups * config.group_size // config.rows)
     options = {"dtype": config.dtype, "remat": config.remat, "attention": attention}
     began = time.perf_counter()
-    parts, first = complete_experience(
+    parts, figures = complete_experience(
         algorithm,
         parts,
         model.config,
@@ -129,10 +129,11 @@ def update(
         extra=extra,
         mesh=mesh,
     )
-    first["time/score"] = time.perf_counter() - began
-    first |= _spread_of_advantages(parts)
-    tokens = 0.0
-    for number, batches in enumerate(parts):
+    figures["time/score"] = time.perf_counter() - began
+    figures |= _spread_of_advantages(parts)
+    of_policy: list[dict[str, float]] = []
+    of_critic: list[dict[str, float]] = []
+    for batches in parts:
         state, stats = train_step(
             state,
             [batch._replace(value=None, returns=None) for batch in batches],
@@ -144,8 +145,7 @@ def update(
             mesh=mesh,
             capacity=capacity,
         )
-        tokens += stats["tokens"]
-        latest = _skipped(stats, "optim/")
+        of_policy.append(stats)
         if critic is not None:
             critic, values = train_step(
                 critic,
@@ -156,21 +156,39 @@ def update(
                 mesh=mesh,
                 capacity=capacity,
             )
-            values = {f"critic/{k.removeprefix('optim/')}": v for k, v in values.items()}
-            stats |= values
-            latest |= _skipped(values, "critic/")
-        if number == 0:
-            first |= stats
-        first |= latest
-    return state, critic, {**first, "tokens": tokens}
+            of_critic.append(values)
+    values = {f"critic/{k.removeprefix('optim/')}": v for k, v in _merged(of_critic).items()}
+    return state, critic, {**figures, **_merged(of_policy), **values}
 
 
-def _skipped(stats: dict[str, float], prefix: str) -> dict[str, float]:
-    """What an update says of skipping; with its loss and norm if it was skipped itself."""
-    names = [f"{prefix}skipped", f"{prefix}skipped_in_a_row"]
-    if stats[names[1]]:
-        names += ["critic/loss" if prefix == "critic/" else "loss", f"{prefix}grad_norm"]
-    return {name: stats[name] for name in names}
+def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The statistics of a step from those of its updates, as `train_step` returns them.
+
+    Means over the tokens of all updates that were not skipped, and the largest gradient norm.  The
+    mismatch is that of the first update, before which the policy is the one that sampled, and so is
+    the rate.  If the last one was skipped, its loss and norm say why.
+    """
+    if len(updates) < 2:
+        return dict(updates[0]) if updates else {}
+    first, last = updates[0], updates[-1]
+    made = [stats for stats in updates if not stats["optim/skipped_in_a_row"]] or updates
+    weights = [max(stats["tokens"], 1.0) for stats in made]
+    kept = {name for name in first if name.startswith("mismatch/")} | {"optim/lr"}
+    latest = {"optim/skipped", "optim/skipped_in_a_row"}
+    if last["optim/skipped_in_a_row"]:
+        latest |= {"loss", "optim/grad_norm"}
+    means = {
+        name: float(np.average([stats[name] for stats in made], weights=weights))
+        for name in first.keys() - kept - latest
+    }
+    largest = {"optim/grad_norm": max(stats["optim/grad_norm"] for stats in made)}
+    return {
+        **means,
+        **largest,
+        "tokens": sum(stats["tokens"] for stats in updates),
+        **{name: first[name] for name in kept},
+        **{name: last[name] for name in latest},
+    }
 
 
 def _spread_of_advantages(parts: Sequence[Sequence[Batch]]) -> dict[str, float]:

@@ -15,8 +15,14 @@ from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm, presets
 from coa_jax.learn.batch import pack, trajectory_example
 from coa_jax.learn.experience import complete_experience, score
-from coa_jax.learn.step import OptimizerConfig, init_state
-from coa_jax.learn.update import critic_state, group_examples, reference_params, update
+from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+from coa_jax.learn.update import (
+    _merged,
+    critic_state,
+    group_examples,
+    reference_params,
+    update,
+)
 from coa_jax.model.api import Model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
@@ -164,11 +170,60 @@ def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
     state, _, stats = update(settings, state, Model(MODEL, start, None), shifted)
     assert int(state.step) == 2
     assert stats["policy/clip_low"] == stats["policy/clip_high"] == 0
-    assert stats["policy/kl_old"] < 1e-9
+    assert 1e-9 < stats["policy/kl_old"] < 1e-2  # 0 in the first update, not in the second
     gap = stats["mismatch/abs_logp_mean"]
     assert gap == pytest.approx(0.4, rel=1e-4)  # every policy token is that far off
     assert stats["mismatch/kl"] == pytest.approx(np.exp(-0.4) - 1 + 0.4, rel=1e-3)
     assert stats["mismatch/frac_clipped"] == 0
+
+
+@pytest.mark.parametrize("name", ["dapo", "ppo"])
+def test_a_steps_statistics_are_those_of_all_its_updates(name, monkeypatch):
+    seen = {"loss": [], "value": []}
+
+    def noting(*arguments, **options):
+        state, stats = train_step(*arguments, **options)
+        seen["value" if "value" in stats else "loss"].append(dict(stats))
+        return state, stats
+
+    monkeypatch.setattr("coa_jax.learn.update.train_step", noting)
+    _, _, (stats,) = run(config(name, updates=2, optimizer=OptimizerConfig(0.05, 8)))
+    first, second = seen["loss"]
+    tokens = [first["tokens"], second["tokens"]]
+    assert stats["tokens"] == sum(tokens) and tokens[0] != tokens[1]
+    for figure in ("loss", "policy/kl_old", "policy/clip_high", "policy/entropy", "adv/abs_mean"):
+        mean = np.average([first[figure], second[figure]], weights=tokens)
+        assert stats[figure] == pytest.approx(mean, rel=1e-6), figure
+    assert first["policy/kl_old"] < 1e-9 < stats["policy/kl_old"]
+    assert stats["optim/grad_norm"] == max(first["optim/grad_norm"], second["optim/grad_norm"])
+    assert {k: v for k, v in stats.items() if "mismatch" in k} == {
+        k: v for k, v in first.items() if "mismatch" in k
+    }
+    assert stats["mismatch/abs_logp_max"] < 1e-5 < second["mismatch/abs_logp_max"]
+    for old, new in zip(seen["value"][:1], seen["value"][1:], strict=True):
+        mean = np.average([old["loss"], new["loss"]], weights=tokens)
+        assert stats["critic/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_an_update_that_was_skipped_is_in_no_mean_but_says_why_if_it_is_the_last():
+    def stats(loss, in_a_row):
+        return {
+            "loss": loss,
+            "policy/entropy": loss,
+            "optim/grad_norm": loss,
+            "optim/lr": 0.1,
+            "optim/skipped": 1.0,
+            "optim/skipped_in_a_row": in_a_row,
+            "tokens": 4.0,
+        }
+
+    merged = _merged([stats(1.0, 0), stats(np.nan, 1), stats(3.0, 0)])
+    assert merged == stats(2.0, 0) | {"optim/grad_norm": 3.0, "tokens": 12.0}
+    merged = _merged([stats(1.0, 0), stats(np.inf, 1)])
+    assert merged["loss"] == merged["optim/grad_norm"] == np.inf
+    assert (merged["policy/entropy"], merged["optim/skipped_in_a_row"]) == (1.0, 1)
+    alone = stats(1 / 3, 0)
+    assert _merged([alone]) == alone and _merged([]) == {}
 
 
 def experience(settings, reference=None, critic=None):
