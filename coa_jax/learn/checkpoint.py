@@ -8,6 +8,7 @@ what was saved, on any mesh, and the checkpoint before it is used.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
 import math
@@ -25,6 +26,8 @@ from orbax.checkpoint import checkpoint_managers
 
 from coa_jax.errors import UserError
 from coa_jax.learn.step import TrainState
+from coa_jax.parallel import processes
+from coa_jax.parallel.placement import MeshConfig
 
 _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 
@@ -54,7 +57,13 @@ class Checkpoints:
     """The newest states of a run in ``directory``, and the best one."""
 
     def __init__(
-        self, directory: str | Path, keep: int = 2, best: str = "", *, read_only: bool = False
+        self,
+        directory: str | Path,
+        keep: int = 2,
+        best: str = "",
+        *,
+        read_only: bool = False,
+        wait_seconds: float = MeshConfig.wait_seconds,
     ):
         """Opens the directory, which is made when it does not exist.
 
@@ -66,6 +75,7 @@ class Checkpoints:
             best: a metric; the checkpoint with its best value stays too, the lowest for a name that
                 ends in ``loss`` and the highest for any other.  Empty for none.
             read_only: whether nothing is changed, not even by a cleaning up: a run may be writing.
+            wait_seconds: how long a process that has read a checkpoint waits for the others.
         """
         if keep < 1:
             raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
@@ -76,7 +86,7 @@ class Checkpoints:
                 get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False
             )
             policy = checkpoint_managers.AnyPreservationPolicy([policy, highest])
-        self.directory = Path(directory).resolve()
+        self.directory, self._wait_seconds = Path(directory).resolve(), wait_seconds
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -88,6 +98,7 @@ class Checkpoints:
                 enable_async_checkpointing=True,
             ),
         )
+        self._reader = _reader_alone()
 
     def _quality(self, metrics: Mapping[str, float]) -> float:
         return self._sign * metrics[self.best_metric]
@@ -162,8 +173,8 @@ class Checkpoints:
         Those after it that are damaged are set aside under another name, with a warning.
 
         Raises:
-            UserError: it holds another model or optimiser, the file system refuses it, or every
-                checkpoint is damaged.
+            UserError: it holds another model or optimiser, the file system refuses it, every
+                checkpoint is damaged, or a process did not come.
         """
         faults: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -183,7 +194,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, faults: Mapping[int, str], good: int) -> None:
-        for step, fault in faults.items():
+        for step, fault in faults.items() if processes.index() == 0 else ():
             aside = self.directory / f"damaged-{step}"
             while aside.exists():
                 aside = aside.with_name(aside.name + "-again")
@@ -195,9 +206,9 @@ class Checkpoints:
                 good,
                 aside.name,
             )
-            if jax.process_index() == 0:
-                os.rename(self.directory / str(step), aside)
+            os.rename(self.directory / str(step), aside)
         if faults:
+            processes.meet("setting aside of damaged checkpoints", self._wait_seconds)
             self._manager.reload()
 
     def restore(
@@ -205,17 +216,63 @@ class Checkpoints:
     ) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of ``like``.
 
+        Every process reads what its devices hold; what is wrong for one is wrong for all of them.
+
         Args:
             step: its number.
             like: a state, or its shapes with shardings; the mesh may be another than it was.
             more: further trees; one that the checkpoint does not have is left out.
 
         Raises:
-            UserError: it holds another model or another optimiser, or the file system refuses it.
+            UserError: it holds another model or another optimiser, the file system refuses it, or
+                a process did not come.
             Damaged: it is not what was saved.
         """
+        found, fault = None, None
+        try:
+            found = self._read(step, like, more or {})
+        except (UserError, Damaged) as error:
+            fault = error
+        # Before any program of all processes: one that has failed would not take part in it.
+        self._agree(fault)
+        assert found is not None
+        read, likes = found
+        torn = [
+            name
+            for name, tree in likes.items()
+            if fingerprint(read[name]) != read[_FINGERPRINT][name]
+        ]
+        if torn:
+            fault = Damaged(f"the arrays of its {torn[0]} are not those that were saved")
+        self._agree(fault)
+        trees = {
+            name: tree._replace(**read[name]) if hasattr(tree, "_asdict") else read[name]
+            for name, tree in likes.items()
+        }
+        return Restored(step, trees.pop(_STATE), read[_EXTRA], trees)
+
+    def _agree(self, fault: UserError | Damaged | None) -> None:
+        """Raises what the first process has found that has a fault, in all of them alike.
+
+        A checkpoint that was refused to one process is not damaged because another says so.
+        """
+        if processes.count() == 1:
+            if fault is not None:
+                raise fault
+            return
+        mine = [isinstance(fault, UserError), isinstance(fault, Damaged), str(fault)]
+        told = asyncio.run(processes.exchange(mine, "reading of a checkpoint", self._wait_seconds))
+        for at, kind in enumerate((UserError, Damaged)):
+            for number, verdict in enumerate(told):
+                if verdict[at]:
+                    raise kind(f"{verdict[-1]} (says process {number})") from fault
+
+    def _read(
+        self, step: int, like: TrainState, more: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """What this process reads of a checkpoint, and the trees that it was read like."""
         path = self.directory / str(step)
-        likes = {_STATE: like, **(more or {})}
+        likes = {_STATE: like, **more}
         likes = {
             name: tree for name, tree in likes.items() if name == _STATE or (path / name).is_dir()
         }
@@ -226,8 +283,8 @@ class Checkpoints:
         try:
             for name, tree in abstract.items():
                 self._check_fit(step, name, tree)
-            read = self._manager.restore(
-                step,
+            read = self._reader.restore(
+                path,
                 args=ocp.args.Composite(
                     **{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()},
                     extra=ocp.args.JsonRestore(),
@@ -246,14 +303,7 @@ class Checkpoints:
                     "see to that, and start again"
                 ) from error
             raise Damaged(f"cannot be read: {reason}") from error
-        for name in likes:
-            if fingerprint(read[name]) != read[_FINGERPRINT][name]:
-                raise Damaged(f"the arrays of its {name} are not those that were saved")
-        trees = {
-            name: tree._replace(**read[name]) if hasattr(tree, "_asdict") else read[name]
-            for name, tree in likes.items()
-        }
-        return Restored(step, trees.pop(_STATE), read[_EXTRA], trees)
+        return read, likes
 
     def _check_fit(self, step: int, name: str, abstract: Any) -> None:
         """Compares names, shapes and dtypes, which are read without the arrays."""
@@ -271,7 +321,22 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the last checkpoint and releases the directory."""
         self.wait()
+        self._reader.close()
         self._manager.close()
+
+
+def _reader_alone() -> ocp.Checkpointer:
+    """Reads what this process needs and waits for no other.
+
+    The manager's own reader meets the others when it is done, so that one whose part is damaged
+    would leave them waiting.
+    """
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options)
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 _LACKING = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")

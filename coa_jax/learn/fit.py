@@ -167,7 +167,12 @@ def fit(
 def _resume(
     config: FitConfig, run: RunDir, params: Params, phase: str
 ) -> tuple[TrainState, int, Checkpoints]:
-    checkpoints = Checkpoints(run.checkpoints / phase, config.keep_last, config.keep_best)
+    checkpoints = Checkpoints(
+        run.checkpoints / phase,
+        config.keep_last,
+        config.keep_best,
+        wait_seconds=config.mesh.wait_seconds,
+    )
     state, cursor = init_state(params, config.optimizer), 0
     restored = checkpoints.newest(state)
     if restored is not None:

@@ -63,7 +63,12 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     with contextlib.closing(
-        Checkpoints(run.checkpoints / "rl", config.keep_last, config.keep_best)
+        Checkpoints(
+            run.checkpoints / "rl",
+            config.keep_last,
+            config.keep_best,
+            wait_seconds=config.mesh.wait_seconds,
+        )
     ) as checkpoints:
         learner = Learner(config, (task.protocol for task in tasks), checkpoints)
         run.rewind("rl", learner.step)

@@ -22,7 +22,9 @@ from coa_jax.cli import explain
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged, fingerprint
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
+from tests.parallel.launched import launch
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, total_steps=10)
@@ -196,7 +198,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
         raise fault
 
     with opened(tmp_path / "c") as checkpoints:
-        monkeypatch.setattr(checkpoints._manager, "restore", refuse)
+        monkeypatch.setattr(checkpoints._reader, "restore", refuse)
         with pytest.raises(raised) as told:
             checkpoints.newest(made(0))
         assert not isinstance(told.value, Damaged)
@@ -215,6 +217,51 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_by_itself
     ):
         checkpoints.newest(made(0))
     assert {"1", "2"} <= numbers(tmp_path / "c")
+
+
+def over_processes(state: TrainState) -> TrainState:
+    """The state as a training step leaves it, half of it in each of two processes."""
+
+    def spread(x, like):
+        return jax.make_array_from_callback(x.shape, like.sharding, lambda at: np.asarray(x)[at])
+
+    return jax.tree.map(spread, state, on_mesh(state, fsdp=2))
+
+
+def fall_back_together(path: str) -> None:
+    """The part of the test below that each of two processes plays; process 1 has a torn file."""
+    folder = Path(path)
+    with opened(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, over_processes(made(step)), {"cursor": step})
+    processes.meet("both are written", 60)
+    if processes.index() == 0:
+        truncate(folder / "2" / "state" / "ocdbt.process_1")
+    processes.meet("one is torn", 60)
+    for expected in (1, 2):
+        with opened(folder) as checkpoints:
+            restored = checkpoints.newest(over_processes(made(0)))
+            assert restored is not None and restored.extra == {"cursor": expected}
+            assert fingerprint(restored.state) == fingerprint(made(expected))
+            if expected == 1:  # the run writes its second step again
+                checkpoints.save(2, over_processes(made(2)), {"cursor": 2})
+    print("went on", flush=True)
+
+
+@pytest.mark.slow
+def test_what_is_damaged_for_one_process_is_damaged_for_all(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "from coa_jax.cli import run_main\n"
+        "def main(argv):\n"
+        "    from tests.learn.test_checkpoint import fall_back_together\n"
+        f"    fall_back_together({str(tmp_path / 'c')!r})\n"
+        "run_main(main)\n"
+    )
+    done = launch(2, 1, str(tmp_path / "program.py"), timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("went on") == 2
+    assert "[0]" in done.stderr and "checkpoint 2 is damaged (cannot be read" in done.stderr
+    assert {"1", "2", "damaged-2"} <= numbers(tmp_path / "c")
 
 
 def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
