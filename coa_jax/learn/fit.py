@@ -124,9 +124,11 @@ def fit(
         clock, stopping = Clock(*_PARTS), False
         while step < total and not stopping:
             profile.before(step + 1)
+            processes.doing(f"data of update {step + 1}")
             with clock("data"):
                 batches, cursor = batches_from(cursor)
             processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
+            processes.doing(f"update {step + 1}")
             with clock("update"):
                 state, stats = train_step(
                     state,
@@ -152,7 +154,7 @@ def fit(
             for text in watch.see({**stats, "step": step}):
                 logging.warning("%s, step %d: %s", phase.upper(), step, text)
             bar.update(loss=stats["loss"])
-            clock, stopping = Clock(*_PARTS), stop.agreed()
+            clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
             error = check_updates(stats, config.optimizer)
             if step % config.checkpoint_every == 0 or step == total or stopping or error:
                 with clock("checkpoint"):

@@ -33,6 +33,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
 from coa_jax.model.remat import Remat
 from coa_jax.model.weights import Params
+from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import at_least_one
@@ -95,6 +96,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         chosen = [stream[index] for index in range(cursor, end)]
         batches = pair_batches(chosen, config.row_length, config.rows)
         scoring = tuple(options.items())
+        processes.meet("scores of the reference", config.mesh.wait_seconds)
 
         def scored(batch: Batch) -> Batch:
             logps = score(reference, put_batch(batch, mesh), model=model.config, options=scoring)

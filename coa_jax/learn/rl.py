@@ -118,6 +118,7 @@ def _loop(
             with clock("publish"):
                 learner.publish()
             batches.start(learner.cursor, len(learner.surplus))
+        processes.doing(f"rows of step {learner.step}")
         # Rows come before the checkpoint: what a kill between the two leaves is taken back.
         with clock("traces"):
             run.traces(learner.step, "rl", group_rows(sampled.everything))
@@ -126,7 +127,7 @@ def _loop(
         profile.after(learner.step)
         for text in watch.see(row):
             logging.warning("RL, step %d: %s", learner.step, text)
-        clock, stopping = Clock(*_PARTS), stop.agreed()
+        clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
         due = learner.step % config.checkpoint_every == 0 or learner.step == learner.total
         if due or stopping or error:
             with clock("checkpoint"):

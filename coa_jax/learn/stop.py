@@ -26,14 +26,21 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
 
-    def agreed(self) -> bool:
+    def agreed(self, wait_seconds: float) -> bool:
         """Whether a process of the run has been asked; the same in all of them.
 
         Every process calls it at the same step: one that stopped alone would leave the others
         waiting for it.
+
+        Args:
+            wait_seconds: how long to wait for the slowest process, which may still be writing.
+
+        Raises:
+            UserError: a process did not come.
         """
         if jax.process_count() == 1:
             return self.requested
+        processes.meet("the end of a step", wait_seconds)
         return bool(np.any(multihost_utils.process_allgather(np.int32(self.requested))))
 
 

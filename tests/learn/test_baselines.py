@@ -15,10 +15,12 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn import preference, rejection
+from coa_jax.learn.experience import score
 from coa_jax.learn.preference import DPOConfig, dpo_objective, make_pairs, pair_batches
 from coa_jax.learn.rejection import RFTConfig, read_graded, select
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
+from coa_jax.parallel.placement import MeshConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, write_trajectories
 from tests import tiny_policy
@@ -188,6 +190,28 @@ def test_preferences_are_learnt_and_an_interrupted_run_ends_the_same(folder):
     parts = train("dpo-parts")
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
+
+
+def test_processes_meet_before_the_scores_of_the_reference(folder, monkeypatch):
+    order = []
+
+    def meet(what, seconds):
+        order.append((what, seconds))
+
+    def scored(*arguments, **options):
+        order.append("score")
+        return score(*arguments, **options)
+
+    monkeypatch.setattr("coa_jax.parallel.processes.meet", meet)
+    monkeypatch.setattr(preference, "score", scored)
+    optimizer = OptimizerConfig(learning_rate=3e-3, total_steps=1)
+    mesh = MeshConfig(wait_seconds=7.0)
+    with RunDir(folder / "meet") as run:
+        config = DPOConfig(
+            **settings(folder, optimizer=optimizer, mesh=mesh), beta=0.5, min_gap=0.5
+        )
+        preference.train(config, run, folder / "meet" / "model")
+    assert order[:3] == [("scores of the reference", 7.0), "score", ("update 1", 7.0)]
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ def main(argv):
         time.sleep(60)
     if case.startswith("late to tell"):
         asyncio.run(processes.exchange(0, "the update of step 3", 1.5))
+    if case.startswith("late to end"):
+        from coa_jax.learn.stop import Stop
+        Stop().agreed(1.5)
     if case.startswith("late"):
         processes.meet("the update of step 3", 1.5)
     if case.startswith("fail"):
@@ -98,19 +101,26 @@ def test_processes_gather_in_order_and_a_killed_one_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("case", ["late 1", pytest.param("late to tell 1", marks=pytest.mark.slow)])
-def test_a_process_that_does_not_come_is_named_by_those_that_wait(tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("late to end 1", "the end of a step"),
+        pytest.param("late 1", "the update of step 3", marks=pytest.mark.slow),
+        pytest.param("late to tell 1", "the update of step 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_does_not_come_is_named_by_those_that_wait(tmp_path, case, what):
     done = run(tmp_path, case)
     assert "error: process 0 ended with exit code 2" in done.stderr
     assert lines(done.stderr, 0) == [
-        line for line in lines(done.stderr, 0) if line.startswith("error: the update of step 3: ")
+        line for line in lines(done.stderr, 0) if line.startswith(f"error: {what}: ")
     ]
     (line,) = lines(done.stderr, 0)
     assert "after 1.5 s still without process 1 (" in line
     assert "which is at: rollouts of step 3; look into its log" in line
     # The late one learns why it has to end.
     (line,) = lines(done.stderr, 1)
-    assert "process 0 (" in line and "has failed: the update of step 3" in line
+    assert "process 0 (" in line and f"has failed: {what}" in line
 
 
 @pytest.mark.slow
@@ -156,13 +166,13 @@ def main(argv):
     me, abandoned = processes.index(), threading.Event()
     pids = asyncio.run(processes.exchange(os.getpid(), "pids", 60))
     with stop_on_sigterm(abandoned.set) as stop:
-        assert not abandoned.wait(2.5) and not stop.agreed()
+        assert not abandoned.wait(2.5) and not stop.agreed(60)
         if me == 1:
             os.kill(pids[0], signal.SIGTERM)  # which waits for this one
             assert abandoned.wait(30)
         told = asyncio.run(processes.exchange(abandoned.is_set(), "rollouts", 60))
         assert told == [False, True], told
-        assert abandoned.wait(30) and stop.agreed()
+        assert abandoned.wait(30) and stop.agreed(60)
     print("stopped", flush=True)
 
 run_main(main)
