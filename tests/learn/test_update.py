@@ -177,7 +177,7 @@ def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
     assert stats["mismatch/frac_clipped"] == 0
 
 
-@pytest.mark.parametrize("name", ["dapo", "ppo"])
+@pytest.mark.parametrize("name", ["dapo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_steps_statistics_are_those_of_all_its_updates(name, monkeypatch):
     seen = {"loss": [], "value": []}
 
