@@ -23,6 +23,9 @@ from coa_jax.tools.net.secrets import Secret
 Chat = Sequence[Mapping[str, str]]
 """Messages ``{"role", "content"}``."""
 
+REFUSED_REQUEST = frozenset({400, 413, 422})
+"""Statuses about a request, not about who asks: too long a context, a content filter."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig:
@@ -58,16 +61,22 @@ class EndpointConfig:
     max_money: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.max_money and self.price is None:
+        if self.max_money and not any(self.price or ()):
             raise UserError(
-                f"endpoint.max_money needs the price of {self.model!r}; add it to endpoint.prices "
-                "as (model, per million prompt tokens, per million completion tokens)"
+                f"endpoint.max_money needs the price of {self.model!r}, which is "
+                f"{'missing' if self.price is None else '0: it would limit nothing'}; give it in "
+                "endpoint.prices as (model, per million prompt tokens, per million completion "
+                "tokens)"
             )
 
     @property
     def price(self) -> tuple[float, float] | None:
         """Money per million tokens of prompts and of completions, if it is known."""
         return next(((p, c) for name, p, c in self.prices if name == self.model), None)
+
+
+class RequestRefusedError(Exception):
+    """The endpoint answers other requests, but not this one; no further attempt would help."""
 
 
 @dataclasses.dataclass
@@ -147,7 +156,9 @@ class Endpoint:
             turn: which call of the run this is.
 
         Raises:
-            UserError: the budget is spent, the endpoint refuses or cannot be reached.
+            RequestRefusedError: the endpoint has answered others and refuses this request.
+            UserError: the budget is spent, the endpoint cannot be reached, refuses the caller or
+                the model, or refuses a request before it has answered any.
         """
         key = self._key(chat, episode, turn)
         if key in self._replies:
@@ -216,10 +227,7 @@ class Endpoint:
                 return await self._once(chat)
             except openai.APIStatusError as error:
                 problem = self._secret.redact(f"{error.status_code}: {error.message}")
-                if error.status_code not in (408, 409, 425, 429) and error.status_code < 500:
-                    raise UserError(
-                        f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}"
-                    ) from error
+                self._check_refusal(error, problem)
                 asked = error.response.headers.get("retry-after", "")
                 wait = max(wait, min(60.0, float(asked)) if asked.isdigit() else 0.0)
             except (openai.APIConnectionError, openai.APIResponseValidationError) as error:
@@ -235,6 +243,17 @@ class Endpoint:
             f"({problem}); what is finished is kept: run the same command again to continue"
         )
 
+    def _check_refusal(self, error: Any, problem: str) -> None:
+        """Raises what a status means that further attempts would not change; returns else."""
+        if error.status_code in (408, 409, 425, 429) or error.status_code >= 500:
+            return
+        # A wrong setting is refused in every request: nothing has been answered then.
+        if error.status_code in REFUSED_REQUEST and self.spent.calls:
+            raise RequestRefusedError(f"the request is refused: {problem}") from error
+        raise UserError(
+            f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}"
+        ) from error
+
     async def _once(self, chat: Chat) -> tuple[str, int | None, int | None]:
         options: dict[str, Any] = {}
         if self.config.json_mode:
@@ -247,9 +266,11 @@ class Endpoint:
             max_tokens=self.config.max_tokens,
             **options,
         )
-        reply = self._secret.redact(response.choices[0].message.content)
+        content = response.choices[0].message.content
+        # Null is a reply that was paid for (all tokens went into thinking, or a refusal).
+        reply = self._secret.redact("" if content is None else content)
         if not isinstance(reply, str):
-            raise ValueError("its content is empty")
+            raise ValueError("its content is not text")
         usage = response.usage
         if usage is None:
             return reply, None, None

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from coa_jax.distill.endpoint import Endpoint
+from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distill.messages import AGENTS, Kind
 from coa_jax.distill.minds import DUTIES, MOVES, Action, AgentView, Minds
 from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_reflection
@@ -22,6 +22,8 @@ from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_
 T = TypeVar("T")
 
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
+_PYTHON = frozenset({"", "py", "python", "python3"})
 _FORMS = {
     Kind.REFLECTION: "information_conflict: Good|Fair|Poor\\ntool_effectiveness: Good|Fair|Poor\\n"
     "trajectory_monitoring: Good|Fair|Poor",
@@ -103,9 +105,25 @@ def read_action(reply: str, view: AgentView) -> Action:
         raise ValueError("'content' does not give the three grades")
     if move[1] is Kind.VERDICT and parse_double_check(content) is None:
         raise ValueError("'content' gives no score from 1 to 4")
-    if move == ("code", Kind.CALL) and parse_code(content) is None:
-        content = format_code(content.removeprefix("```python").removeprefix("```").strip("`\n"))
+    if move == ("code", Kind.CALL):
+        content = _code_body(content)
     return Action(*move, content, thought.strip())
+
+
+def _code_body(content: str) -> str:
+    """A program as the body of a call: as it is, or the one fenced block in words about it.
+
+    Raises:
+        ValueError: there is a fence, but no telling what the program is.
+    """
+    if parse_code(content) is not None:
+        return content
+    if "```" not in content:
+        return format_code(content.strip("\n"))
+    blocks = _FENCED.findall(content)
+    if len(blocks) != 1 or content.count("```") != 2 or blocks[0][0].lower() not in _PYTHON:
+        raise ValueError("'content' must be one Python program, without words around it")
+    return format_code(blocks[0][1].strip("\n"))
 
 
 class UnusableReplyError(ValueError):
@@ -130,12 +148,15 @@ async def ask(
         attempts: replies that are asked for.
 
     Raises:
-        UnusableReplyError: none of the replies could be read.
+        UnusableReplyError: none of the replies could be read, or the request is refused.
         UserError: the budget is spent, or the endpoint does not answer.
     """
     problem = ""
     for attempt in range(attempts):
-        reply = await endpoint.complete(chat, episode, f"{turn}/{attempt}")
+        try:
+            reply = await endpoint.complete(chat, episode, f"{turn}/{attempt}")
+        except RequestRefusedError as error:
+            raise UnusableReplyError(str(error)) from error
         try:
             return read(reply)
         except ValueError as error:
@@ -162,7 +183,7 @@ class LanguageMind:
         """The next message of ``view.role``.
 
         Raises:
-            UnusableReplyError: no attempt gave a move.
+            UnusableReplyError: no attempt gave a move, or the endpoint refuses the request.
             UserError: the budget is spent, or the endpoint does not answer.
         """
         turn = f"{len(view.messages)}/{view.role}"

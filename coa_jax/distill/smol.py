@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from coa_jax.distill.endpoint import REFUSED_REQUEST
 from coa_jax.distill.readers.calls import body_of
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.net.secrets import redact_all
 
 AGENT = "search_agent"
+
+REFUSED = "request_refused"
+"""State of a run that ended because the endpoint refused a request."""
 
 _INPUTS: Mapping[str, tuple[str, str]] = {
     "wiki_search": ("query", "What to look for in the encyclopaedia."),
@@ -98,7 +103,9 @@ def solve_with_smolagents(
 
     Returns:
         The run as JSON values: task, answer, steps of the manager, and the runs of the search agent
-        with the number of the manager's step that asked.
+        with the number of the manager's step that asked.  A run whose endpoint refused a request
+        (too long a context, a content filter) has the state ``request_refused`` and no answer; what
+        the endpoint said is its ``error``.
 
     Raises:
         UserError: smolagents is not installed.
@@ -140,16 +147,34 @@ def solve_with_smolagents(
         planning_interval=planning_interval,
         **quiet,
     )
-    result = manager.run(task.question, return_full_result=True)
+    try:
+        result = manager.run(task.question, return_full_result=True)
+        output, state, problem = result.output, result.state, ""
+    except Exception as error:
+        if not _is_refused(error):
+            raise
+        output, state, problem = None, REFUSED, redact_all(str(error))
     return {
         "task_id": task.id,
         "question": task.question,
         "gold": list(task.gold),
-        "answer": None if result.output is None else str(result.output),
-        "state": result.state,
+        "answer": None if output is None else str(output),
+        "state": state,
+        "error": problem,
         "steps": _plain(manager.memory.get_succinct_steps()),
         "managed_runs": runs,
     }
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether an error means that an endpoint refused one request, and not who asks."""
+    return any(getattr(e, "status_code", None) in REFUSED_REQUEST for e in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _plain(steps: Any) -> Any:

@@ -6,14 +6,14 @@ import concurrent.futures
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.distill.endpoint import EndpointConfig, Spent, check_budget
 from coa_jax.distill.readers.base import total_usage
-from coa_jax.distill.smol import smolagents_package, solve_with_smolagents
+from coa_jax.distill.smol import REFUSED, smolagents_package, solve_with_smolagents
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
@@ -76,19 +76,22 @@ def run_smolagents(
     Returns:
         What all runs of the file have cost, by their own counts; a call is a step of an agent.
 
+    A run whose request the endpoint refuses is finished, without an answer.
+
     Raises:
-        UserError: the budget is spent, or the endpoint cannot be used; finished runs are kept.
+        UserError: the budget is spent, or the endpoint cannot be used or refuses a request before
+            it has answered any; finished runs are kept.
     """
     jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
     spent, lock = Spent(), threading.Lock()
     done: set[str] = set()
 
     def account(dump: dict[str, Any]) -> None:
-        steps = [*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])]
+        steps = _all_steps(dump)
         counts = (step.get("token_usage") for step in steps)
         usage = total_usage(counts, "input_tokens", "output_tokens")
         price = limits.price or (0.0, 0.0)
-        spent.calls += sum("model_output_message" in step for step in steps)
+        spent.calls += _answered(steps)
         spent.unmetered += not usage
         spent.prompt += usage.get("prompt", 0)
         spent.completion += usage.get("completion", 0)
@@ -124,6 +127,9 @@ def run_smolagents(
                 stop.set()
                 raise
             with lock:
+                if dump["state"] == REFUSED and not spent.calls + _answered(_all_steps(dump)):
+                    stop.set()  # a wrong setting is refused in every request
+                    raise UserError(f"{task.id}: the endpoint refuses the model: {dump['error']}")
                 jsonl.append_lines(path, [dump])
                 account(dump)
                 if on_done is not None:
@@ -144,6 +150,15 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     import openai
 
     return smolagents_package().AgentGenerationError, openai.OpenAIError
+
+
+def _all_steps(dump: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [*dump["steps"], *(step for run in dump["managed_runs"] for step in run["steps"])]
+
+
+def _answered(steps: Iterable[Mapping[str, Any]]) -> int:
+    """How many steps hold a reply of a model."""
+    return sum(step.get("model_output_message") is not None for step in steps)
 
 
 def _dump(row: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ class Server(ThreadingHTTPServer):
     """Serves ``POST /v1/chat/completions``.
 
     `reply` maps the messages of a request to the content of the reply; an int is an HTTP status
-    instead, None a response that is no chat completion.  `seen` holds the requests.
+    instead, None a response that is no chat completion, and ``...`` a reply whose content is null.
+    `seen` holds the requests.
     """
 
     daemon_threads = True
@@ -47,9 +48,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(reply, {"error": {"message": f"status {reply}"}})
         if reply is None:
             return self.send(200, {"id": "x", "object": "chat.completion", "choices": []})
-        message = {"role": "assistant", "content": reply}
+        message = {"role": "assistant", "content": None if reply is ... else reply}
         words = sum(len(str(m["content"]).split()) for m in request["messages"])
-        usage = {"prompt_tokens": words, "completion_tokens": len(reply.split())}
+        usage = {
+            "prompt_tokens": words,
+            "completion_tokens": 7 if reply is ... else len(reply.split()),
+        }
         usage["total_tokens"] = sum(usage.values())
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         head = {"id": "x", "object": "chat.completion", "created": 0, "model": request["model"]}

@@ -9,9 +9,9 @@ import pytest
 
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.dataset import distill_split
-from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig, RequestRefusedError
 from coa_jax.distill.llm import chat_of, language_minds, read_action
-from coa_jax.distill.messages import Kind, Message
+from coa_jax.distill.messages import Ending, Kind, Message
 from coa_jax.distill.minds import AgentView
 from coa_jax.distill.pipeline import run_teacher
 from coa_jax.errors import UserError
@@ -107,6 +107,30 @@ def test_an_endpoint_that_stays_down_or_refuses_is_explained(tmp_path):
         assert len(server.seen) == 1
 
 
+def test_a_reply_without_content_is_paid_for_once_and_is_an_empty_text(tmp_path):
+    with serving(lambda chat: ...) as server:
+        endpoint = Endpoint(config_of(server), tmp_path / "calls.jsonl")
+        assert ask(endpoint, "a") == [""]
+        assert len(server.seen) == 1
+        assert ask(Endpoint(config_of(server), tmp_path / "calls.jsonl"), "a") == [""]
+    assert (endpoint.spent.calls, endpoint.spent.completion) == (1, 7)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refused_request_is_no_refused_caller_once_another_was_answered(tmp_path, status):
+    replies = iter(["x", status, 401, status])
+    with serving(lambda chat: next(replies)) as server:
+        endpoint = Endpoint(config_of(server), tmp_path / "calls.jsonl")
+        assert ask(endpoint, "a") == ["x"]
+        with pytest.raises(RequestRefusedError, match=f"the request is refused: {status}"):
+            ask(Endpoint(config_of(server), tmp_path / "calls.jsonl"), "a", "b")
+        with pytest.raises(UserError, match="refuses the model 'm': 401"):
+            ask(Endpoint(config_of(server), tmp_path / "calls.jsonl"), "b")
+        with pytest.raises(UserError, match=f"refuses the model 'm': {status}"):
+            ask(Endpoint(config_of(server), tmp_path / "fresh.jsonl"), "b")
+        assert len(server.seen) == 4
+
+
 @pytest.mark.parametrize(
     ("limit", "calls"),
     [({"max_calls": 3}, 3), ({"max_total_tokens": 10}, 3), ({"max_money": 7.5e-6}, 2)],
@@ -121,6 +145,8 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
         assert len(server.seen) == calls
     with pytest.raises(UserError, match="needs the price of 'm'"):
         config_of(server, max_money=1.0)
+    with pytest.raises(UserError, match="the price of 'm', which is 0: it would limit nothing"):
+        config_of(server, max_money=1.0, prices=(("m", 0.0, 0.0),))
 
 
 # --- minds ---------------------------------------------------------------------------------
@@ -142,11 +168,44 @@ def view_of(role, tools=()):
         ("verification", '{"to": "manager", "kind": "verdict", "content": "7"}', "no score"),
         ("reflection", '{"to": "manager", "kind": "reflection", "content": "ok"}', "three grades"),
         ("search", '{"to": "code", "kind": "call", "content": "x"}', "is not allowed"),
+        ("manager", "", "no JSON object"),
     ],
 )
 def test_nonsense_is_told_apart_from_a_move(role, reply, why):
     with pytest.raises(ValueError, match=why):
         read_action(reply, view_of(role, ("wiki_search",)))
+
+
+PROGRAM = "print(6 * 7)"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        PROGRAM,
+        f"```py\n{PROGRAM}\n```",
+        f"```\n{PROGRAM}\n```",
+        f"```python3\n{PROGRAM}\n```",
+        f"I multiply:\n```py\n{PROGRAM}\n```\nIt prints 42.",
+    ],
+)
+def test_a_program_is_taken_out_of_its_fence_and_the_words_around_it(content):
+    reply = json.dumps({"to": "code", "kind": "call", "content": content})
+    assert read_action(reply, view_of("code", ("code",))).content == f"```py\n{PROGRAM}\n```"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"```py\n{PROGRAM}",
+        f"First:\n```py\n{PROGRAM}\n```\nor\n```py\n{PROGRAM}\n```",
+        "This is it:\n```json\n{}\n```",
+    ],
+)
+def test_what_may_be_several_programs_or_none_is_asked_for_again(content):
+    reply = json.dumps({"to": "code", "kind": "call", "content": content})
+    with pytest.raises(ValueError, match="must be one Python program"):
+        read_action(reply, view_of("code", ("code",)))
 
 
 def test_a_move_is_read_out_of_the_words_around_it():
@@ -223,3 +282,21 @@ def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
         2: {1},
         3: {2},
     }
+
+
+def test_a_refused_request_ends_the_run_of_its_task_and_no_other(
+    tmp_path, tools, factbook_tasks, model
+):
+    tasks = factbook_tasks[:3]
+
+    def reply(chat):
+        long = tasks[1].question in chat[1]["content"] and "[3]" in chat[1]["content"]
+        return 400 if long else model(chat)
+
+    with serving(reply) as server:
+        endpoint = Endpoint(config_of(server), tmp_path / "calls.jsonl")
+        minds = language_minds(endpoint)
+        config = DistillConfig(concurrency=1)
+        logs = asyncio.run(run_teacher(tasks, tools, config, minds))
+    assert [log.ending for log in logs] == [Ending.ANSWER, Ending.MIND_ERROR, Ending.ANSWER]
+    assert "the request is refused: 400" in logs[1].error

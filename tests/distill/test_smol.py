@@ -162,3 +162,49 @@ def test_many_runs_stop_at_the_budget_and_go_on_without_doing_one_twice(tmp_path
     assert spent.money == pytest.approx(spent.prompt / 1e6)
     asked = sum(len(log.calls) for log in logs.values())
     assert spent.calls == 2 * len(tasks) + 3 * asked
+
+
+class Refused(Exception):
+    """What a client of an endpoint raises for one request."""
+
+    def __init__(self, status_code):
+        super().__init__(f"status {status_code}")
+        self.status_code = status_code
+
+
+def test_a_refused_request_ends_the_run_of_its_task_and_no_other(tmp_path, tools, dumps):
+    tasks, logs = [task for task, *_ in dumps[:3]], {task.id: log for task, log, _, _ in dumps}
+
+    class Refusing(Manager):
+        def generate(self, messages, stop_sequences=None, **options):
+            if self.step == 1:
+                raise Refused(400)
+            return super().generate(messages, stop_sequences, **options)
+
+    def model_of(task, role):
+        manager = Refusing if task is tasks[1] else Manager
+        return {"manager": manager, "search": Searcher}[role](logs[task.id])
+
+    path, config = tmp_path / "runs.jsonl", SmolConfig(planning_interval=10, concurrency=1)
+    run_smolagents(tasks, tools, model_of, path, config, EndpointConfig())
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["task_id"] for row in rows] == [task.id for task in tasks]
+    assert [row["state"] for row in rows] == ["success", "request_refused", "success"]
+    traces, report = read_traces(path, "smolagents")
+    assert report.problems == ()
+    assert (traces[1].log.answer, len(traces[1].log.calls)) == (None, 1)
+    assert "status 400" in traces[1].log.error
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_request_refused_before_any_was_answered_stops_everything(tmp_path, tools, dumps, status):
+    class Refusing(smolagents.Model):
+        def generate(self, *args, **options):
+            raise smolagents.AgentGenerationError("no", None) from Refused(status)
+
+    tasks = [task for task, *_ in dumps[:2]]
+    path, config = tmp_path / "runs.jsonl", SmolConfig(planning_interval=0, concurrency=1)
+    limits, wrong = EndpointConfig(), Refusing(model_id="m")
+    with pytest.raises(UserError, match=tasks[0].id):
+        run_smolagents(tasks, tools, lambda *_: wrong, path, config, limits)
+    assert path.read_text() == ""

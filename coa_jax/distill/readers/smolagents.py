@@ -67,7 +67,8 @@ def read_run(value: Any) -> Trace:
     state = record.get("state")
     metadata = {"state": state} if isinstance(state, str) else {}
     gold = accepted(record.get("gold"), "'gold'")
-    return Trace(talk.finish(episode), gold, metadata, usage=usage)
+    error = optional_text(record.get("error"), "'error'")
+    return Trace(talk.finish(episode, error), gold, metadata, usage=usage)
 
 
 def _steps(value: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from coa_jax.distill.chance import uniform
-from coa_jax.distill.endpoint import Endpoint
+from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distill.llm import read_object
 from coa_jax.distill.synthesis.drafts import Document
 from coa_jax.distill.synthesis.facts import fact_of
@@ -138,7 +138,10 @@ class Remembers:
     concurrency: int = 16
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """See `ClosedBook`; a reply that is not of the form counts as it stands."""
+        """See `ClosedBook`; a reply that is not of the form counts as it stands.
+
+        A request that the endpoint refuses counts as an empty answer.
+        """
         turns = asyncio.Semaphore(self.concurrency)
 
         async def one(task: Task, number: int) -> str:
@@ -147,7 +150,10 @@ class Remembers:
                 {"role": "user", "content": task.question},
             ]
             async with turns:
-                reply = await self.endpoint.complete(chat, task.id, f"closed/{number}")
+                try:
+                    reply = await self.endpoint.complete(chat, task.id, f"closed/{number}")
+                except RequestRefusedError:
+                    return ""
             try:
                 answer = read_object(reply).get("answer")
             except ValueError:
