@@ -173,13 +173,15 @@ class Endpoint:
             self._stopping = True
             await asyncio.wait([call])
             raise
-        finally:
-            self._inside -= 1
 
     async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
         """Asks, and records the exchange."""
         began = time.monotonic()
-        reply, prompt, completion = await self._ask(chat)
+        try:
+            reply, prompt, completion = await self._ask(chat)
+        finally:
+            # Not where the call is waited for: until that runs, it would count twice.
+            self._inside -= 1
         row = {
             "key": key,
             "episode": episode,
