@@ -14,6 +14,7 @@ from typing import Any
 
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.messages import Kind, MessageLog
+from coa_jax.protocol import get_protocol, parse_double_check
 from coa_jax.tasks.base import Task
 from coa_jax.trajectory import DistilledRecord, Reward
 
@@ -124,8 +125,16 @@ def notices_mistakes(run: Run) -> bool:
 
 
 def corrected_itself(run: Run) -> bool:
-    """Whether a low first score led to another answer (paper §3.2.1, fourth stage)."""
-    return run.log.count(Kind.VERDICT) > 1
+    """Whether a low score led to another answer (paper §3.2.1, fourth stage)."""
+    pass_score, suggested, low = get_protocol(run.record.protocol).pass_score, "", []
+    for message in run.log.messages:
+        if message.kind is Kind.SUGGESTION:
+            suggested = " ".join(message.content.split())
+        elif message.kind is Kind.VERDICT:
+            score = parse_double_check(message.content)
+            if score is not None and score < pass_score:
+                low.append(suggested)
+    return any(answer != suggested for answer in low)
 
 
 def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, ...]:
@@ -133,8 +142,8 @@ def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, 
 
     Args:
         max_chars: longest trajectory, environment's text included, in characters.
-        min_interactions: least number of messages between agents and tools; the paper asks
-            for 5 (§3.2.1), which every run of our team exceeds.
+        min_interactions: least number of messages of any kind.  The paper's complexity filter
+            counts interactions of agents with tools, see ``SelectionConfig.min_tool_calls``.
     """
     return (
         Filter("unanswered", lambda run: run.log.answer is not None),

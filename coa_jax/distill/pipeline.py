@@ -54,7 +54,7 @@ class DistillConfig:
         concurrency: tasks in flight at once.
         max_messages: messages after which a run is given up.
         max_chars: longest kept trajectory in characters.
-        min_interactions: least number of messages of a kept run.
+        min_interactions: least number of messages of a kept run, of any kind.
         plain_fraction: share of the runs without reflection or correction that is kept.
         corrected_copies: how often a run that corrected its answer is written.
         selection: thresholds of further filters.

@@ -41,7 +41,8 @@ class SelectionConfig:
         max_tokens: longest trajectory in tokens, environment's text included.
         max_answer_words: an answer of more words, or one that evades and is not word for word an
             accepted one, breaks the instruction to answer in short and definite words.
-        min_tool_calls: least number of tool calls.
+        min_tool_calls: least number of tool calls.  The paper asks for 5 interactions of agents
+            with tools (§3.2.1); most questions of the Factbook need fewer.
         evaluation: sources of tasks (as for ``load_tasks``) that must not be shown; each is taken
             in its split ``test``.
         evaluation_size: tasks of each of them.

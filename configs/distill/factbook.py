@@ -9,9 +9,9 @@ of the teacher and its correction.  The teacher's minds are scripted, so its pas
 design: it is the upper bound that a policy is compared with, not a finding.
 
 The mistake rate is for a decision: a trajectory has many, so several times as many have a mistake.
-``--config.teacher.min_interactions`` is the complexity filter of the paper (§3.2.1),
+``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper (§3.2.1),
 ``plain_fraction`` and ``corrected_copies`` its third and fourth filter; a small policy needs the
-plain cases as well.
+plain cases as well, and most of these questions need one to three calls.
 """
 
 from __future__ import annotations

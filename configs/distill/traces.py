@@ -10,8 +10,9 @@ Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line and the reason.
 
-The filters are those of the paper (§3.2.1).  A run whose log gives no gold answer cannot be graded
-and is dropped as ``wrong_answer``.
+The filters are those of the paper (§3.2.1), the first of which keeps runs with five tool calls or
+more: ``--config.teacher.selection.min_tool_calls=0`` keeps the others, too.  A run whose log gives
+no gold answer cannot be graded and is dropped as ``wrong_answer``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
             "selection": {
                 "near_query": 0.9,
                 "max_answer_words": 30,
+                "min_tool_calls": 5,
                 "blocked": ("mirrors",),
                 "near_duplicate": 0.9,
             },

@@ -1,5 +1,7 @@
 import dataclasses
 
+import pytest
+
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.filters import (
     copies,
@@ -101,6 +103,17 @@ def test_a_corrected_run_may_count_more_than_once():
     corrected = as_run(TASK, log_of(*START, *low, *END))
     assert [record.id for record in copies(corrected, 3)] == ["e", "e#2", "e#3"]
     assert [record.id for record in copies(as_run(TASK, GOOD), 3)] == ["e"]
+
+
+@pytest.mark.parametrize(
+    ("first", "score"),
+    [("Lima", "1"), (" Lima\n", "2"), ("Quito", "4"), ("Quito", "3"), ("Quito", "so-so")],
+)
+def test_a_second_check_alone_is_no_correction(first, score):
+    rows = [("suggestion", first), ("verdict", score), ("plan", "1. again")]
+    run = as_run(TASK, log_of(*START, *rows, *END))
+    assert [record.id for record in copies(run, 2)] == ["e"]
+    assert not plain_share(0.0, 1).keeps(run)
 
 
 def test_chance_is_uniform_and_depends_on_every_argument():

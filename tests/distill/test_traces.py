@@ -4,10 +4,12 @@ import sys
 
 import pytest
 
+from coa_jax.cli import load_config
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.selection import SelectionConfig
 from coa_jax.distill.traces import TracesConfig, convert_files, distill_traces
 from coa_jax.errors import UserError
+from coa_jax.settings import build
 from coa_jax.trajectory import part_violations, read_records
 from tests.distill.readers.samples import file_of, product, tower
 
@@ -47,6 +49,18 @@ def test_every_record_of_every_file_is_used_or_explained(logs, tmp_path):
     assert told["filters"]["total"] + len(rows) == sum(r["records"] for r in told["reading"])
 
 
+def test_what_is_written_out_for_a_run_is_no_interaction_with_a_tool(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    said = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "I know. It is A"}]
+    said[1]["reasoning_content"] = "I need no tool."
+    path.write_bytes(file_of({"messages": said, "gold": "It is A", "answer": "It is A"}))
+    values = load_config("configs/distill/traces.py").teacher
+    filters = build(DistillConfig, values)
+    made = TracesConfig((str(path),), "openai", "web")
+    _, told = distill_traces(made, filters, tmp_path / "out")
+    assert {k: v for k, v in told["filters"]["dropped"].items() if v} == {"few_calls": 1}
+
+
 def test_runs_of_one_task_in_two_files_keep_names_of_their_own(logs):
     made = convert_files(TracesConfig(logs, "oagents", "web"))
     assert [task.id for task in made.tasks] == ["one", "w", "c", "b.jsonl:3:one"]
@@ -63,6 +77,7 @@ def test_the_command_reads_logs(logs, tmp_path):
     command = [
         *(sys.executable, "-m", "coa_jax.distill", "--config=configs/distill/traces.py"),
         *(f"--workdir={tmp_path}/run", f"--config.traces.files={logs!r}"),
+        "--config.teacher.selection.min_tool_calls=3",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
