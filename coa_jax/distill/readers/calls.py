@@ -70,6 +70,11 @@ def tag_of(name: str) -> str:
     return _SQUASHED.get(_squash(name), name)
 
 
+def is_tool(name: str) -> bool:
+    """Whether a name says of itself which tool it is."""
+    return _squash(name) in _SQUASHED
+
+
 def _squash(name: str) -> str:
     return name.lower().removesuffix("tool").replace("_", "").replace("-", "")
 

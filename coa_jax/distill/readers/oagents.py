@@ -11,6 +11,8 @@ a step, where a process judge ran, a reflection.
 Not to be had from this format:
 
 - what the search agent thought between its calls: only the calls are written;
+- what a program computes beside asking the search agent, and calls of tools by a program that does
+  more than that: one observation holds all of it (refused);
 - the first of two runs of the search agent on the same task: the second overwrote it (the record
   is refused if both steps are there);
 - a verification: the format has none (see `coa_jax.distill.arrange` for what stands in for it);
@@ -40,7 +42,15 @@ from coa_jax.distill.readers.base import (
     text,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import Program, examine, split_plan, thought_of, unwrap
+from coa_jax.distill.readers.programs import (
+    Program,
+    examine_all,
+    printed,
+    split_plan,
+    thought_of,
+    tool_call,
+    unwrap,
+)
 from coa_jax.protocol import format_code
 
 AGENT = "search_agent"
@@ -103,8 +113,14 @@ def _source(step: dict[str, Any], number: int) -> str | None:
     calls = step.get("tool_calls")
     if not calls:
         return None
-    call = mapping(items(calls, f"'tool_calls' of step {number}")[0], f"a call of step {number}")
+    calls = items(calls, f"'tool_calls' of step {number}")
+    if len(calls) > 1:
+        raise Malformed(f"step {number} makes {len(calls)} calls at once and keeps one observation")
+    call = mapping(calls[0], f"a call of step {number}")
     function = mapping(need(call, "function", f"a call of step {number}"), "'function'")
+    name = text(need(function, "name", "'function'"), f"the tool of step {number}")
+    if tag_of(name) != "code":
+        raise Malformed(f"step {number} calls {name[:40]!r}, where a manager writes programs")
     return text(need(function, "arguments", "'function'"), f"the program of step {number}")
 
 
@@ -130,7 +146,12 @@ def _action(
     if source is None or program is None:  # nothing ran: the output could not be read
         talk.say(thought)
     elif program.requests:
+        if program.unknown or program.adds:
+            raise Malformed(f"step {number} asks {AGENT} and does something besides")
         _delegation(talk, thought, runs)
+    elif (tool := tool_call(program, error, f"step {number}")) is not None:
+        returned = "\n".join(part for part in (printed(seen), error) if part)
+        talk.call(*tool, returned, not error, thought)
     elif program.computes:
         returned = "\n".join(part for part in (seen, error) if part)
         talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
@@ -176,12 +197,12 @@ def _key(task: str) -> str:
 
 def _programs(steps: list[dict[str, Any]]) -> dict[int, Program]:
     """Step number -> what its program does."""
-    sources = {
-        number: _source(step, number)
+    sources = [
+        _source(step, number) if step["step_type"] == "action" else None
         for number, step in enumerate(steps)
-        if step["step_type"] == "action"
-    }
-    return {n: examine(source, (AGENT,)) for n, source in sources.items() if source is not None}
+    ]
+    programs = enumerate(examine_all(sources, (AGENT,)))
+    return {number: program for number, program in programs if program is not None}
 
 
 def _join(

@@ -2,17 +2,38 @@
 
 smolagents and OAgents let the manager write its actions as programs.  A program that asks a
 managed agent is glue: the agent's own calls stand for it.  A program that only hands the answer
-over is no tool call either.  Everything else is a call of the code tool.
+over is no tool call either, and one that is nothing but a call of a tool is that tool's call.
+Everything else is a call of the code tool, unless it calls what only the other framework had.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from coa_jax.distill.readers.base import Malformed
+from coa_jax.distill.readers.calls import body_of, is_tool, tag_of
 
 _GLUE = frozenset({"print", "final_answer", "str", "repr", "len", "format"})
+_WORK = (
+    *(ast.BinOp, ast.AugAssign, ast.Compare, ast.BoolOp, ast.If, ast.IfExp, ast.Match, ast.While),
+    *(ast.Import, ast.ImportFrom, ast.GeneratorExp, ast.SetComp, ast.DictComp, ast.Lambda),
+    *(ast.FunctionDef, ast.ClassDef),
+)
+_WORDING = (ast.For, ast.ListComp, ast.Subscript, ast.FormattedValue)
+"""Operations that, around requests, only word tasks and pass answers on."""
+
+_PASSING = frozenset(
+    {"append", "extend", "format", "items", "join", "strip", "enumerate", "zip", "list"}
+)
+_UNDEFINED = re.compile(r"not defined|not among|forbidden function", re.IGNORECASE)
+_PRINTED = re.compile(
+    r"Execution logs:\n(.*?)(?:\n?Last output from code snippet:\n(.*))?", re.DOTALL
+)
 _FENCE = re.compile(r"\n?\s*(?:Code:\s*)?(?:```|<code>).*\Z", re.DOTALL)
 _HEAD = re.compile(r"\A\s*Thoughts?:\s*")
 
@@ -27,34 +48,179 @@ class Program:
         computes: whether it calls anything besides agents, `print` and `final_answer`, or holds an
             operation, so that its output is not already known.
         answers: whether it calls `final_answer`.
+        adds: whether it does more than ask agents, word their tasks and pass their answers on.
+        unknown: names that it calls and that neither it, nor an earlier program of the run, nor
+            Python defines: tools, or agents whose runs are not there.
+        call: the tool and its arguments, if the program is nothing but one call of an unknown name
+            with literal arguments, whose result it prints or keeps.
+        binds: the names that it defines.
     """
 
     requests: tuple[tuple[str, str | None], ...]
     computes: bool
     answers: bool
+    adds: bool = True
+    unknown: tuple[str, ...] = ()
+    call: tuple[str, Any] | None = None
+    binds: frozenset[str] = frozenset()
 
 
-def examine(source: str, agents: Collection[str]) -> Program:
+def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> Program:
     """Looks at a program without running it; one that does not parse computes.
 
     Args:
         source: Python.
         agents: names under which managed agents are called.
+        known: names that earlier programs of the run define.
     """
     try:
         tree = ast.parse(source)
+        nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return Program((), True, False)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
-    requests = tuple(
-        (name, _task(node)) for name, node in zip(names, calls, strict=True) if name in agents
-    )
-    work = (ast.BinOp, ast.For, ast.While, ast.ListComp, ast.Import, ast.ImportFrom, ast.Subscript)
+    asked = [node for name, node in zip(names, calls, strict=True) if name in agents]
     computes = any(name not in _GLUE and name not in agents for name in names)
-    computes = computes or any(isinstance(node, work) for node in ast.walk(tree))
-    return Program(requests, computes, "final_answer" in names)
+    computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
+    binds = _bound(nodes)
+    defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
+    roots = [_root(node.func) for node in calls]
+    unknown = tuple(dict.fromkeys(name for name in roots if name and name not in defined))
+    return Program(
+        requests=tuple((_root(node.func), _task(node)) for node in asked),
+        computes=computes or "*" in binds,
+        answers="final_answer" in names,
+        adds=_adds(nodes, asked),
+        unknown=() if "*" in {*binds, *known} else unknown,
+        call=_only_call(tree, unknown),
+        binds=binds,
+    )
+
+
+def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[Program | None]:
+    """Looks at the programs of a run, each of which knows the names of those before it.
+
+    Args:
+        sources: for each step its program, None where it has none.
+        agents: names under which managed agents are called.
+    """
+    known: set[str] = set()
+    programs: list[Program | None] = []
+    for source in sources:
+        program = None if source is None else examine(source, agents, known)
+        known.update(() if program is None else program.binds)
+        programs.append(program)
+    return programs
+
+
+def tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
+    """(tag, body) of the tool that a program calls; None if it calls none.
+
+    Args:
+        program: the program.
+        error: of the step; a name that it says is not defined stands for nothing.
+        where: the step, for messages.
+
+    Raises:
+        Malformed: the program calls something whose result cannot be told from its output.
+    """
+    unknown = [n for n in program.unknown if not (n in error and _UNDEFINED.search(error))]
+    if not unknown:
+        return None
+    if program.call is None or not is_tool(program.call[0]):
+        raise Malformed(f"{where} calls {unknown[0]!r}, a tool or agent whose call the file lacks")
+    name, arguments = program.call
+    tag = tag_of(name)
+    return tag, body_of(tag, arguments)
+
+
+def printed(observation: str) -> str:
+    """What a program's only call returned, by the frame in which its output is told."""
+    found = _PRINTED.fullmatch(observation)
+    return observation if found is None else (found[1].strip() or (found[2] or "").strip())
+
+
+def _works(node: ast.AST) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return not isinstance(node.operand, ast.Constant)  # -1 is a number
+    return isinstance(node, _WORK)
+
+
+def _is_text(node: ast.AST) -> bool:
+    """Whether a sum joins texts, one of which is written out."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+        return False
+    return any(
+        isinstance(side, ast.JoinedStr)
+        or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+        or _is_text(side)
+        for side in (node.left, node.right)
+    )
+
+
+def _adds(nodes: Collection[ast.AST], requests: Collection[ast.Call]) -> bool:
+    inside = {inner for request in requests for inner in ast.walk(request)}
+    for node in nodes:
+        if node in inside:
+            continue
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else _root(node.func)
+            if name not in _GLUE and name not in _PASSING:
+                return True
+        elif _works(node) and not _is_text(node):
+            return True
+    return False
+
+
+def _bound(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    names: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.ClassDef(name=name):
+                names.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                names.add(name)
+            case ast.alias(name=name, asname=other):
+                names.add(other or name.partition(".")[0])
+    return frozenset(names)
+
+
+def _root(function: ast.AST) -> str:
+    """``search`` of ``search(...)`` and of ``search.run(...)``; "" where no name stands there."""
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _only_call(tree: ast.Module, unknown: Collection[str]) -> tuple[str, Any] | None:
+    match tree.body:
+        case [ast.Expr(ast.Call(ast.Name("print"), [ast.Call() as call], []))]:
+            pass
+        case [ast.Expr(ast.Call() as call)] | [ast.Assign([ast.Name()], ast.Call() as call)]:
+            pass
+        case [
+            ast.Assign([ast.Name(name)], ast.Call() as call),
+            ast.Expr(ast.Call(ast.Name("print"), [ast.Name(shown)], [])),
+        ] if name == shown:
+            pass
+        case _:
+            return None
+    if not isinstance(call.func, ast.Name) or call.func.id not in unknown:
+        return None
+    try:
+        given = [ast.literal_eval(node) for node in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    if len(named) < len(call.keywords) or len(given) + bool(named) != 1:
+        return None
+    return call.func.id, given[0] if given else named
 
 
 def _task(call: ast.Call) -> str | None:

@@ -8,7 +8,9 @@ adds ``question``, ``gold``, ``answer`` and the runs of managed agents:
 Not to be had from this format:
 
 - what managed agents did, unless ``managed_runs`` is there: a manager forgets it, and the record is
-  refused, because nothing would stand behind what the manager goes on to know;
+  refused, because nothing would stand behind what the manager goes on to know.  So is one in which
+  a program calls tools, unless it is nothing but one call with literal arguments;
+- what a program computes beside asking a managed agent: one observation holds both (refused);
 - which of several parallel calls of one step returned which part of its ``observations``: such a
   step is refused (``max_tool_threads`` does not help; ask the model for one call at a time);
 - blanks around what a tool returned: smolagents strips them;
@@ -37,7 +39,14 @@ from coa_jax.distill.readers.base import (
     total_usage,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import examine, split_plan, thought_of
+from coa_jax.distill.readers.programs import (
+    Program,
+    examine_all,
+    printed,
+    split_plan,
+    thought_of,
+    tool_call,
+)
 from coa_jax.protocol import format_code
 
 
@@ -57,6 +66,8 @@ def read_run(value: Any) -> Trace:
     talk = Conversation(question)
     agents = {str(run.get("agent")) for group in runs.values() for run in group}
     answer = _write(talk, steps, runs, agents)
+    if runs:
+        raise Malformed(f"a managed run belongs to step {next(iter(runs))}, which is not there")
     given = next((record[k] for k in ("answer", "output") if record.get(k) is not None), answer)
     if given is not None:
         talk.add(Kind.ANSWER, "manager", "user", scalar(given, "the answer").strip())
@@ -78,57 +89,99 @@ def _steps(value: Any) -> list[dict[str, Any]]:
 def _write(
     talk: Conversation,
     steps: Sequence[Mapping[str, Any]],
-    runs: Mapping[int, Sequence[dict[str, Any]]],
+    runs: dict[int, list[dict[str, Any]]],
     agents: Collection[str],
 ) -> Any:
-    """Adds the steps of one agent; returns the answer that it gave, None if it gave none."""
+    """Adds the steps of one agent and takes the runs that they asked for from `runs`.
+
+    Returns:
+        The answer that the agent gave, None if it gave none.
+    """
     answer = None
-    for number, step in enumerate(steps):
-        where = f"step {step.get('step_number', number)}"
+    where = [f"step {step.get('step_number', number)}" for number, step in enumerate(steps)]
+    calls = [_calls(step, at) for step, at in zip(steps, where, strict=True)]
+    programs = examine_all(map(_source, calls, where), agents)
+    for step, at, made, program in zip(steps, where, calls, programs, strict=True):
         if "plan" in step:
-            facts, plan = split_plan(text(step["plan"], f"'plan' of {where}"))
+            facts, plan = split_plan(text(step["plan"], f"'plan' of {at}"))
             talk.add(Kind.PLAN, "planner", "manager", plan, facts)
         elif "step_number" in step:
-            number_of = step["step_number"]
-            mine = runs.get(number_of, ()) if isinstance(number_of, int) else ()
-            _action(talk, step, where, mine, agents)
+            number = step["step_number"]
+            mine = runs.pop(number, []) if isinstance(number, int) else []
+            if program is None:
+                _tools(talk, step, at, made, mine, agents)
+            else:
+                _program(talk, step, at, (made[0][1], program), mine)
             if step.get("is_final_answer"):
                 answer = step.get("action_output")
         elif not ("task" in step or "system_prompt" in step):
-            raise Malformed(f"{where} is neither task, plan nor action")
+            raise Malformed(f"{at} is neither task, plan nor action")
     return answer
 
 
-def _action(
+def _calls(step: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
+    if "plan" in step or "step_number" not in step:
+        return []
+    return [_call(call, where) for call in items(step.get("tool_calls") or [], "'tool_calls'")]
+
+
+def _source(calls: Sequence[tuple[str, Any]], where: str) -> str | None:
+    """The program of a step of a CodeAgent."""
+    if len(calls) != 1 or calls[0][0] != "python_interpreter":
+        return None
+    return text(calls[0][1], f"the program of {where}")
+
+
+def _program(
     talk: Conversation,
     step: Mapping[str, Any],
     where: str,
+    written: tuple[str, Program],
+    runs: Sequence[dict[str, Any]],
+) -> None:
+    source, program = written
+    thought, error = _thought(step, where), _error(step, where)
+    seen = optional_text(step.get("observations"), f"'observations' of {where}")
+    if runs or program.requests:
+        if program.unknown or program.adds:
+            raise Malformed(f"{where} asks a managed agent and does something besides")
+        if len(runs) < len(program.requests) and not error:
+            raise Malformed(f"{where} asks a managed agent whose run is not in the file")
+        _delegations(talk, thought, runs)
+        return
+    tool = tool_call(program, error, where)
+    if tool is not None:
+        returned = "\n".join(part for part in (printed(seen), error) if part)
+        talk.call(*tool, returned, not error, thought)
+    elif program.computes:
+        returned = "\n".join(part for part in (seen, error) if part)
+        talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
+    else:
+        talk.say(thought)
+
+
+def _tools(
+    talk: Conversation,
+    step: Mapping[str, Any],
+    where: str,
+    calls: Sequence[tuple[str, Any]],
     runs: Sequence[dict[str, Any]],
     agents: Collection[str],
 ) -> None:
-    thought = _thought(step, where)
+    """A step of a ToolCallingAgent."""
+    thought, error = _thought(step, where), _error(step, where)
     seen = optional_text(step.get("observations"), f"'observations' of {where}")
-    error = _error(step, where)
-    calls = [_call(call, where) for call in items(step.get("tool_calls") or [], "'tool_calls'")]
-    if len(calls) == 1 and calls[0][0] == "python_interpreter":
-        source = text(calls[0][1], f"the program of {where}")
-        program = examine(source, agents)
-        if runs:
-            _delegations(talk, thought, runs)
-        elif program.requests and not error:
-            raise Malformed(f"{where} asks a managed agent whose run is not in the file")
-        elif program.computes:
-            returned = "\n".join(part for part in (seen, error) if part)
-            talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
-        else:
-            talk.say(thought)
-        return
     calls = [call for call in calls if call[0] != "final_answer"]
-    if runs:
+    asked = [name for name, _ in calls if name in agents]
+    if len(calls) > 1 and len(asked) < len(calls):
+        raise Malformed(f"{where} makes {len(calls)} calls at once and keeps one observation")
+    if len(runs) < len(asked) and not error:
+        raise Malformed(f"{where} asks a managed agent whose run is not in the file")
+    if runs and not asked:
+        raise Malformed(f"{where} asks no managed agent, and a managed run belongs to it")
+    if asked:
         _delegations(talk, thought, runs)
         return
-    if len(calls) > 1:
-        raise Malformed(f"{where} makes {len(calls)} calls at once and keeps one observation")
     for name, arguments in calls:
         tag = tag_of(name)
         returned = "\n".join(part for part in (seen, error) if part)
@@ -138,6 +191,8 @@ def _action(
 
 
 def _delegations(talk: Conversation, thought: str, runs: Sequence[dict[str, Any]]) -> None:
+    if not runs:  # the step failed before it asked
+        talk.say(thought)
     words = thought
     for run in runs:
         task = text(need(run, "task", "a managed run"), "the task of a managed run")

@@ -164,6 +164,28 @@ def test_the_same_task_twice_is_refused_because_one_run_is_lost(read):
     assert "keeps only one of the two runs" in report.problems[0].reason
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (f'a = search_agent("{DESIGNER}")\nprint(len(a) > 3)', "does something besides"),
+        ("print(visualizer('a.png')[:9])", "step 2 calls 'visualizer'"),
+    ],
+)
+def test_what_a_program_does_beside_asking_does_not_vanish(read, code, reason):
+    record = tower()
+    record["intermediate_steps"][2] = action_step(1, "I ask.", code, "x")
+    _, report = read(file_of(record))
+    assert reason in report.problems[0].reason
+
+
+def test_two_calls_of_one_step_are_refused(read):
+    record = product()
+    step = record["intermediate_steps"][4]
+    step["tool_calls"] *= 2
+    _, report = read(file_of(record))
+    assert "makes 2 calls at once" in report.problems[0].reason
+
+
 # --- damage --------------------------------------------------------------------------------
 
 VALUES = (None, True, -1, 1e400, "", "x", [], [None], {}, {"a": 1}, "\ud800", "</observation>")
