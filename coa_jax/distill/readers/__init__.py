@@ -15,7 +15,6 @@ from pathlib import Path
 
 from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
 from coa_jax.distill.readers.base import (
-    Line,
     Malformed,
     Problem,
     Reader,
@@ -65,13 +64,8 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
         raise UserError(f"{path}: is compressed; give the file that gunzip makes of it")
     data = data.removeprefix(codecs.BOM_UTF8)
     decode = decode_document if str(path).endswith(".json") else decode_lines
-    lines, bad, traces = [], [], []
-    for item in decode(data):
-        if isinstance(item, Line):
-            lines.append(item)
-        else:
-            bad.append(Problem(str(path), *item))
-    records, used, ignored = len(lines) + len(bad), 0, 0
+    lines, bad, traces = list(decode(data)), [], []
+    records, used, ignored = len(lines), 0, 0
     names: set[str] = set()
     for line, found, counts in READERS[form](lines):
         if isinstance(found, Malformed):

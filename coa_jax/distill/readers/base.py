@@ -26,7 +26,7 @@ class Line:
 
     Attributes:
         number: from 1.
-        value: the JSON value.
+        value: the JSON value; a `Malformed` where the line is none.
     """
 
     number: int
@@ -104,7 +104,7 @@ def each_line(read: Callable[[Any], Trace | None]) -> Reader:
     def reader(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
         for line in lines:
             try:
-                trace = read(line.value)
+                trace = read(decoded(line))
             except (Malformed, RecursionError) as error:
                 yield line, Malformed(str(error)), False
                 continue
@@ -116,29 +116,38 @@ def each_line(read: Callable[[Any], Trace | None]) -> Reader:
 # --- files ---------------------------------------------------------------------------------
 
 
-def decode_lines(data: bytes) -> Iterator[Line | tuple[int, str]]:
-    """Yields the JSON value of every line that is not blank, or (number, reason)."""
+def decode_lines(data: bytes) -> Iterator[Line]:
+    """Yields the JSON value of every line that is not blank, or why it has none."""
     for number, raw in enumerate(data.split(b"\n"), start=1):
         if raw.strip():
             yield _decode(raw, number)
 
 
-def decode_document(data: bytes) -> Iterator[Line | tuple[int, str]]:
-    """Yields the one value of a file that is a single JSON document, or (number, reason)."""
+def decode_document(data: bytes) -> Iterator[Line]:
+    """Yields the one value of a file that is a single JSON document, or why it has none."""
     if data.strip():
         yield _decode(data, 1)
 
 
-def _decode(raw: bytes, number: int) -> Line | tuple[int, str]:
+def decoded(line: Line) -> Any:
+    """The JSON value of a line; raises `Malformed` where it has none."""
+    if isinstance(line.value, Malformed):
+        raise line.value
+    return line.value
+
+
+def _decode(raw: bytes, number: int) -> Line:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
         return Line(number, _cleaned(value) if b"\\ud" in raw.lower() else value)
     except UnicodeDecodeError as error:
-        return number + raw.count(b"\n", 0, error.start), f"not UTF-8: byte {error.start}"
+        at = number + raw.count(b"\n", 0, error.start)
+        return Line(at, Malformed(f"not UTF-8: byte {error.start}"))
     except json.JSONDecodeError as error:
-        return number + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}"
+        problem = f"not JSON: {error.msg} at column {error.colno}"
+        return Line(number + error.lineno - 1, Malformed(problem))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
-        return number, f"not JSON that can be read: {str(error)[:80]}"
+        return Line(number, Malformed(f"not JSON that can be read: {str(error)[:80]}"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

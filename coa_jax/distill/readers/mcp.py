@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.readers.base import (
@@ -26,6 +26,7 @@ from coa_jax.distill.readers.base import (
     Malformed,
     Trace,
     accepted,
+    decoded,
     items,
     mapping,
     need,
@@ -34,10 +35,16 @@ from coa_jax.distill.readers.base import (
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass
 class _Session:
-    """What has been read of a session; `last` is the last line that counts."""
+    """What has been read of a session.
+
+    `others` are the ids of requests that are no tool calls, `begin` and `end_line` its first and
+    last line, `last` the last one that counts.
+    """
 
     name: str
     question: str = ""
@@ -45,6 +52,9 @@ class _Session:
     gold: tuple[str, ...] = ()
     calls: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     returns: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
+    others: set[str] = dataclasses.field(default_factory=set)
+    begin: int = 0
+    end_line: int = 0
     last: int = 0
     fault: str = ""
 
@@ -73,12 +83,24 @@ class _Session:
 def _facts(session: _Session, record: dict[str, Any]) -> bool:
     """Takes question, answer and gold from a record; returns whether there were any."""
     if record.get("question") is not None:
-        session.question = text(record["question"], "'question'")
+        question = text(record["question"], "'question'")
+        session.question = _same(session.question or question, question, "question")
     if record.get("answer") is not None:
-        session.answer = scalar(record["answer"], "'answer'").strip()
+        answer = scalar(record["answer"], "'answer'").strip()
+        session.answer = _same(
+            answer if session.answer is None else session.answer, answer, "answer"
+        )
     if record.get("gold") is not None:
-        session.gold = accepted(record["gold"], "'gold'")
+        gold = accepted(record["gold"], "'gold'")
+        session.gold = _same(session.gold or gold, gold, "gold")
     return any(record.get(key) is not None for key in ("question", "answer", "gold"))
+
+
+def _same(known: T, new: T, what: str) -> T:
+    """The value, if it is said for the first time or again; two runs would melt into one else."""
+    if known != new:
+        raise Malformed(f"a second {what} in the session: give each run a 'session' of its own")
+    return new
 
 
 def _message(session: _Session, value: Any) -> bool:
@@ -95,8 +117,13 @@ def _message(session: _Session, value: Any) -> bool:
         tag = tag_of(name)
         session.calls[identity] = (tag, body_of(tag, params.get("arguments") or {}))
         return True
-    if "method" in message or identity not in session.calls:
-        return False  # handshake, notifications, results of other methods
+    if "method" in message:
+        session.others.add(identity)
+        return False  # handshake, notifications
+    if identity not in session.calls:
+        if identity in session.others:
+            return False
+        raise Malformed(f"a result of the request {identity}, which is not there")
     if identity in session.returns:
         raise Malformed(f"two results of the call {identity}")
     if "error" in message:
@@ -125,10 +152,18 @@ def _whole(record: dict[str, Any]) -> Trace:
 def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
     """See `coa_jax.distill.readers.base.Reader`.
 
-    A session with a malformed line is refused as a whole: no telling what it would have said.
+    A session with a malformed line is refused as a whole: no telling what it would have said.  A
+    line that is no JSON may belong to any session that has lines before and after it, and belongs
+    to the only one of a file without names.
     """
     sessions: dict[str, _Session] = {}
     taken = [(line, *_take(sessions, line)) for line in lines]
+    for line in lines:
+        if isinstance(line.value, Malformed):
+            for session in sessions.values():
+                alone = len(sessions) == 1 and not session.name
+                if alone or session.begin < line.number < session.end_line:
+                    session.fault = session.fault or f"line {line.number} may belong to the session"
     ends = {name: session.end() for name, session in sessions.items()}
     for line, name, found, used in taken:
         if name is None or found is not None or not used:
@@ -145,11 +180,12 @@ def _take(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found,
     """Reads one line: (session that it belongs to, what it is by itself, whether it is used)."""
     session = None
     try:
-        record = mapping(line.value, "the record")
+        record = mapping(decoded(line), "the record")
         if "messages" in record:
             return None, _whole(record), True
         name = scalar(record.get("session", ""), "'session'")
-        session = sessions.setdefault(name, _Session(name))
+        session = sessions.setdefault(name, _Session(name, begin=line.number))
+        session.end_line = line.number
         used = _facts(session, record)
         if "message" in record or "jsonrpc" in record:
             used = _message(session, record.get("message", record)) or used

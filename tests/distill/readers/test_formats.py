@@ -194,6 +194,42 @@ def test_a_session_with_a_broken_line_is_refused_and_the_others_are_used(read):
     ]
 
 
+def mcp_file(tmp_path, rows, damaged):
+    path = tmp_path / "log.jsonl"
+    lines = file_of(*rows).splitlines()
+    path.write_bytes(b"\n".join(b[:25] if n in damaged else b for n, b in enumerate(lines)))
+    return read_traces(path, "mcp")
+
+
+def test_a_call_or_a_session_that_is_cut_off_does_not_vanish(tmp_path):
+    rows = [{"question": "Q?", "answer": "Lima"}, *SESSION]
+    assert len(mcp_file(tmp_path, rows, ())[0]) == 1
+    for damaged in ((3,), (7,), (3, 7), (5, 6), (4,)):
+        traces, report = mcp_file(tmp_path, rows, damaged)
+        assert (traces, report.used) == ([], 0)
+        assert report.records == report.ignored + len(report.problems)
+
+
+def test_a_cut_off_line_refuses_the_sessions_around_it_and_no_other(tmp_path):
+    def rows(name):
+        messages = [{"session": name, "message": m} for m in SESSION]
+        return [{"session": name, "question": "Q?", "answer": "Lima"}, *messages]
+
+    traces, report = mcp_file(tmp_path, [*rows("x"), *rows("y")], (2,))
+    assert [trace.log.episode for trace in traces] == ["y"]
+    assert "line 3 may belong to the session" in reasons(report)
+
+
+@pytest.mark.parametrize("field", ["question", "answer", "gold"])
+def test_two_runs_in_one_session_do_not_melt_into_one(read, field):
+    facts = {"question": "Q?", "answer": "Lima", "gold": ["Lima"]}
+    rows = [facts, *SESSION, facts]
+    assert len(read("mcp", *rows)[0]) == 1
+    traces, report = read("mcp", *rows, {field: "Quito"})
+    assert traces == []
+    assert f"a second {field} in the session" in reasons(report)
+
+
 # --- smolagents ----------------------------------------------------------------------------
 
 
