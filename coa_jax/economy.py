@@ -22,7 +22,7 @@ from coa_jax.distill.economy import policy_economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.llm import language_minds
-from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
+from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain, load_tokenizer
 from coa_jax.progress import progress
@@ -109,7 +109,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                 bar.update()
 
             logs = asyncio.run(run_teacher(tasks, tools, teacher, minds, journal.done, keep))
-        runs = {task.id: as_run(task, log) for task, log in zip(tasks, logs, strict=True)}
+        runs = {run.task.id: run for run in graded_runs(tasks, logs, teacher.judges)}
         told = policy_economy(
             runs,
             [trace for trace in traces if trace.task_id in runs],
@@ -126,9 +126,10 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 def describe(told: dict[str, Any]) -> str:
     """The figures for a terminal."""
     team, policy, both = told["team"], told["policy"], told["both_solved"]
+    rates = ["unknown" if s["success"] is None else f"{s['success']:.3f}" for s in (team, policy)]
     lines = [
         f"{told['tasks']} tasks, {told['samples']} trajectories ({told['left_out']} left out); "
-        f"success: team {team['success']:.3f}, policy {policy['success']:.3f}"
+        f"success: team {rates[0]}, policy {rates[1]}"
     ]
     if "saved" in told:
         saved = told["saved"]

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from coa_jax.cli import load_config
+from coa_jax.distill.judges import JudgesConfig
+from coa_jax.distill.pipeline import graded_runs
 from coa_jax.economy import describe, measure
 from coa_jax.errors import UserError
 from coa_jax.model.bpe import train_bpe
@@ -72,6 +74,29 @@ def test_the_team_solves_the_tasks_of_the_trajectories_and_its_runs_are_kept(giv
     assert runs.count(b"\n") == 10
     assert measure(config_of(changes), tmp_path / "run") == told
     assert (tmp_path / "run" / "team.jsonl").read_bytes() == runs
+
+
+def test_the_teams_answers_are_judged_as_its_configuration_says(given, tmp_path, monkeypatch):
+    asked = []
+
+    def graded(tasks, logs, judges):
+        asked.append(judges.answer.chat.url)
+        return graded_runs(tasks, logs, JudgesConfig())
+
+    monkeypatch.setattr("coa_jax.economy.graded_runs", graded)
+    chat = "teacher.judges.answer.chat"
+    changes = {**given[0], f"{chat}.url": "http://judge", f"{chat}.model": "m"}
+    measure(config_of(changes), tmp_path / "run")
+    assert asked == ["http://judge"]
+
+
+def test_figures_of_nothing_are_unknown_and_no_fault(given, tmp_path):
+    changes, traces = given
+    file = tmp_path / "ungraded.jsonl"
+    rows = [{**trace.to_json(), "reward": None} for trace in traces]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = measure(config_of({**changes, "traces": str(file)}), tmp_path / "run")
+    assert "success: team unknown, policy unknown" in describe(told)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,18 @@ def as_run(task: Task, log: MessageLog) -> Run:
     return Run(task, log, record, reward, grade_of(task, reward))
 
 
+def graded_runs(
+    tasks: Sequence[Task], logs: Sequence[MessageLog], judges: JudgesConfig
+) -> list[Run]:
+    """Converts and grades runs; the configured judge decides what graders cannot.
+
+    Raises:
+        UserError: the judge's key or cache cannot be used.
+    """
+    runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
+    return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
+
+
 def select(
     tasks: Sequence[Task],
     logs: Sequence[MessageLog],
@@ -183,9 +195,7 @@ def select(
         The kept records in the order of ``tasks``, and what the filters dropped.
     """
     filters, together = config.filters(count_tokens), config.set_filters()
-    runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
-    if config.judges.answer:
-        runs = run_blocking(judge_answers(runs, config.judges.answer))
+    runs = graded_runs(tasks, logs, config.judges)
     if config.judges.instruction:
         runs = run_blocking(judge_instructions(runs, filters, config.judges.instruction))
     failures = failures_of(runs, filters, together)
@@ -233,6 +243,7 @@ def teacher_block(
     tasks: Sequence[Task],
     logs: Sequence[MessageLog],
     count_tokens: Callable[[str], int] | None = None,
+    judges: JudgesConfig | None = None,
 ) -> dict[str, Any]:
     """The "teacher" block of ``summary.json``, over unfiltered runs.
 
@@ -244,8 +255,9 @@ def teacher_block(
         logs: their runs.
         count_tokens: length of a text in tokens, for ``tokens_per_task`` (all that agents
             write to each other and to tools); None leaves that figure None.
+        judges: models that are asked where rules cannot decide; none by default.
     """
-    runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
+    runs = graded_runs(tasks, logs, judges or JudgesConfig())
     graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
     n = len(graded)
     right = sum(is_correct(run) for run in graded)
@@ -279,4 +291,4 @@ def evaluate_teacher(
 ) -> dict[str, Any]:
     """Runs the teacher on tasks and measures it without any filter; see `teacher_block`."""
     logs = asyncio.run(run_teacher(tasks, tools, config, minds))
-    return teacher_block(tasks, logs, count_tokens)
+    return teacher_block(tasks, logs, count_tokens, config.judges)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from coa_jax.distill.judges import JudgesConfig
-from coa_jax.distill.pipeline import DistillConfig, as_run, select, teacher_block
+from coa_jax.distill.pipeline import DistillConfig, as_run, graded_runs, select, teacher_block
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
@@ -75,6 +75,18 @@ def test_answers_in_other_words_are_judged_and_silence_is_counted(tmp_path):
         judges.asked.clear()
         assert select(tasks, logs, config)[1] == report
         assert judges.asked == [("answer", "silence")] * 2
+
+
+def test_the_success_of_the_teacher_is_judged_as_its_data_are(tmp_path):
+    pairs = [run_of(name, answer) for name, answer in ANSWERS.items()]
+    tasks, logs = zip(*pairs, strict=True)
+    with serving(Judges()) as server:
+        judges = config_of(server, tmp_path, "answer").judges
+        block = teacher_block(tasks, logs, judges=judges)
+        runs = graded_runs(tasks, logs, judges)
+    assert (block["pass_at_1"], block["n"], block["faults"]) == (2 / 3, 3, 1)
+    assert [run.correct for run in runs] == [True, True, False, None]
+    assert teacher_block(tasks, logs)["pass_at_1"] == 1 / 4
 
 
 def test_a_judge_that_cannot_be_reached_loses_no_run_silently(tmp_path):
