@@ -1,6 +1,8 @@
 """Our own message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json`` lines.
 
-Nothing is lost: it is the common form.
+Nothing is lost: it is the common form.  A journal holds no accepted answers, because nothing that
+the team sees does; without ``gold`` (text or a list of texts) beside the log a run cannot be
+graded.
 """
 
 from __future__ import annotations
@@ -8,7 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from coa_jax.distill.messages import Kind, from_json
-from coa_jax.distill.readers.base import Malformed, Reader, Trace, each_line, mapping, text
+from coa_jax.distill.readers.base import (
+    Malformed,
+    Reader,
+    Trace,
+    accepted,
+    each_line,
+    mapping,
+    text,
+)
 
 
 def read_log(value: Any) -> Trace | None:
@@ -31,7 +41,7 @@ def read_log(value: Any) -> Trace | None:
                 text(getattr(message, name), f"{name!r} of message {message.index}")
     if log.messages[0].kind is not Kind.QUESTION:
         raise Malformed("the first message is not the question")
-    return Trace(log)
+    return Trace(log, accepted(value.get("gold"), "'gold'"))
 
 
 read: Reader = each_line(read_log)

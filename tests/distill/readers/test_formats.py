@@ -379,6 +379,14 @@ def test_our_own_journal_comes_back_as_it_was(tmp_path):
     assert (report.records, report.used, report.ignored) == (3, 2, 1)
 
 
+@pytest.mark.parametrize(("gold", "taken"), [("Lima", ("Lima",)), (["Lima", 3], ("Lima", "3"))])
+def test_accepted_answers_beside_a_log_of_ours_are_taken(read, gold, taken):
+    (trace,), _ = read("messages", {**to_json(log_of(("answer", "Lima"))), "gold": gold})
+    assert trace.gold == taken
+    _, report = read("messages", {**to_json(log_of(("answer", "Lima"))), "gold": {}})
+    assert "'gold' is an object, not text" in reasons(report)
+
+
 def test_a_damaged_log_of_ours_is_named(read):
     row = to_json(log_of(("answer", "Lima")))
     rows = [{**row, "question": 3}, {**row, "messages": 3}, {**row, "ending": "x"}, 7, row]
