@@ -16,7 +16,8 @@ Every form says exactly who wrote what, so that the loss mask is that of our own
 they are), ``policy`` in ``alpaca`` (spans of characters of ``output``), ``parts`` in ``messages``
 and ``tfds``.  In ``alpaca`` observations keep the markers by which the paper's fork masks them
 (see `masked_by_markers`); records that would mislead it are left out of that form and named.
-Prompts are those of our own SFT with the same ``--prompt_style``.
+Prompts are those of our own SFT with the same ``--prompt_style``.  Several sets can be exported to
+one folder: each has its files and its card ``NAME_card.md``, ``README.md`` holds all cards.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def export(
 
     Args:
         records: in their order.
-        out: folder; what stands there under the same names is replaced.
+        out: folder; what stands there of a set of this name is replaced, other sets are kept.
         name: of the set, part of the file names and the split's name in TFDS.
         forms: of `FORMS`.
         style: prompt style, see `protocol.render_prompt`.
@@ -148,7 +149,8 @@ def export(
         Ids of the records that are left out of ``alpaca`` (see `masked_by_markers`).
 
     Raises:
-        UserError: an unknown form, or a package that a form needs is missing.
+        UserError: an unknown form, a package that a form needs is missing, or what an earlier
+            export wrote cannot be read.
     """
     forms = tuple(forms)
     unknown = sorted(set(forms) - set(FORMS))
@@ -162,13 +164,16 @@ def export(
             _write(out / f"{name}_{form}.json", [make(record, style) for record in chosen])
     if "alpaca" in forms or "sharegpt" in forms:
         info = {k: v for k, v in _dataset_info(name).items() if k.rpartition("_")[2] in forms}
-        _write(out / "dataset_info.json", info)
+        known = out / "dataset_info.json"
+        _write(known, {**(files.read_json_object(known) if known.is_file() else {}), **info})
     if "messages" in forms:
         rows = (messages(record, style) for record in records)
         jsonl.write_lines(out / f"{name}_messages.jsonl", rows)
     if "tfds" in forms:
         write_tfds(records, out / "tfds", name)
-    files.replace(out / "README.md", card(name, records, funnel).encode())
+    files.replace(out / f"{name}_card.md", card(name, records, funnel).encode())
+    cards = [path.read_text(encoding="utf-8") for path in sorted(out.glob("*_card.md"))]
+    files.replace(out / "README.md", "\n".join(cards).encode())
     return [record.id for record in records if record.id in left_out]
 
 
@@ -186,7 +191,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     Args:
         records: in the order in which they are stored.
         folder: TFDS data directory.
-        split: name of the only split.
+        split: name of the split; others that are there are kept.
 
     Returns:
         The folder of the data set, for ``tfds.builder_from_directory``.
@@ -221,15 +226,27 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
             )
 
         def _split_generators(self, _manager: Any) -> dict[str, Any]:
-            return {split: self._generate_examples()}
+            return {name: self._generate_examples(rows) for name, rows in splits.items()}
 
-        def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-            yield from enumerate(map(_example, records))
+        def _generate_examples(self, rows: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+            yield from enumerate(map(_example, rows))
 
+    splits = {**_splits(tfds, folder / "coa" / VERSION), split: records}
     _clear(folder / "coa" / VERSION)
     builder = Coa(data_dir=str(folder), file_format="array_record")
     builder.download_and_prepare()
     return Path(builder.data_path)
+
+
+def _splits(tfds: Any, folder: Path) -> dict[str, Sequence[DistilledRecord]]:
+    """The splits of an earlier build, which TFDS cannot add to."""
+    if not (folder / "dataset_info.json").is_file():
+        return {}
+    builder = tfds.builder_from_directory(str(folder))
+    return {
+        name: [from_tfds(example) for example in builder.as_data_source(split=name)]
+        for name in builder.info.splits
+    }
 
 
 def _clear(folder: Path) -> None:

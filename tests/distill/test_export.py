@@ -12,7 +12,7 @@ from tokenizers.trainers import BpeTrainer
 
 from coa_jax.distill.card import card
 from coa_jax.distill.convert import convert
-from coa_jax.distill.export import export, from_tfds, funnel_of, masked_by_markers, prompt_of
+from coa_jax.distill.export import FORMS, export, from_tfds, funnel_of, masked_by_markers, prompt_of
 from coa_jax.distill.inspect import page
 from coa_jax.errors import UserError
 from coa_jax.trajectory import read_records, write_records
@@ -176,6 +176,22 @@ def test_a_second_export_replaces_the_first(tmp_path):
     export(RECORDS[:3], tmp_path, "train", ("tfds",))
     builder = tfds.builder_from_directory(str(tmp_path / "tfds" / "coa" / "1.0.0"))
     assert len(builder.as_data_source(split="train")) == 3
+
+
+def test_a_second_split_is_kept_beside_the_first(tmp_path):
+    export(RECORDS, tmp_path, "train")
+    export(RECORDS[:2], tmp_path, "validation", funnel=None)
+    info = json.loads((tmp_path / "dataset_info.json").read_text())
+    names = {f"{split}_{form}" for split in ("train", "validation") for form in FORMS[:2]}
+    assert set(info) == names
+    assert all((tmp_path / entry["file_name"]).is_file() for entry in info.values())
+    cards = (tmp_path / "README.md").read_text()
+    assert "# train\n\n7 chain" in cards
+    assert "# validation\n\n2 chain" in cards
+    builder = tfds.builder_from_directory(str(tmp_path / "tfds" / "coa" / "1.0.0"))
+    for split, wanted in (("train", RECORDS), ("validation", RECORDS[:2])):
+        source = builder.as_data_source(split=split)
+        assert [from_tfds(example) for example in source] == wanted
 
 
 def test_an_unknown_form_is_the_users_mistake(tmp_path):
