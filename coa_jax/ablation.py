@@ -40,6 +40,9 @@ from coa_jax.trajectory import DistilledRecord, read_records, write_records
 UNFILTERED = "unfiltered"
 """The arm that learns every run as it is."""
 
+_OF_RUNS = ("mistake_rate", "unrecovered_rate", "seed", "concurrency", "max_messages")
+"""Settings of the teacher's runs, which come before any arm."""
+
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """0.975 quantiles of Student's t for 1 to 9 degrees of freedom."""
 
@@ -58,8 +61,9 @@ class Ablation:
         self.tools: list[Tool] = make_tools(settings)
         self.teacher = build(DistillConfig, self.config["teacher"], "config.teacher")
         self.arms = {
-            name: dataclasses.replace(self.teacher, **arm)
+            name: build(DistillConfig, _arm(self.config["teacher"], arm, where), where)
             for name, arm in self.config["arms"].items()
+            for where in (f"config.arms.{name}",)
         }
         if not self.arms or UNFILTERED in self.arms:
             raise UserError(f"config.arms: name one arm or more, none of them {UNFILTERED!r}")
@@ -151,6 +155,31 @@ class Ablation:
             "seed": seed,
         }
         return build(sft.SFTConfig, values, "config.sft")
+
+
+def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
+    """The teacher's settings with those of an arm in their place.
+
+    Raises:
+        UserError: the arm sets what the runs depend on, which are the same for all arms.
+    """
+    if not isinstance(arm, Mapping):
+        raise UserError(f"{where} is {arm!r}; it is a group of settings of the filters")
+    fixed = next((name for name in _OF_RUNS if name in arm), None)
+    if fixed is not None:
+        raise UserError(f"{where}.{fixed}: all arms select from the same runs; set config.teacher")
+    return _merged(teacher, arm)
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others put over them, group by group."""
+    merged = dict(one)
+    for name, value in other.items():
+        known = merged.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            value = _merged(known, value)
+        merged[name] = value
+    return merged
 
 
 def _show(bar: Bar, done: int) -> None:

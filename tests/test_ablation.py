@@ -1,5 +1,6 @@
 """The ablation end to end with a policy of no size, and its statistics against SciPy."""
 
+import dataclasses
 import json
 import math
 
@@ -162,3 +163,31 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
         Ablation(config(references=("filterd",)), tmp_path)
     with pytest.raises(UserError, match="1 to 10 seeds"):
         Ablation(config(seeds=tuple(range(11))), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"),
+    [
+        ({"plain_fracton": 0.5}, r"config\.arms\.odd\.plain_fracton is not a setting"),
+        ({"selection": {"calls": 2}}, r"config\.arms\.odd\.selection\.calls is not a setting"),
+        ({"mistake_rate": 0.9}, r"config\.arms\.odd\.mistake_rate: all arms select from the same"),
+        (3, r"config\.arms\.odd is 3; it is a group"),
+    ],
+)
+def test_what_an_arm_cannot_set_is_explained(tmp_path, arm, said):
+    changed = config()
+    with changed.unlocked():
+        changed.arms = {"odd": arm}
+        changed.references = ()
+    with pytest.raises(UserError, match=said):
+        Ablation(changed, tmp_path)
+
+
+def test_an_arm_may_set_a_group_of_settings(tmp_path):
+    changed = config()
+    with changed.unlocked():
+        changed.arms = {"busy": {"selection": {"min_tool_calls": 2}}}
+        changed.references = ()
+    work = Ablation(changed, tmp_path)
+    selection = dataclasses.replace(work.teacher.selection, min_tool_calls=2)
+    assert work.arms == {"busy": dataclasses.replace(work.teacher, selection=selection)}
