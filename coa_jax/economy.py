@@ -108,7 +108,8 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                 journal.append(log)
                 bar.update()
 
-            logs = asyncio.run(run_teacher(tasks, tools, teacher, minds, journal.done, keep))
+            work = run_teacher(tasks, tools, teacher, minds, journal.done, keep)
+            logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
         runs = {run.task.id: run for run in graded_runs(tasks, logs, teacher.judges)}
         told = policy_economy(
             runs,

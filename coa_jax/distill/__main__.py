@@ -138,7 +138,17 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             with progress(f"distil {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
                 split = distill_split(
-                    name, tasks, tools, teacher, workdir, settings, shown, minds, count, model
+                    name,
+                    tasks,
+                    tools,
+                    teacher,
+                    workdir,
+                    settings,
+                    shown,
+                    minds,
+                    count,
+                    model,
+                    endpoint,
                 )
             seconds = time.monotonic() - start
             print(_describe(name, split, seconds), file=sys.stderr)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import jsonl
+from coa_jax.distill.endpoint import Endpoint
 from coa_jax.distill.filters import FilterReport
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import MessageLog
@@ -55,6 +56,7 @@ def distill_split(
     minds: Minds | None = None,
     count_tokens: Callable[[str], int] | None = None,
     teacher: str = "",
+    endpoint: Endpoint | None = None,
 ) -> Split:
     """Solves, filters and writes one split; continues where an earlier process stopped.
 
@@ -70,6 +72,7 @@ def distill_split(
         minds: a mind per agent; the scripted ones by default.
         count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
         teacher: what distinguishes ``minds`` from others, e.g. the name of their model.
+        endpoint: the model that ``minds`` ask; its connection is closed when all tasks are done.
 
     Raises:
         UserError: the journal belongs to another configuration or is malformed.
@@ -96,7 +99,8 @@ def distill_split(
         if on_log is not None:
             on_log(count)
 
-    logs = asyncio.run(run_teacher(tasks, tools, config, minds, done, keep))
+    work = run_teacher(tasks, tools, config, minds, done, keep)
+    logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
     examples: list[dict[str, Any]] = []
     records, report = select(tasks, logs, config, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)

@@ -11,14 +11,16 @@ import dataclasses
 import hashlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coa_jax import jsonl
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.tools.net.secrets import Secret
+
+T = TypeVar("T")
 
 Chat = Sequence[Mapping[str, str]]
 """Messages ``{"role", "content"}``."""
@@ -172,6 +174,8 @@ class Endpoint:
             # The run stops, but this reply will be paid for: wait for it, and ask for no other.
             self._stopping = True
             await asyncio.wait([call])
+            if not call.cancelled():
+                call.exception()  # looked at: asyncio would report it as never retrieved
             raise
 
     async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
@@ -200,6 +204,13 @@ class Endpoint:
     async def close(self) -> None:
         """Closes the connection."""
         await self._client.close()
+
+    async def closing(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work returns; the connection is closed after it, in the same event loop."""
+        try:
+            return await work
+        finally:
+            await self.close()
 
     def _key(self, chat: Chat, episode: str, turn: str) -> str:
         asked = [self.config.model, self.config.temperature, self.config.max_tokens, episode, turn]

@@ -249,8 +249,19 @@ def model(tools, factbook_tasks):
     return Scripted(factbook_tasks[:12], tools, slow=0.01)
 
 
+def closing_into(closed):
+    """`Endpoint.close`, which also notes that its connection is closed then."""
+    close = Endpoint.close
+
+    async def noted(self):
+        await close(self)
+        closed.append(self._client.is_closed())
+
+    return noted
+
+
 def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
-    tmp_path, tools, factbook_tasks, model
+    tmp_path, tools, factbook_tasks, model, monkeypatch
 ):
     tasks, config = factbook_tasks[:12], DistillConfig(concurrency=6)
 
@@ -260,10 +271,15 @@ def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
         )
         minds = language_minds(endpoint)
         split = distill_split(
-            "train", tasks, tools, config, tmp_path, minds=minds, teacher=endpoint.config.model
+            *("train", tasks, tools, config, tmp_path),
+            minds=minds,
+            teacher=endpoint.config.model,
+            endpoint=endpoint,
         )
         return split, endpoint.spent
 
+    closed = []
+    monkeypatch.setattr(Endpoint, "close", closing_into(closed))
     model.answered.clear()
     with serving(model) as server:
         with pytest.raises(UserError, match="max_calls=100 is spent"):
@@ -272,6 +288,7 @@ def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
         split, spent = run(0)
         assert server.most_inside > 2
         assert spent.calls == len(server.seen)
+    assert closed == [True, True]
     assert 0 < split.resumed < 12
     assert [log.answer for log in split.logs] == [model.logs[t.question].answer for t in tasks]
     assert split.report.kept == 12
