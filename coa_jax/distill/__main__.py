@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ from coa_jax.distill.export import prompt_of
 from coa_jax.distill.filters import Run
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, teacher_block
-from coa_jax.distill.smol_runs import SmolConfig, endpoint_model, run_smolagents
+from coa_jax.distill.smol_runs import SmolConfig, bind, endpoint_model, run_smolagents
 from coa_jax.distill.traces import TracesConfig, distill_traces
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.tasks import load_tasks
+from coa_jax.tasks import Task, load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -84,11 +85,15 @@ def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def _converted(
-    config: ml_collections.ConfigDict, traces: TracesConfig, workdir: Path, name: str
+    config: ml_collections.ConfigDict,
+    traces: TracesConfig,
+    workdir: Path,
+    name: str,
+    tasks: Mapping[str, Task] | None = None,
 ) -> dict[str, Any]:
     """Writes one set of traces, says what became of them, and returns it in figures."""
     filters = build(DistillConfig, config.teacher, "config.teacher")
-    records, told = distill_traces(traces, filters, workdir, _counter(config), name)
+    records, told = distill_traces(traces, filters, workdir, _counter(config), name, tasks)
     for file in told["reading"]:
         print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
     for reason, count in told["refused"].items():
@@ -105,6 +110,11 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     traces = build(TracesConfig, config.traces, "config.traces")
     tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, config.tools.to_dict()))}
     model, data = endpoint_model(limits), {}
+    fingerprint = {
+        **{k: getattr(limits, k) for k in ("model", "temperature", "max_tokens")},
+        **{k: getattr(how, k) for k in ("max_steps", "planning_interval")},
+        "tools": config.tools.to_dict(),
+    }
     with RunDir(workdir) as run:
         run.write_config(config)
         for name in ("train", "validation"):
@@ -112,9 +122,11 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             file = workdir / "smolagents" / f"{name}.jsonl"
             with progress(f"run {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
+                bind(file, fingerprint)
                 spent = run_smolagents(tasks, tools, lambda *_: model, file, how, limits, shown)
             traces = dataclasses.replace(traces, files=(str(file),))
-            data[name] = _converted(config, traces, workdir, name)
+            asked = {task.id: task for task in tasks}
+            data[name] = _converted(config, traces, workdir, name, asked)
             data[name]["spent"] = spent.to_json()
         run.summary({"data": data})
     return {"data": data}

@@ -7,6 +7,7 @@ file.  What a kill left half-written at the end is cut off when the journal is o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,24 @@ def _decode(value: Any) -> dict[str, Any] | MessageLog:
     return from_json(value)
 
 
+def check_fingerprint(path: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with a file of runs that were made in another way.
+
+    Raises:
+        UserError: names what differs.
+    """
+    changed = [
+        f"{key}={there.get(key)!r} there, {now.get(key)!r} now"
+        for key in sorted({*there, *now})
+        if there.get(key) != now.get(key)
+    ]
+    if changed:
+        raise UserError(
+            f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
+            "use a fresh --workdir or delete the file"
+        )
+
+
 def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
     """Opens or creates a journal.
 
@@ -56,15 +75,6 @@ def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
         return Journal(path, {})
     if not isinstance(lines[0], dict):
         raise UserError(f"{path}:1: not the head of a journal; delete the file")
-    if lines[0] != fingerprint:
-        changed = [
-            f"{key}={lines[0].get(key)!r} there, {fingerprint.get(key)!r} now"
-            for key in sorted({*lines[0], *fingerprint})
-            if lines[0].get(key) != fingerprint.get(key)
-        ]
-        raise UserError(
-            f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
-            "use a fresh --workdir or delete the file"
-        )
+    check_fingerprint(path, lines[0], fingerprint)
     logs = [line for line in lines[1:] if isinstance(line, MessageLog)]
     return Journal(path, {log.episode: log for log in logs})

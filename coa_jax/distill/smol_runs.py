@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import jsonl
+from coa_jax import files, jsonl
 from coa_jax.distill.endpoint import EndpointConfig, Spent, check_budget
+from coa_jax.distill.journal import check_fingerprint
 from coa_jax.distill.readers.base import total_usage
 from coa_jax.distill.smol import REFUSED, smolagents_package, solve_with_smolagents
 from coa_jax.errors import UserError
@@ -53,6 +54,25 @@ def endpoint_model(config: EndpointConfig) -> Any:
     )
 
 
+def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Ties a file of runs to what they depend on, which is written beside it.
+
+    Args:
+        path: the file of runs.
+        fingerprint: model, agents, tools; JSON values.
+
+    Raises:
+        UserError: the file holds runs that were made in another way.
+    """
+    head = path.with_suffix(".settings.json")
+    now = jsonl.loads(jsonl.dumps(dict(fingerprint)))
+    if head.exists():
+        check_fingerprint(path, files.read_json_object(head), now)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(head, now)
+
+
 def run_smolagents(
     tasks: Sequence[Task],
     tools: Mapping[str, Tool],
@@ -85,6 +105,7 @@ def run_smolagents(
     jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
     spent, lock = Spent(), threading.Lock()
     done: set[str] = set()
+    asked = {task.id: task.question for task in tasks}
 
     def account(dump: dict[str, Any]) -> None:
         steps = _all_steps(dump)
@@ -97,7 +118,8 @@ def run_smolagents(
         spent.completion += usage.get("completion", 0)
         spent.money += usage.get("prompt", 0) * price[0] / 1e6
         spent.money += usage.get("completion", 0) * price[1] / 1e6
-        done.add(dump["task_id"])
+        if asked.get(dump["task_id"]) == dump["question"]:
+            done.add(dump["task_id"])
 
     for row in jsonl.read_lines(path, _dump):
         account(row)

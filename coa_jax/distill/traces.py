@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ class Converted:
 
 
 def convert_files(
-    config: TracesConfig, on_refusal: Callable[[dict[str, Any]], None] | None = None
+    config: TracesConfig,
+    on_refusal: Callable[[dict[str, Any]], None] | None = None,
+    tasks: Mapping[str, Task] | None = None,
 ) -> Converted:
     """Reads and converts every trace of the files.
 
@@ -64,6 +66,8 @@ def convert_files(
         config: which files, and how.
         on_refusal: called with ``{path, line, reason}`` of every record that could not be read or
             converted.
+        tasks: those that were asked, by their ids: what is known of them is kept, and runs of
+            others are left out.  None if only the files say what was asked.
 
     Raises:
         UserError: a file cannot be read, or format or protocol are unknown.
@@ -82,7 +86,13 @@ def convert_files(
         for problem in report.problems:
             tell(dataclasses.asdict(problem))
         for trace in traces:
-            name = trace.log.episode
+            name, known = trace.log.episode, None
+            if tasks is not None:
+                known = tasks.get(name)
+                if known is None or known.question != trace.log.question:
+                    refused[_OTHER] += 1
+                    tell({"path": path, "line": trace.line, "reason": _OTHER})
+                    continue
             if name in names:  # another file has a run of the same task
                 name = f"{Path(path).name}:{trace.line}:{name}"
             names.add(name)
@@ -95,11 +105,17 @@ def convert_files(
             log = dataclasses.replace(log, episode=name)
             about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
             task = Task(name, log.question, config.protocol, trace.gold, config.format)
+            if known is not None:
+                task = dataclasses.replace(known, id=name, protocol=config.protocol)
+                about = {**known.metadata, **about}
             made.tasks.append(dataclasses.replace(task, metadata=about))
             made.logs.append(log)
             if trace.usage:
                 made.usage[name] = sum(trace.usage.values())
     return dataclasses.replace(made, refused=dict(refused.most_common()))
+
+
+_OTHER = "a run of another task than those that were asked"
 
 
 def _reason(text: str) -> str:
@@ -113,6 +129,7 @@ def distill_traces(
     workdir: Path,
     count_tokens: Callable[[str], int] | None = None,
     name: str = "train",
+    tasks: Mapping[str, Task] | None = None,
 ) -> tuple[list[DistilledRecord], dict[str, Any]]:
     """Writes ``NAME.jsonl``, ``dropped/NAME.jsonl`` and ``refused/NAME.jsonl``.
 
@@ -122,12 +139,13 @@ def distill_traces(
         workdir: where the files are written.
         count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
         name: of the set, and of its files.
+        tasks: see `convert_files`.
 
     Returns:
         The records, and what happened to all others.
     """
     refusals: list[dict[str, Any]] = []
-    made = convert_files(config, refusals.append)
+    made = convert_files(config, refusals.append, tasks)
     examples: list[dict[str, Any]] = []
     records, report = select(made.tasks, made.logs, filters, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)

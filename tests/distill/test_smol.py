@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.pipeline import as_run, run_teacher
 from coa_jax.distill.readers import read_traces
 from coa_jax.distill.smol import solve_with_smolagents
-from coa_jax.distill.smol_runs import SmolConfig, run_smolagents
+from coa_jax.distill.smol_runs import SmolConfig, bind, run_smolagents
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.trajectory import part_violations
@@ -162,6 +163,26 @@ def test_many_runs_stop_at_the_budget_and_go_on_without_doing_one_twice(tmp_path
     assert spent.money == pytest.approx(spent.prompt / 1e6)
     asked = sum(len(log.calls) for log in logs.values())
     assert spent.calls == 2 * len(tasks) + 3 * asked
+
+
+def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path, tools, dumps):
+    (task, log, _, _), path, begun = dumps[0], tmp_path / "runs.jsonl", []
+
+    def model_of(task, role):
+        begun.append(task.question)
+        return {"manager": Manager, "search": Searcher}[role](log)
+
+    bind(path, {"model": "m", "tools": ("code",)})
+    bind(path, {"model": "m", "tools": ["code"]})
+    with pytest.raises(UserError, match=r"another configuration \(model='m' there, 'n' now"):
+        bind(path, {"model": "n", "tools": ["code"]})
+    config, limits = SmolConfig(planning_interval=10, concurrency=1), EndpointConfig()
+    run_smolagents([task], tools, model_of, path, config, limits)
+    run_smolagents([task], tools, model_of, path, config, limits)
+    assert len(begun) == 2
+    mended = dataclasses.replace(task, question=f"{task.question} Please.")
+    run_smolagents([mended], tools, model_of, path, config, limits)
+    assert begun[2:] == [mended.question] * 2
 
 
 class Refused(Exception):

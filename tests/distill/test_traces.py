@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -64,6 +65,20 @@ def test_what_is_written_out_for_a_run_is_no_interaction_with_a_tool(tmp_path):
 def test_runs_of_one_task_in_two_files_keep_names_of_their_own(logs):
     made = convert_files(TracesConfig(logs, "oagents", "web"))
     assert [task.id for task in made.tasks] == ["one", "w", "c", "b.jsonl:3:one"]
+
+
+def test_what_is_known_of_the_tasks_is_kept_and_other_runs_are_left_out(logs):
+    config, told = TracesConfig(logs, "oagents", "web"), []
+    free = {task.id: task for task in convert_files(config).tasks}
+    known = dataclasses.replace(free["one"], gold=("mine",), source="ours", protocol="generalist")
+    known = dataclasses.replace(known, metadata={"hops": 3, "grader": "judge"})
+    other = dataclasses.replace(free["w"], question="Another?")
+    made = convert_files(config, told.append, {"one": known, "w": other})
+    first = made.tasks[0]
+    assert (first.id, first.gold, first.source, first.protocol) == ("one", ("mine",), "ours", "web")
+    assert first.metadata["grader"] == "judge" and "trace" in first.metadata
+    assert "w" not in {t.id for t in made.tasks}
+    assert sum("another task" in refusal["reason"] for refusal in told) >= 2
 
 
 def test_mistakes_of_the_user_are_explained(logs):
