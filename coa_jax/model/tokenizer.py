@@ -37,7 +37,7 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UserError: no tokenizer file, or a damaged one; the message names it.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(path)
     gguf = gguf_file(path)
@@ -51,8 +51,11 @@ def load_tokenizer(path: str | Path) -> Any:
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         _check_json(path / name)
+    # The classes that AutoTokenizer chooses may write the normaliser and the cutting of text anew
+    # and take no more than the vocabulary from tokenizer.json; this one takes the file as it is.
+    kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = kind.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises bare exceptions of the Rust library too
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: its tokenizer cannot be loaded ({reason})") from error

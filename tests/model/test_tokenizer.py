@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import transformers
@@ -11,6 +12,7 @@ from tokenizers.trainers import BpeTrainer
 
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
+    IM_END,
     chat_ids,
     decode_ids,
     encode_plain,
@@ -73,8 +75,6 @@ def qwen_like():
 
 def smollm_like():
     """Special tokens in the BPE vocabulary, an unknown token, no token for some control bytes."""
-    import json
-
     spec = json.loads(trained(pre_tokenizers.ByteLevel(add_prefix_space=False)).to_str())
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\x04")[0][0]
     del spec["model"]["vocab"][byte]
@@ -86,8 +86,6 @@ def smollm_like():
 
 def whole_word():
     """As Llama 3: a pre-token that is a word of the vocabulary is taken whole, added or not."""
-    import json
-
     spec = json.loads(trained(pre_tokenizers.ByteLevel(add_prefix_space=False)).to_str())
     spec["model"]["ignore_merges"] = True
     word = len(spec["model"]["vocab"])
@@ -204,6 +202,18 @@ def test_load_restores_what_was_saved(name, tmp_path):
     assert encode_plain(loaded, text) == encode_plain(TOKENIZERS[name], text)
     assert chat_ids(loaded, text) == chat_ids(TOKENIZERS[name], text)
     assert decode_ids(loaded, [0, 5, 300]) == decode_ids(TOKENIZERS[name], [0, 5, 300])
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_tokenizer_json_is_taken_as_it_is_whatever_class_is_named(name, tmp_path):
+    tokenizer = TOKENIZERS["qwen_like"]
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": name}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (loaded.eos_token, loaded.chat_template) == (IM_END, TEMPLATE)
 
 
 def test_missing_tokenizer_files_are_named(tmp_path):
