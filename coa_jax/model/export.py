@@ -68,7 +68,18 @@ def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: 
     generation = {"bos_token_id": None, "eos_token_id": eos or None, "pad_token_id": pad}
     for name, content in (("config.json", hf), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write_tokenizer(directory, tokenizer)
+
+
+def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(str(directory))
+    file = directory / "tokenizer_config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    if written.get("tokenizer_class") == "TokenizersBackend":
+        # Its name in transformers 5, which transformers 4 and what is built on it do not know.
+        written["tokenizer_class"] = "PreTrainedTokenizerFast"
+        text = json.dumps(written, indent=2, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_weights(

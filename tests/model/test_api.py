@@ -92,13 +92,25 @@ def test_shards_are_bounded_and_load_everywhere(references, tmp_path):
     assert all(torch.equal(loaded.state_dict()[name], t) for name, t in expected.items())
 
 
-def test_saved_tokenizer_loads_in_transformers(references, tmp_path):
-    model = load_model(references["qwen2"].path)
+# Beside a qwen2 model AutoTokenizer of transformers 5 cuts text as Qwen's tokenizer does, whatever
+# tokenizer.json says.
+@pytest.mark.parametrize(
+    ("family", "loader"),
+    [
+        ("llama-tied", transformers.AutoTokenizer),
+        ("qwen2", transformers.PreTrainedTokenizerFast),
+    ],
+)
+def test_saved_tokenizer_loads_in_transformers(references, tmp_path, family, loader):
+    model = load_model(references[family].path)
     save_model(model, tmp_path / "out")
     text = "<think>the river</think> <|im_end|> 12 Norr"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = loader.from_pretrained(tmp_path / "out")
     assert tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
     assert tokenizer.chat_template == model.tokenizer.chat_template
+    # The name that transformers 4 knows, too.
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
