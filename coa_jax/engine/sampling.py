@@ -19,7 +19,7 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     Args:
         logits: float32 ``[B, V]``, already divided by the temperature.
         top_p: float32 ``[B]`` in [0, 1]; the smallest set whose probability reaches it is kept, at
-            least the most likely token.
+            least the most likely token; 1 keeps all.
         top_k: int32 ``[B]``; 0 keeps all.
     """
     vocab = logits.shape[-1]
@@ -28,8 +28,10 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     before = jnp.cumsum(probs, axis=-1) - probs
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
     rank = jnp.arange(vocab)
-    # The most likely one stays, however near to 0 a top_p has been rounded.
-    keep = ((before < top_p[:, None]) | (rank == 0)) & (rank < k[:, None])
+    # A float32 sum reaches 1 before the last tokens of a large vocabulary: 1 is not compared.  And
+    # the most likely one stays, however near to 0 a top_p has been rounded.
+    nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
+    keep = nucleus & (rank < k[:, None])
     threshold = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 

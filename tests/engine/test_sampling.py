@@ -146,6 +146,13 @@ def test_the_most_likely_token_stays_however_small_the_nucleus(top_p):
     assert set(tokens.tolist()) == {1}
 
 
+def test_a_row_that_keeps_all_loses_nothing_where_another_is_cut():
+    logits = jax.random.normal(jax.random.key(0), (2, 49_152)) * 3
+    kept = jitted_filter(logits, np.float32([1.0, 0.9]), np.zeros(2, np.int32))
+    np.testing.assert_array_equal(kept[0], logits[0])
+    assert np.isinf(kept[1]).any()
+
+
 @pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4)])
 def test_keys_differ_by_seed_prompt_and_sample(other):
     assert not np.array_equal(sample_key(1, 2, 3), sample_key(*other))
