@@ -61,6 +61,7 @@ def architecture_of(model: str) -> tuple[str, ModelConfig]:
 
     A directory that is not here is known by a name of `ARCHITECTURES` in its path, such as
     ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the shapes of the base.
+    ``tiny`` is known only as the last part of the path, for it is part of other models' names.
 
     Raises:
         UserError: neither the directory nor such a name is there.
@@ -68,7 +69,8 @@ def architecture_of(model: str) -> tuple[str, ModelConfig]:
     if (Path(model) / "config.json").is_file():
         return model, read_config(model)
     text = model.lower().replace("-coder", "")
-    named = [name for name in ARCHITECTURES if name in text]
+    last = Path(text).name
+    named = [name for name in ARCHITECTURES if (name == last if name == "tiny" else name in text)]
     if not named:
         raise UserError(
             f"model {model!r}: there is no such directory, and the path names no architecture; "

@@ -53,12 +53,14 @@ def test_flops_and_bytes_equal_a_hand_count():
         ("weights/Qwen2.5-Coder-32B-Instruct", "qwen2.5-32b"),
         ("runs/sft-qwen2.5-3b/model", "qwen2.5-3b"),
         ("weights/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("tiny", "tiny"),
     ],
 )
 def test_a_model_that_is_not_here_is_known_by_its_name(path, name):
     assert architecture_of(path) == (name, ARCHITECTURES[name])
 
 
-def test_a_model_without_a_known_name_is_refused():
+@pytest.mark.parametrize("path", ["runs/sft/model", "weights/TinyLlama-1.1B-Chat", "tiny/model"])
+def test_a_model_without_a_known_name_is_refused(path):
     with pytest.raises(UserError, match="names no architecture; known are tiny"):
-        architecture_of("runs/sft/model")
+        architecture_of(path)
