@@ -122,11 +122,14 @@ def _smollm_tokenizer(file: GgufFile) -> Any:
     )
 
 
-_PLAIN: weakref.WeakKeyDictionary[Any, tuple[Any, dict[int, str]]] = weakref.WeakKeyDictionary()
+_Plain = tuple[Any, dict[int, str] | None]
+_PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
 
 
-def _plain(tokenizer: Any) -> tuple[Any, dict[int, str]]:
+def _plain(tokenizer: Any) -> _Plain:
     """A copy of the tokenizer's model without added tokens, and characters that it cannot spell.
+
+    Where the tokenizer is not byte-level, None stands for the latter.
 
     ``encode_special_tokens`` of the original would not do: it frees only tokens that are marked
     special, while Qwen's ``<tool_call>`` is added but unmarked, and the option is shared state.
@@ -138,7 +141,7 @@ def _plain(tokenizer: Any) -> tuple[Any, dict[int, str]]:
         model = spec["model"]
         added = {token["content"] for token in spec["added_tokens"]}
         spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-        unspelt: dict[int, str] = {}
+        unspelt: dict[int, str] | None = {} if _is_byte_level(spec) else None
         if model["type"] == "BPE":
             # Ids of added tokens must not come back as merges, as whole words, or as "unknown".
             model["vocab"] = {t: i for t, i in model["vocab"].items() if t not in added}
@@ -148,7 +151,7 @@ def _plain(tokenizer: Any) -> tuple[Any, dict[int, str]]:
             ]
             if model.get("unk_token") in added:
                 model["unk_token"] = None
-            if _is_byte_level(spec):
+            if unspelt is not None:
                 # NFC (Qwen) would make text differ from its tokens; ids are the same without it
                 # wherever the text is NFC already.
                 spec["normalizer"] = None
@@ -160,6 +163,21 @@ def _plain(tokenizer: Any) -> tuple[Any, dict[int, str]]:
 def _is_byte_level(spec: dict[str, Any]) -> bool:
     pre = spec.get("pre_tokenizer") or {}
     return any(step["type"] == "ByteLevel" for step in pre.get("pretokenizers", [pre]) if step)
+
+
+def check_byte_level(tokenizer: Any) -> None:
+    """Refuses a tokenizer whose pieces of text are not each other's continuation, byte by byte.
+
+    One in the manner of SentencePiece begins every text with a space, also one that goes on.
+
+    Raises:
+        UserError: it is not byte-level BPE.
+    """
+    if _plain(tokenizer)[1] is None:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} is not byte-level: use a "
+            "model that has byte-level BPE (Qwen2.5, Qwen3, Llama 3, SmolLM2)"
+        )
 
 
 def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
@@ -225,24 +243,37 @@ def eos_ids(tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
+def _chat_template(tokenizer: Any) -> str | None:
+    """The template that transformers applies: of several the one named default."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, dict) else template
+
+
 @functools.lru_cache(maxsize=64)
-def _stock_system(template: str | None, tokenizer: Any) -> str:
-    """The system message that the chat template writes when none is given, or ``""``."""
+def _stock(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
+    """What the chat template writes unasked: ids before the first turn, and a system message."""
     if not template:
-        return ""
+        return (), ""
     marker = "stock-system-probe"
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
     )
-    frame = f"{IM_START}system\n"
-    head = text.partition(marker)[0]
-    return head[len(frame) :].partition(IM_END)[0] if head.startswith(frame) else ""
+    before, start, rest = text.partition(marker)[0].partition(IM_START)
+    if not start or before not in ("", tokenizer.bos_token):
+        raise UserError(
+            f"the tokenizer's chat template begins with {text[:40]!r}: a conversation begins with "
+            f"{IM_START}, or with the tokenizer's bos_token before it"
+        )
+    frame = "system\n"
+    system = rest[len(frame) :].partition(IM_END)[0] if rest.startswith(frame) else ""
+    return (tokenizer.bos_token_id,) if before else (), system
 
 
 def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[int]:
     """Prompt ids: optional system turn, the user's turn, and the opening of the assistant's.
 
-    For contents that name no control token the ids equal those of the model's own chat template.
+    For contents that name no control token the ids equal those of the model's own chat template,
+    its bos_token among them where the template begins with one.
 
     Args:
         tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
@@ -251,7 +282,8 @@ def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[
             tokenizer's own chat template supplies (Qwen2.5 and SmolLM2 have one).
 
     Raises:
-        UserError: the tokenizer has no ChatML control tokens.
+        UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
+            or it is not byte-level.
     """
     turns = [] if system is None else [("system", system)]
     return conversation_ids(tokenizer, [*turns, ("user", user_text)])
@@ -271,14 +303,16 @@ def conversation_ids(
         prefix: what the assistant has said of its open turn; None for no open turn.
 
     Raises:
-        UserError: the tokenizer has no ChatML control tokens.
+        UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
+            or it is not byte-level.
     """
     start, end = _control_id(tokenizer, IM_START), _control_id(tokenizer, IM_END)
+    check_byte_level(tokenizer)
     newline = encode_plain(tokenizer, "\n")
+    before, system = _stock(_chat_template(tokenizer), tokenizer)
     if not turns or turns[0][0] != "system":
-        stock = _stock_system(getattr(tokenizer, "chat_template", None), tokenizer)
-        turns = [("system", stock), *turns]
-    ids: list[int] = []
+        turns = [("system", system), *turns]
+    ids = list(before)
     for role, content in turns:
         if role != "system" or content:
             ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]

@@ -7,6 +7,8 @@ import functools
 import weakref
 from typing import Any
 
+from coa_jax.model.tokenizer import check_byte_level
+
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
@@ -22,7 +24,12 @@ class TokenTable:
     """Bytes of every token id of a tokenizer."""
 
     def __init__(self, tokenizer: Any):
-        """Reads the vocabulary of a ``transformers`` tokenizer once."""
+        """Reads the vocabulary of a ``transformers`` tokenizer once.
+
+        Raises:
+            UserError: the tokenizer is not byte-level.
+        """
+        check_byte_level(tokenizer)
         added = {
             token_id: str(token.content).encode()
             for token_id, token in tokenizer.added_tokens_decoder.items()

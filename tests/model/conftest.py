@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from coa_jax.model.bpe import train_bpe
 
@@ -50,6 +52,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _LLAMA3_ROPE, "head_dim": 16, "tie_word_embeddings": True},
     ),
 }
+
+
+def sentencepiece_like(control: Sequence[str] = ()) -> Any:
+    """A tokenizer in the manner of Llama 2: a sign for the space, and bytes with names."""
+    vocab = {token: i for i, token in enumerate([*control, "\u2581", "h", "i", "<0x0A>"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    backend.add_special_tokens(list(control))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @dataclasses.dataclass(frozen=True)

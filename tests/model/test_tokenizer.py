@@ -21,7 +21,7 @@ from coa_jax.model.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from tests.model.conftest import CORPUS
+from tests.model.conftest import CORPUS, sentencepiece_like
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STOCK = "You are a helpful assistant."
@@ -164,6 +164,45 @@ def test_chat_ids_equal_the_models_own_template(name, system):
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert chat_ids(tokenizer, "Question: 12 rivers?\n", system) == expected
     assert (STOCK in decode_ids(tokenizer, expected)) == (name == "qwen_like" and system is None)
+
+
+def with_template(template, **options):
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=TOKENIZERS["qwen_like"].backend_tokenizer,
+        eos_token=IM_END,
+        chat_template=template,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [
+        ("{{- bos_token }}" + TEMPLATE, True),
+        ({"default": TEMPLATE, "tool_use": "x"}, False),
+    ],
+)
+def test_chat_ids_begin_as_the_template_does(template, begins, system):
+    tokenizer = with_template(template, bos_token="<|endoftext|>")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": "12 rivers?"})
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    ids = chat_ids(tokenizer, "12 rivers?", system)
+    assert ids == expected
+    assert (ids[0] == tokenizer.bos_token_id) == begins
+    assert (STOCK in decode_ids(tokenizer, ids)) == (system is None)
+
+
+@pytest.mark.parametrize("template", ["Chat:\n" + TEMPLATE, "{{ messages[0].content }}"])
+def test_a_template_that_begins_otherwise_is_refused(template):
+    with pytest.raises(UserError, match="chat template begins with"):
+        chat_ids(with_template(template), "hi", "")
+
+
+def test_a_conversation_of_a_tokenizer_that_is_not_byte_level_is_refused():
+    with pytest.raises(UserError, match="is not byte-level"):
+        chat_ids(sentencepiece_like(CHATML), "hi")
 
 
 def test_empty_system_means_no_system_turn():

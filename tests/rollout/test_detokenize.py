@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.errors import UserError
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import decode_ids, encode_plain
 from coa_jax.rollout.detokenize import TextStream, TokenTable, token_table
+from tests.model.conftest import sentencepiece_like
 
 
 @functools.cache
@@ -35,6 +37,11 @@ def streamed(ids):
 def test_the_stream_of_encoded_text_is_the_text(text):
     ids = encode_plain(tokenizer(), text)
     assert streamed(ids) == text
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_refused():
+    with pytest.raises(UserError, match="is not byte-level"):
+        TokenTable(sentencepiece_like())
 
 
 @given(st.lists(st.integers(0, 399)))
