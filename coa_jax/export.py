@@ -28,6 +28,7 @@ from coa_jax.learn.checkpoint import Checkpoints, Damaged
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import Model, load_description, load_model, save_model
 from coa_jax.model.lora import LoraConfig, merge, split
+from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.settings import build
 
@@ -85,12 +86,19 @@ def export(
             "are removed as a run goes on"
         )
     mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
-    # One host may export what many have trained.
-    model = _restored(
-        checkpoints, step, config, training_mesh(mesh) if jax.device_count() > 1 else None
-    )
+    model = _restored(checkpoints, step, config, _mesh(mesh))
     save_model(model, output, dtype=dtype)
     return phase, step
+
+
+def _mesh(sizes: MeshConfig) -> jax.sharding.Mesh | None:
+    """The mesh of the run, or one of what is there: few devices may export what many trained."""
+    if jax.device_count() == 1:
+        return None
+    try:
+        return training_mesh(sizes)
+    except UserError:  # the run had more devices
+        return make_mesh(fsdp=-1)
 
 
 def _restored(

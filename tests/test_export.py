@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -62,6 +63,27 @@ def test_transformers_computes_our_logits_from_the_chosen_checkpoint(run, tmp_pa
     assert np.abs(ours - np.asarray(logits(start, TOKENS))).max() > 1e-3
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.get_vocab() == start.tokenizer.get_vocab()
+
+
+def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
+    """Two devices for a run of four, in a process of their own."""
+    workdir, first, _ = run
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(workdir / "checkpoints")
+    config = json.loads((workdir / "config.json").read_text())
+    config["mesh"] = {"fsdp": 2, "tensor": 2}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--step=1"]
+    devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-m", "coa_jax.export", *flags],
+        env={**os.environ, "XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    exported = load_model(tmp_path / "out").params["embed"]
+    np.testing.assert_array_equal(exported, first.params["embed"])
 
 
 def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
