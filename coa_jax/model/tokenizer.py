@@ -27,6 +27,16 @@ _GGUF_ROLES = {
     "pad_token": "padding",
 }
 
+# How the published tokenizer.json of Qwen2 and of Llama 3 cut text: they differ in the digits.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    "qwen2": _SPLIT.replace("DIGITS", r"\p{N}"),
+    "llama-bpe": _SPLIT.replace("DIGITS", r"\p{N}{1,3}"),
+}
+
 
 def load_tokenizer(path: str | Path) -> Any:
     """Loads the tokenizer of a model directory or of a GGUF file.
@@ -81,20 +91,30 @@ def _exact(tokenizer: Any, path: Path) -> Any:
 def gguf_tokenizer(file: GgufFile) -> Any:
     """The tokenizer inside a GGUF file; see :func:`load_tokenizer`."""
     path = Path(file.where)
-    # transformers reads these files too, but ignores the field that says how text is cut before
-    # merging; SmolLM2 was trained with digits split off first.  Other kinds are left to it.
-    if file.metadata("tokenizer.ggml.model") == "gpt2" and (
-        file.metadata("tokenizer.ggml.pre") == "smollm"
-    ):
-        return _exact(_smollm_tokenizer(file), path)
+    pre = file.metadata("tokenizer.ggml.pre")
+    if file.metadata("tokenizer.ggml.model") == "gpt2" and pre in ("smollm", *_SPLITS):
+        return _exact(_byte_level_gguf(file, pre), path)
+    # Other kinds are left to transformers, whose reader of these files is written in torch.
     from transformers import AutoTokenizer
 
-    return _exact(AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name), path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except ImportError as error:
+        raise UserError(
+            f"{path}: a GGUF tokenizer of kind {pre!r} needs the package torch: pip install torch, "
+            "or use the safetensors model"
+        ) from error
+    except Exception as error:  # whatever its reader meets
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: its tokenizer cannot be loaded ({reason})") from error
+    return _exact(tokenizer, path)
 
 
-def _smollm_tokenizer(file: GgufFile) -> Any:
+def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
+    """Byte-level BPE, whose text is cut before merging as the file's field ``pre`` says."""
     from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
     from transformers import PreTrainedTokenizerFast
 
     def get(key: str) -> Any:
@@ -102,13 +122,17 @@ def _smollm_tokenizer(file: GgufFile) -> Any:
 
     tokens, kinds = get("tokens"), get("token_type")
     merges = [tuple(merge.split(" ")) for merge in get("merges")]
-    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    # A word of the vocabulary is taken whole by Llama 3, as its tokenizer.json says.
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    cut: Any
+    if pre == "smollm":
+        cut, gpt2 = Digits(individual_digits=True), True
+    else:
+        cut, gpt2 = Split(Regex(_SPLITS[pre]), behavior="isolated"), False
+    backend.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=gpt2)])
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
         added = [token for token, k in zip(tokens, kinds, strict=True) if k == kind]

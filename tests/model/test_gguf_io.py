@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,14 @@ from coa_jax.model.cache import Cache, init_layers
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_weights import hf_shapes, load_params
-from coa_jax.model.tokenizer import chat_ids, decode_ids, encode_plain, end_of_turn_id
+from coa_jax.model.tokenizer import (
+    chat_ids,
+    decode_ids,
+    encode_plain,
+    end_of_turn_id,
+    gguf_tokenizer,
+    load_tokenizer,
+)
 from coa_jax.model.weights import unstack_layers
 
 NAMES = {
@@ -48,7 +56,20 @@ def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.stack((halves[:, 0], halves[:, 1]), dim=2).reshape(rows.shape)
 
 
-def write_gguf(reference, path, extra=()) -> None:
+def add_tokenizer(writer, tokenizer, pre) -> None:
+    added = tokenizer.get_added_vocab()
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    kinds = [gguf.TokenType.CONTROL if t in added else gguf.TokenType.NORMAL for t in tokens]
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+
+
+def write_gguf(reference, path, extra=(), pre="") -> None:
     config, arch = reference.torch_model.config, reference.torch_model.config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, arch)
@@ -74,6 +95,8 @@ def write_gguf(reference, path, extra=()) -> None:
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
         writer.add_tensor(name, tensor.numpy())
+    if pre:
+        add_tokenizer(writer, load_tokenizer(reference.path), pre)
     for name in extra:
         writer.add_tensor(name, np.ones(4, np.float32))
     writer.write_header_to_file()
@@ -120,6 +143,34 @@ def test_a_directory_means_its_only_gguf_file(tmp_path):
         gguf_file(tmp_path)
     (tmp_path / "config.json").touch()
     assert gguf_file(tmp_path) is None
+
+
+def without_torch(*args, **kwargs):
+    raise ImportError("Please install torch")
+
+
+@pytest.mark.parametrize(("family", "pre"), [("qwen2", "qwen2"), ("llama-tied", "llama-bpe")])
+def test_tokenizers_of_qwen_and_llama_are_read_without_torch(
+    references, tmp_path, monkeypatch, family, pre
+):
+    write_gguf(references[family], tmp_path / "m.gguf", pre=pre)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", without_torch)
+    ours = gguf_tokenizer(GgufFile(tmp_path / "m.gguf"))
+    text = "It's the longest  river:\n\n 12345 of them,\tNaïve 東京 \U0001f600 HE'LL ..\n x "
+    cuts = [t.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) for t in (ours, theirs)]
+    assert cuts[0] == cuts[1]
+    plain = "Question: which country has the longest river?"
+    assert ours(plain)["input_ids"] == theirs(plain, add_special_tokens=False)["input_ids"]
+    assert ours.get_added_vocab() == theirs.get_added_vocab()
+    assert decode_ids(ours, encode_plain(ours, text)) == text
+
+
+def test_other_tokenizers_without_torch_say_what_to_install(references, tmp_path, monkeypatch):
+    write_gguf(references["llama-tied"], tmp_path / "m.gguf", pre="falcon")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", without_torch)
+    with pytest.raises(UserError, match=r"kind 'falcon' needs the package torch: pip install"):
+        gguf_tokenizer(GgufFile(tmp_path / "m.gguf"))
 
 
 def test_without_the_gguf_package_the_message_says_what_to_install(tmp_path):
