@@ -29,7 +29,7 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import at_least_one, one_of
+from coa_jax.settings import at_least_one, check_seed, one_of
 
 _PARTS = ("data", "update", "validation", "checkpoint")
 
@@ -76,6 +76,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         policy_name(self.remat, "config: remat")
         one_of(self, "config: ", DTYPES, "dtype")
+        check_seed(self.seed, "config: seed")
         at_least_one(self, "config: ", "batch_size", "rows", "row_length", "validate_every",
                      "checkpoint_every")  # fmt: skip
 
