@@ -16,7 +16,7 @@ from coa_jax.engine.memory import check_room
 from coa_jax.engine.pages import PageTable
 from coa_jax.engine.sampling import sample_key
 from coa_jax.errors import UserError
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.weights import Params
 
 
@@ -49,6 +49,7 @@ class Engine:
             UserError: it needs more memory than is free, or its shapes contradict each other.
         """
         check_shapes(config)
+        warn_of_positions(model, config.max_length, "engine.max_length")
         self.model, self.config = model, config
         check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
         self.publish(params)

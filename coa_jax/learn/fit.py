@@ -20,7 +20,7 @@ from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
-from coa_jax.model.config import DTYPES
+from coa_jax.model.config import DTYPES, warn_of_positions
 from coa_jax.model.lora import LoraBase
 from coa_jax.model.peft_io import save_trained
 from coa_jax.model.remat import policy_name
@@ -113,6 +113,7 @@ def fit(
         validate: a figure of held-out data.
         mesh: over which rows are split.
     """
+    warn_of_positions(model.config, config.row_length, "row_length")
     state, cursor, checkpoints = _resume(config, run, model.params, phase)
     total, step = config.optimizer.total_steps, int(state.step)
     watch = Watch(run.rows(phase))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
+
+from absl import logging
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -71,3 +74,20 @@ class ModelConfig:
     def num_groups(self) -> int:
         """G, query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+@functools.cache
+def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
+    """Says once that sequences may be longer than those that the weights were trained for.
+
+    Args:
+        model: the architecture.
+        length: of the longest sequence.
+        setting: which allows it.
+    """
+    if length > model.max_position:
+        logging.warning(
+            "%s is %d, but the model was trained for %d positions (max_position_embeddings): "
+            "beyond them it may write nonsense; lower %s, or train it for more",
+            setting, length, model.max_position, setting,
+        )  # fmt: skip

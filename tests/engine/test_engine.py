@@ -300,6 +300,16 @@ def test_an_idle_slot_keeps_its_cache_while_others_decode():
     assert tokens[1] == reference_greedy(PROMPT[::-1], 29)
 
 
+def test_more_positions_than_the_model_was_trained_for_are_told_of_once(caplog):
+    make()
+    assert caplog.text == ""
+    short = dataclasses.replace(MODEL, max_position=64)
+    for _ in range(2):
+        Engine(PARAMS, short, SHAPES)
+    said = "engine.max_length is 96, but the model was trained for 64 positions"
+    assert caplog.text.count(said) == 1
+
+
 def test_stop_tokens_and_limits_end_a_sequence():
     free = make()
     free.extend([(0, 0, PROMPT)])

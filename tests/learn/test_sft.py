@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +14,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.learn.step import init_state
+from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import load_model
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
@@ -96,3 +99,12 @@ def test_settings_that_cannot_work_are_refused_at_once(folder, name):
 def test_seeds_that_cannot_order_the_data_are_refused_at_once(folder, seed):
     with pytest.raises(UserError, match=f"seed is {seed}; give 0 to"):
         sft_config(folder / "base", folder / "data.jsonl", seed=seed)
+
+
+def test_examples_may_not_outgrow_the_positions_of_the_model_unsaid(folder, tmp_path, caplog):
+    base = Path(shutil.copytree(folder / "base", tmp_path / "base"))
+    file = base / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 100}))
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=1)
+    run_sft(tmp_path / "run", sft_config(base, folder / "data.jsonl", optimizer=optimizer))
+    assert "row_length is 192, but the model was trained for 100 positions" in caplog.text
