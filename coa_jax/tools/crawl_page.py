@@ -151,9 +151,9 @@ class CrawlPage:
             texts.append(f"[{left} more left out: at most {len(kept)} pages are read in a call]")
         errors = [error for _, error in pages if error is not None]
         ok = len(errors) < len(kept)
-        outcome: Outcome = "ok" if ok else "error"
-        if not ok and ("fault" in errors or set(errors) == {"timeout"}):
-            outcome = "fault" if "fault" in errors else "timeout"
+        outcome: Outcome = "ok" if ok else "fault" if "fault" in errors else "error"
+        if set(errors) == {"timeout"} and not ok:
+            outcome = "timeout"
         detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
         if call.summary_failures:
             detail["summary_failures"] = call.summary_failures

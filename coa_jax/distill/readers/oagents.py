@@ -45,13 +45,11 @@ from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.distill.readers.programs import (
     Program,
     examine_all,
-    printed,
     split_plan,
+    tell,
     thought_of,
-    tool_call,
     unwrap,
 )
-from coa_jax.protocol import format_code
 
 AGENT = "search_agent"
 _Run = tuple[str, dict[str, Any] | None]
@@ -149,14 +147,8 @@ def _action(
         if program.unknown or program.adds:
             raise Malformed(f"step {number} asks {AGENT} and does something besides")
         _delegation(talk, thought, runs)
-    elif (tool := tool_call(program, error, f"step {number}")) is not None:
-        returned = "\n".join(part for part in (printed(seen), error) if part)
-        talk.call(*tool, returned, not error, thought)
-    elif program.computes:
-        returned = "\n".join(part for part in (seen, error) if part)
-        talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
     else:
-        talk.say(thought)
+        tell(talk, source, program, (seen, error), thought, f"step {number}")
     _judgement(talk, step, number)
 
 

@@ -15,8 +15,9 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from coa_jax.distill.readers.base import Malformed
+from coa_jax.distill.readers.base import Conversation, Malformed
 from coa_jax.distill.readers.calls import body_of, is_tool, tag_of
+from coa_jax.protocol import format_code
 
 _GLUE = frozenset({"print", "final_answer", "str", "repr", "len", "format"})
 _WORK = (
@@ -115,7 +116,37 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
     return programs
 
 
-def tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
+def tell(
+    talk: Conversation,
+    source: str,
+    program: Program,
+    outcome: tuple[str, str],
+    thought: str,
+    where: str,
+) -> None:
+    """Adds a program that asks no agent: the call of a tool, a call of ``code``, or a thought.
+
+    Args:
+        talk: gets the messages.
+        source, program: what was written, and what it does.
+        outcome: (output, error) of the step, "" for none.
+        thought: what was said before it.
+        where: the step, for messages.
+
+    Raises:
+        Malformed: see `_tool_call`.
+    """
+    seen, error = outcome
+    tool = _tool_call(program, error, where)
+    if tool is None and not program.computes:
+        talk.say(thought)
+        return
+    name, body = tool or ("code", format_code(source.strip("\n")))
+    returned = _printed(seen) if tool else seen
+    talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
+
+
+def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
     """(tag, body) of the tool that a program calls; None if it calls none.
 
     Args:
@@ -136,7 +167,7 @@ def tool_call(program: Program, error: str, where: str) -> tuple[str, str] | Non
     return tag, body_of(tag, arguments)
 
 
-def printed(observation: str) -> str:
+def _printed(observation: str) -> str:
     """What a program's only call returned, by the frame in which its output is told."""
     found = _PRINTED.fullmatch(observation)
     return observation if found is None else (found[1].strip() or (found[2] or "").strip())

@@ -42,12 +42,10 @@ from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.distill.readers.programs import (
     Program,
     examine_all,
-    printed,
     split_plan,
+    tell,
     thought_of,
-    tool_call,
 )
-from coa_jax.protocol import format_code
 
 
 def read_run(value: Any) -> Trace:
@@ -149,15 +147,7 @@ def _program(
             raise Malformed(f"{where} asks a managed agent whose run is not in the file")
         _delegations(talk, thought, runs)
         return
-    tool = tool_call(program, error, where)
-    if tool is not None:
-        returned = "\n".join(part for part in (printed(seen), error) if part)
-        talk.call(*tool, returned, not error, thought)
-    elif program.computes:
-        returned = "\n".join(part for part in (seen, error) if part)
-        talk.call("code", format_code(source.strip("\n")), returned, not error, thought)
-    else:
-        talk.say(thought)
+    tell(talk, source, program, (seen, error), thought, where)
 
 
 def _tools(
