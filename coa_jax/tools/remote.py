@@ -11,7 +11,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
+from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
 from coa_jax.tools.code import BAD_CALL, describe
 from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
 from coa_jax.tools.corpus import split_contents
@@ -78,12 +78,9 @@ class RemoteSearch:
             answer = await _post(self._url, body, self._limits, self._key_env, context)
             hits = _hits(answer)[: self._top_k]
         except FetchError as error:
-            outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
-            if error.by_request:
-                outcome = "error"
             text = f"The search failed: {error.message}. Search again, or go on without it."
             detail = {"error": f"{error.kind}: {error.message}"}
-            return Observation(text, False, outcome, time.monotonic() - start, detail)
+            return Observation(text, False, error.outcome, time.monotonic() - start, detail)
         if not hits:
             text = "Nothing was found. Try other or fewer words."
             return Observation(text, False, "error", time.monotonic() - start, {"hits": 0})
@@ -175,12 +172,9 @@ class RemoteCode:
             answer = await _post(self._url, body, self._limits, self._key_env, context)
             result = _result(answer)
         except FetchError as error:
-            outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
-            if error.by_request:
-                outcome = "error"
             text = f"The {self.name} tool is not available at the moment: {error.message}."
             detail = {"exception": f"{error.kind}: {error.message}"}
-            return Observation(text, False, outcome, time.monotonic() - start, detail)
+            return Observation(text, False, error.outcome, time.monotonic() - start, detail)
         if self.remembers:
             result = own_result(result)
         outcome, text = describe(result, limits, self._room)

@@ -109,7 +109,7 @@ class VisualInspector:
             if kind is None:
                 return seen(_NO_IMAGE, "error")
         except FetchError as error:
-            return seen(f"The image cannot be opened: {error.message}.", _outcome(error, "error"))
+            return seen(f"The image cannot be opened: {error.message}.", _outcome(error))
         prompt = _DESCRIBE if not (question or "").strip() else f"{_WITH_QUESTION}{question}"
         data = f"data:{kind};base64,{base64.b64encode(image).decode()}"
         content = [
@@ -121,7 +121,7 @@ class VisualInspector:
             text = await chat(self._config.chat, [{"role": "user", "content": content}], left)
         except FetchError as error:
             text = f"The image could not be looked at: {error.message}. Go on without it."
-            return seen(text, _outcome(error, "error" if error.by_request else "fault"))
+            return seen(text, error.outcome)
         return seen(clip(text, self._config.max_chars), "ok")
 
     async def _image(self, path: str, seconds: float) -> bytes:
@@ -157,8 +157,8 @@ class VisualInspector:
         return content
 
 
-def _outcome(error: FetchError, otherwise: Outcome) -> Outcome:
-    return "timeout" if error.kind == "timeout" else otherwise
+def _outcome(error: FetchError) -> Outcome:
+    return "timeout" if error.kind == "timeout" else "error"
 
 
 def image_type(content: bytes) -> str | None:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
+from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import FetchError
@@ -237,12 +237,9 @@ class WebSearch:
         try:
             found = await self._search(query, self._config.top_k, self._limits.within(left))
         except FetchError as error:
-            outcome: Outcome = "timeout" if error.kind == "timeout" else "fault"
-            if error.by_request:
-                outcome = "error"
             detail["error"] = f"{error.kind}: {error.message}"
             text = f"The search failed: {error.message}. Search again, or go on without it."
-            return Observation(text, False, outcome, time.monotonic() - start, detail)
+            return Observation(text, False, error.outcome, time.monotonic() - start, detail)
         shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
         detail |= {"results": len(shown), "links": [result.link for result in shown]}
         text = format_results(shown, query, self._config.snippet_chars)

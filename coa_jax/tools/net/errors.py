@@ -43,9 +43,11 @@ class FetchError(Exception):
         self.retry_after = retry_after
 
     @property
-    def by_request(self) -> bool:
-        """Whether the service refused what it was asked, which is the mistake of who asked."""
-        return self.status in (400, 413, 414, 422)
+    def outcome(self) -> Literal["timeout", "error", "fault"]:
+        """How a call ends whose service gave this: refusing what was asked blames who asked."""
+        if self.kind == "timeout":
+            return "timeout"
+        return "error" if self.status in (400, 413, 414, 422) else "fault"
 
     @property
     def transient(self) -> bool:
