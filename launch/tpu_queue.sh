@@ -43,18 +43,29 @@ ask() {
   do_it "${request[@]}"
 }
 # The request's state; NONE if there is no such request.  A question that got no answer is asked again:
-# a slice that is there must not be given back because the network was not.
+# a slice that is there must not be given back because the network was not.  What gcloud says besides
+# (that there is a newer version of it) goes to stderr and is no state.
 state() {
-  local told tries
+  local told tries complaint
+  complaint="$(mktemp)"
   for tries in 1 2 3 4 5; do
     if told="$(gcloud compute tpus queued-resources describe "$name" "${where[@]}" \
-      '--format=value(state.state)' 2>&1)"; then
-      printf '%s\n' "${told##*$'\n'}"
+      '--format=value(state.state)' 2>"$complaint")" && [[ "$told" =~ ^[A-Z_]+$ ]]; then
+      rm -f "$complaint"
+      printf '%s\n' "$told"
       return
     fi
-    case "$told" in *NOT_FOUND* | *"not found"* | *"does not exist"*) echo NONE; return ;; esac
+    told="$(cat "$complaint")"
+    case "$told" in
+      *NOT_FOUND* | *"not found"* | *"does not exist"*)
+        rm -f "$complaint"
+        echo NONE
+        return
+        ;;
+    esac
     [ "$tries" = 5 ] || sleep "$poll"
   done
+  rm -f "$complaint"
   fail "gcloud does not tell the state of $name: ${told##*$'\n'}; give the same command again to go on"
 }
 give_back() {

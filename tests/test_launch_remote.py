@@ -114,7 +114,8 @@ case "$*" in
   *" describe "*)
     if [ -s silent ]; then sed -i 1d silent; echo "connection reset" >&2; exit 1; fi
     [ -e state ] || {{ echo "NOT_FOUND: no such request" >&2; exit 1; }}
-    cat state; sed -i s/WAITING_FOR_RESOURCES/ACTIVE/ state ;;
+    cat state; sed -i s/WAITING_FOR_RESOURCES/ACTIVE/ state
+    echo "  $ gcloud components update" >&2 ;;
   *" start "*) echo READY >state ;;
   *" delete "*) rm -f state ;;
   *" ssh "*coa_jax.rl*)
