@@ -28,6 +28,9 @@ Chat = Sequence[Mapping[str, str]]
 REFUSED_REQUEST = frozenset({400, 413, 422})
 """Statuses about a request, not about who asks: too long a context, a content filter."""
 
+_PLAIN = 'Which number comes after 1? Reply with a JSON object: {"number": ...}.'
+"""What no filter objects to; servers in JSON mode want to see the word."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig:
@@ -79,6 +82,9 @@ class EndpointConfig:
 
 class RequestRefusedError(Exception):
     """The endpoint answers other requests, but not this one; no further attempt would help."""
+
+    def __str__(self) -> str:
+        return f"the request is refused: {self.args[0]}"
 
 
 @dataclasses.dataclass
@@ -145,6 +151,8 @@ class Endpoint:
         )
         jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
         self._inside, self._stopping = 0, False
+        self._answered = False  # by this process: an earlier one may have had other settings
+        self._trial: asyncio.Future[str] | None = None
         self._replies: dict[str, str] = {}
         for row in jsonl.read_lines(record, _exchange):
             self._account(row)
@@ -158,9 +166,9 @@ class Endpoint:
             turn: which call of the run this is.
 
         Raises:
-            RequestRefusedError: the endpoint has answered others and refuses this request.
+            RequestRefusedError: the endpoint answers others and refuses this request.
             UserError: the budget is spent, the endpoint cannot be reached, refuses the caller or
-                the model, or refuses a request before it has answered any.
+                the model, or refuses every request with these settings.
         """
         key = self._key(chat, episode, turn)
         if key in self._replies:
@@ -179,13 +187,42 @@ class Endpoint:
             raise
 
     async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
-        """Asks, and records the exchange."""
-        began = time.monotonic()
+        """Asks; what is refused before anything was answered may be the fault of a setting."""
         try:
-            reply, prompt, completion = await self._ask(chat)
+            return await self._exchange(key, chat, episode, turn)
+        except RequestRefusedError:
+            if not self._answered and not self._stopping:
+                await self._try_settings(chat)  # in the place of this call: the budget holds
+            raise
         finally:
             # Not where the call is waited for: until that runs, it would count twice.
             self._inside -= 1
+
+    async def _try_settings(self, chat: Chat) -> None:
+        """Asks a plain question, once for all that wait for it.
+
+        Args:
+            chat: what was refused.  Its instructions are kept: a limit of tokens that leaves no
+                room for them leaves none for any request.
+
+        Raises:
+            UserError: that is refused too.
+        """
+        if self._trial is None:
+            plain = [m for m in chat if m["role"] == "system"]
+            plain.append({"role": "user", "content": _PLAIN})
+            asked = plain, "trial", str(self.spent.calls)  # a number that no earlier trial had
+            self._trial = asyncio.ensure_future(self._exchange(self._key(*asked), *asked))
+        try:
+            await self._trial
+        except RequestRefusedError as error:
+            raise self._refusal(error.args[0]) from error
+
+    async def _exchange(self, key: str, chat: Chat, episode: str, turn: str) -> str:
+        """Asks, and records the exchange."""
+        began = time.monotonic()
+        reply, prompt, completion = await self._ask(chat)
+        self._answered = True
         row = {
             "key": key,
             "episode": episode,
@@ -260,12 +297,15 @@ class Endpoint:
         """Raises what a status means that further attempts would not change; returns else."""
         if error.status_code in (408, 409, 425, 429) or error.status_code >= 500:
             return
-        # A wrong setting is refused in every request: nothing has been answered then.
-        if error.status_code in REFUSED_REQUEST and self.spent.calls:
-            raise RequestRefusedError(f"the request is refused: {problem}") from error
-        raise UserError(
-            f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}"
-        ) from error
+        if error.status_code in REFUSED_REQUEST:
+            raise RequestRefusedError(problem) from error
+        raise self._refusal(problem) from error
+
+    def _refusal(self, problem: str) -> UserError:
+        return UserError(
+            f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}; mend the "
+            "settings of the endpoint and run the same command again"
+        )
 
     async def _once(self, chat: Chat) -> tuple[str, int | None, int | None]:
         options: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,10 @@ def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
         files.write_json(head, now)
 
 
+_PLAIN = "Which number comes after 1?"
+"""A question that no filter objects to."""
+
+
 def run_smolagents(
     tasks: Sequence[Task],
     tools: Mapping[str, Tool],
@@ -96,23 +100,26 @@ def run_smolagents(
     Returns:
         What all runs of the file have cost, by their own counts; a call is a step of an agent.
 
-    A run whose request the endpoint refuses is finished, without an answer.
+    A run whose request the endpoint refuses is finished, without an answer.  If this process has
+    finished none in another way, the agents first take a step on a plain question, whose cost is
+    among those returned: a setting may be wrong.
 
     Raises:
-        UserError: the budget is spent, or the endpoint cannot be used or refuses a request before
-            it has answered any; finished runs are kept.
+        UserError: the budget is spent, or the endpoint cannot be used or refuses the plain question
+            too; finished runs are kept.
     """
     jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
     spent, lock = Spent(), threading.Lock()
+    usable = False  # known of this process: an earlier one may have had other settings
     done: set[str] = set()
     asked = {task.id: task.question for task in tasks}
 
     def account(dump: dict[str, Any]) -> None:
-        steps = _all_steps(dump)
+        steps = [*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])]
         counts = (step.get("token_usage") for step in steps)
         usage = total_usage(counts, "input_tokens", "output_tokens")
         price = limits.price or (0.0, 0.0)
-        spent.calls += _answered(steps)
+        spent.calls += sum(step.get("model_output_message") is not None for step in steps)
         spent.unmetered += not usage
         spent.prompt += usage.get("prompt", 0)
         spent.completion += usage.get("completion", 0)
@@ -127,7 +134,22 @@ def run_smolagents(
     waiting = iter([task for task in tasks if task.id not in done])
     stop = threading.Event()
 
+    def solve(task: Task, max_steps: int) -> dict[str, Any]:
+        models = model_of(task, "manager"), model_of(task, "search")
+        interval = config.planning_interval or None
+        return solve_with_smolagents(task, tools, *models, max_steps, interval)
+
+    def check_settings(task: Task) -> None:
+        trial = solve(dataclasses.replace(task, question=_PLAIN), 1)
+        account(trial)
+        if trial["state"] == REFUSED:
+            raise UserError(
+                f"{task.id}: the endpoint refuses the model: {trial['error']}; mend the settings "
+                "of the endpoint and run the same command again"
+            )
+
     def work() -> None:
+        nonlocal usable
         while not stop.is_set():
             with lock:
                 task = next(waiting, None)
@@ -135,9 +157,15 @@ def run_smolagents(
                 return
             try:
                 check_budget(limits, spent)
-                models = model_of(task, "manager"), model_of(task, "search")
-                interval = config.planning_interval or None
-                dump = solve_with_smolagents(task, tools, *models, config.max_steps, interval)
+                dump = solve(task, config.max_steps)
+                with lock:  # one trial is enough
+                    if dump["state"] == REFUSED and not usable:
+                        check_settings(task)
+                    usable = True
+                    jsonl.append_lines(path, [dump])
+                    account(dump)
+                    if on_done is not None:
+                        on_done(len(done))
             except lost as error:
                 stop.set()
                 why = redact_all(str(error))
@@ -148,14 +176,6 @@ def run_smolagents(
             except BaseException:
                 stop.set()
                 raise
-            with lock:
-                if dump["state"] == REFUSED and not spent.calls + _answered(_all_steps(dump)):
-                    stop.set()  # a wrong setting is refused in every request
-                    raise UserError(f"{task.id}: the endpoint refuses the model: {dump['error']}")
-                jsonl.append_lines(path, [dump])
-                account(dump)
-                if on_done is not None:
-                    on_done(len(done))
 
     with concurrent.futures.ThreadPoolExecutor(config.concurrency) as pool:
         workers = [pool.submit(work) for _ in range(config.concurrency)]
@@ -172,15 +192,6 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     import openai
 
     return smolagents_package().AgentGenerationError, openai.OpenAIError
-
-
-def _all_steps(dump: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [*dump["steps"], *(step for run in dump["managed_runs"] for step in run["steps"])]
-
-
-def _answered(steps: Iterable[Mapping[str, Any]]) -> int:
-    """How many steps hold a reply of a model."""
-    return sum(step.get("model_output_message") is not None for step in steps)
 
 
 def _dump(row: Any) -> dict[str, Any]:

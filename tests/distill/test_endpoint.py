@@ -118,17 +118,46 @@ def test_a_reply_without_content_is_paid_for_once_and_is_an_empty_text(tmp_path)
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_request_is_no_refused_caller_once_another_was_answered(tmp_path, status):
-    replies = iter(["x", status, 401, status])
+    replies = iter(["x", status, 401])
     with serving(lambda chat: next(replies)) as server:
         endpoint = Endpoint(config_of(server), tmp_path / "calls.jsonl")
-        assert ask(endpoint, "a") == ["x"]
         with pytest.raises(RequestRefusedError, match=f"the request is refused: {status}"):
-            ask(Endpoint(config_of(server), tmp_path / "calls.jsonl"), "a", "b")
+            ask(endpoint, "a", "b")
         with pytest.raises(UserError, match="refuses the model 'm': 401"):
             ask(Endpoint(config_of(server), tmp_path / "calls.jsonl"), "b")
-        with pytest.raises(UserError, match=f"refuses the model 'm': {status}"):
-            ask(Endpoint(config_of(server), tmp_path / "fresh.jsonl"), "b")
-        assert len(server.seen) == 4
+        assert len(server.seen) == 3
+
+
+def test_whether_a_setting_is_wrong_is_not_read_from_what_earlier_settings_gave(tmp_path):
+    record, right = tmp_path / "calls.jsonl", True
+    with serving(lambda chat: "x" if right else 400) as server:
+        ask(Endpoint(config_of(server), record), "a")
+        right = False
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match=r"refuses the model 'm': 400.*run the same command"
+            ):
+                ask(Endpoint(config_of(server, max_tokens=10**6), record), "b")
+        assert len(server.seen) == 5  # each time the request and one trial
+
+
+def test_the_first_request_may_be_refused_while_others_are_answered(tmp_path):
+    plain = "Which number comes after 1?"
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+
+    async def complete(endpoint):
+        calls = (endpoint.complete(chat, "e", turn) for turn in "abc")
+        return await endpoint.closing(asyncio.gather(*calls, return_exceptions=True))
+
+    with serving(lambda chat: "2" if plain in chat[-1]["content"] else 400) as server:
+        for restarts in (1, 2):
+            # Three are refused; one trial, with what they were instructed, is paid for.
+            endpoint = Endpoint(config_of(server, max_calls=2 + restarts), tmp_path / "calls.jsonl")
+            refused = asyncio.run(complete(endpoint))
+            assert [type(error) for error in refused] == [RequestRefusedError] * 3
+            assert len(server.seen) == 4 * restarts
+            assert server.seen[-1]["messages"][0] == chat[0]
+            assert endpoint.spent.calls == restarts
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,32 @@ def test_a_refused_request_ends_the_run_of_its_task_and_no_other(tmp_path, tools
     assert "status 400" in traces[1].log.error
 
 
+def test_whether_a_setting_is_wrong_is_told_by_a_plain_question(tmp_path, tools, dumps):
+    tasks, logs = [task for task, *_ in dumps[:3]], {task.id: log for task, log, _, _ in dumps}
+    path, config = tmp_path / "runs.jsonl", SmolConfig(planning_interval=10, concurrency=1)
+    filtered = {task.question for task in tasks[:1]}
+
+    class Filtering(Manager):
+        def generate(self, messages, *args, **options):
+            if any(question in str(messages) for question in filtered):
+                raise Refused(422)
+            return super().generate(messages, *args, **options)
+
+    def model_of(task, role):
+        return {"manager": Filtering, "search": Searcher}[role](logs[task.id])
+
+    spent = run_smolagents(tasks[:2], tools, model_of, path, config, EndpointConfig())
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["state"] for row in rows] == ["request_refused", "success"]
+    kept = path.read_bytes()
+    only_kept = run_smolagents(tasks[:2], tools, model_of, path, config, EndpointConfig())
+    assert spent.calls > only_kept.calls > 0
+    filtered.add("")  # as if the setting were wrong now
+    with pytest.raises(UserError, match=f"{tasks[2].id}: .*status 422.*run the same command"):
+        run_smolagents(tasks, tools, model_of, path, config, EndpointConfig())
+    assert path.read_bytes() == kept
+
+
 @pytest.mark.parametrize("status", [400, 401])
 def test_a_request_refused_before_any_was_answered_stops_everything(tmp_path, tools, dumps, status):
     class Refusing(smolagents.Model):
