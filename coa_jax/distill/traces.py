@@ -88,12 +88,13 @@ def convert_files(
         for trace in traces:
             name, known = trace.log.episode, None
             if tasks is not None:
-                known = tasks.get(name)
+                # A task whose question was mended has two runs: the name of one is not its id.
+                name, known = trace.task, tasks.get(trace.task)
                 if known is None or known.question != trace.log.question:
                     refused[_OTHER] += 1
                     tell({"path": path, "line": trace.line, "reason": _OTHER})
                     continue
-            if name in names:  # another file has a run of the same task
+            if name in names:  # there is another run of the same task
                 name = f"{Path(path).name}:{trace.line}:{name}"
             names.add(name)
             try:

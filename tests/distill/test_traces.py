@@ -11,6 +11,7 @@ from coa_jax.distill.selection import SelectionConfig
 from coa_jax.distill.traces import TracesConfig, convert_files, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.settings import build
+from coa_jax.tasks.base import Task
 from coa_jax.trajectory import part_violations, read_records
 from tests.distill.readers.samples import file_of, product, tower
 
@@ -79,6 +80,18 @@ def test_what_is_known_of_the_tasks_is_kept_and_other_runs_are_left_out(logs):
     assert first.metadata["grader"] == "judge" and "trace" in first.metadata
     assert "w" not in {t.id for t in made.tasks}
     assert sum("another task" in refusal["reason"] for refusal in told) >= 2
+
+
+def test_a_run_that_was_made_again_for_a_mended_question_is_found(tmp_path):
+    path, told = tmp_path / "runs.jsonl", []
+    stale, mended = tower(), {**tower(), "question": "Who designed the tower, and when?"}
+    path.write_bytes(file_of(stale, mended))
+    config = TracesConfig((str(path),), "oagents", "web")
+    asked = Task("one", mended["question"], "web", ("mine",), "ours")
+    made = convert_files(config, told.append, {"one": asked})
+    assert [(task.id, task.question) for task in made.tasks] == [("one", asked.question)]
+    assert [log.question for log in made.logs] == [asked.question]
+    assert [refusal["line"] for refusal in told] == [1]
 
 
 def test_mistakes_of_the_user_are_explained(logs):

@@ -80,8 +80,10 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
 
 def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:
     """The trace with its line, and with a name that no other trace of the file has."""
-    name = trace.log.episode or f"{file}:{line}"
+    task = trace.log.episode
+    name = task or f"{file}:{line}"
     if name in names:
         name = f"{name}@{line}"
     names.add(name)
-    return dataclasses.replace(trace, log=dataclasses.replace(trace.log, episode=name), line=line)
+    log = dataclasses.replace(trace.log, episode=name)
+    return dataclasses.replace(trace, log=log, line=line, task=task)

@@ -50,10 +50,12 @@ class Trace:
     """A run of somebody's agents in the common message form.
 
     Attributes:
-        log: the messages; its protocol is "" until a trajectory is made of it.
+        log: the messages; its protocol is "" until a trajectory is made of it, and its episode is a
+            name that no other trace of the file has.
         gold: accepted answers, where the file has them.
         metadata: what the file says besides (JSON values).
         line: line of the record, from 1.
+        task: id of the task, as the file says it; "" where it says none.
         usage: tokens that the file says the run cost, as ``prompt`` and ``completion``; empty where
             it does not say.
     """
@@ -62,6 +64,7 @@ class Trace:
     gold: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     line: int = 1
+    task: str = ""
     usage: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
