@@ -53,7 +53,7 @@ def check_fingerprint(path: Path, there: Mapping[str, Any], now: Mapping[str, An
     if changed:
         raise UserError(
             f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
-            "use a fresh --workdir or delete the file"
+            f"use a fresh --workdir, or delete {path.name} there and its runs with it"
         )
 
 
@@ -69,12 +69,12 @@ def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
     """
     fingerprint = jsonl.loads(jsonl.dumps(fingerprint))
     jsonl.append_lines(path, [])  # creates the file, or cuts off an unfinished last line
-    lines = list(jsonl.read_lines(path, _decode))
-    if not lines:
-        jsonl.append_lines(path, [{"journal": fingerprint}])
-        return Journal(path, {})
-    if not isinstance(lines[0], dict):
+    head, *runs = list(jsonl.read_lines(path, _decode)) or [{}]
+    if not isinstance(head, dict):
         raise UserError(f"{path}:1: not the head of a journal; delete the file")
-    check_fingerprint(path, lines[0], fingerprint)
-    logs = [line for line in lines[1:] if isinstance(line, MessageLog)]
+    if not runs:  # no run depends on the head: it may have been a mistake
+        jsonl.write_lines(path, [{"journal": fingerprint}])
+        return Journal(path, {})
+    check_fingerprint(path, head, fingerprint)
+    logs = [run for run in runs if isinstance(run, MessageLog)]
     return Journal(path, {log.episode: log for log in logs})

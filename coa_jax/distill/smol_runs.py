@@ -58,19 +58,25 @@ def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
     """Ties a file of runs to what they depend on, which is written beside it.
 
     Args:
-        path: the file of runs.
+        path: the file of runs; one that is missing or empty is tied anew.
         fingerprint: model, agents, tools; JSON values.
 
     Raises:
-        UserError: the file holds runs that were made in another way.
+        UserError: the file holds runs that were made in another way, or nobody knows how.
     """
     head = path.with_suffix(".settings.json")
     now = jsonl.loads(jsonl.dumps(dict(fingerprint)))
-    if head.exists():
+    jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
+    if not path.stat().st_size:
+        files.write_json(head, now)
+    elif head.exists():
         check_fingerprint(path, files.read_json_object(head), now)
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(head, now)
+        raise UserError(
+            f"{path}: holds runs, but {head.name} beside it, which says how they were made, is "
+            "missing; use a fresh --workdir, or move the file away (configs/distill/traces.py "
+            "reads it with format=smolagents)"
+        )
 
 
 _PLAIN = "Which number comes after 1?"

@@ -51,6 +51,13 @@ def test_runs_of_another_configuration_are_refused(tmp_path):
         open_journal(path, {**SETTINGS, "seed": 1})
 
 
+def test_a_journal_without_runs_takes_another_configuration(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    open_journal(path, {**SETTINGS, "teacher": "mistyped"})
+    write(path, "a")
+    assert list(open_journal(path, SETTINGS).done) == ["a"]
+
+
 def test_a_file_without_a_head_is_refused(tmp_path):
     path = tmp_path / "runs.jsonl"
     write(path, "a")

@@ -172,10 +172,8 @@ def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path,
         begun.append(task.question)
         return {"manager": Manager, "search": Searcher}[role](log)
 
+    bind(path, {"model": "mistyped", "tools": ("code",)})
     bind(path, {"model": "m", "tools": ("code",)})
-    bind(path, {"model": "m", "tools": ["code"]})
-    with pytest.raises(UserError, match=r"another configuration \(model='m' there, 'n' now"):
-        bind(path, {"model": "n", "tools": ["code"]})
     config, limits = SmolConfig(planning_interval=10, concurrency=1), EndpointConfig()
     run_smolagents([task], tools, model_of, path, config, limits)
     run_smolagents([task], tools, model_of, path, config, limits)
@@ -183,6 +181,17 @@ def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path,
     mended = dataclasses.replace(task, question=f"{task.question} Please.")
     run_smolagents([mended], tools, model_of, path, config, limits)
     assert begun[2:] == [mended.question] * 2
+    bind(path, {"model": "m", "tools": ["code"]})
+    other = {"model": "n", "tools": ["code"]}
+    with pytest.raises(UserError, match=r"\(model='m' there, 'n' now\); .* delete runs\.jsonl"):
+        bind(path, other)
+    kept = path.read_bytes()
+    path.unlink()
+    bind(path, other)
+    path.write_bytes(kept)
+    path.with_suffix(".settings.json").unlink()
+    with pytest.raises(UserError, match=r"holds runs, but runs\.settings\.json beside it"):
+        bind(path, other)
 
 
 class Refused(Exception):
