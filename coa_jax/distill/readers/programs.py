@@ -1,9 +1,10 @@
 """What the Python code of a CodeAgent's step does: ask an agent, answer, or compute.
 
 smolagents and OAgents let the manager write its actions as programs.  A program that asks a
-managed agent is glue: the agent's own calls stand for it.  A program that only hands the answer
-over is no tool call either, and one that is nothing but a call of a tool is that tool's call.
-Everything else is a call of the code tool, unless it calls what only the other framework had.
+managed agent is glue: the agent's own calls stand for it.  A program that only words the answer
+and hands it over is no tool call either, and one that is nothing but a call of a tool is that
+tool's call.  Everything else is a call of the code tool, unless it calls what only the other
+framework had.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from coa_jax.protocol import format_code
 _GLUE = frozenset({"print", "final_answer", "str", "repr", "len", "format"})
 _WORK = (
     *(ast.BinOp, ast.AugAssign, ast.Compare, ast.BoolOp, ast.If, ast.IfExp, ast.Match, ast.While),
-    *(ast.Import, ast.ImportFrom, ast.GeneratorExp, ast.SetComp, ast.DictComp, ast.Lambda),
+    *(ast.Import, ast.ImportFrom, ast.SetComp, ast.DictComp, ast.Lambda),
     *(ast.FunctionDef, ast.ClassDef),
 )
-_WORDING = (ast.For, ast.ListComp, ast.Subscript, ast.FormattedValue)
-"""Operations that, around requests, only word tasks and pass answers on."""
+_WORDING = (ast.For, ast.ListComp, ast.GeneratorExp, ast.Subscript, ast.FormattedValue)
+"""Operations that, around requests and in answers, only word them and pass on what is known."""
 
 _PASSING = frozenset(
     {"append", "extend", "format", "items", "join", "strip", "enumerate", "zip", "list"}
@@ -47,8 +48,8 @@ class Program:
         requests: for each call of a managed agent, in the order of the text: (agent, its task, or
             None where the task is not a literal).
         computes: whether it calls anything besides agents, `print` and `final_answer`, or holds an
-            operation, so that its output is not already known.
-        answers: whether it calls `final_answer`.
+            operation, so that its output is not already known.  One that hands the answer over may
+            word it.
         adds: whether it does more than ask agents, word their tasks and pass their answers on.
         unknown: names that it calls and that neither it, nor an earlier program of the run, nor
             Python defines: tools, or agents whose runs are not there.
@@ -59,7 +60,6 @@ class Program:
 
     requests: tuple[tuple[str, str | None], ...]
     computes: bool
-    answers: bool
     adds: bool = True
     unknown: tuple[str, ...] = ()
     call: tuple[str, Any] | None = None
@@ -78,13 +78,15 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         tree = ast.parse(source)
         nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Program((), True, False)
+        return Program((), True)
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
     asked = [node for name, node in zip(names, calls, strict=True) if name in agents]
-    computes = any(name not in _GLUE and name not in agents for name in names)
-    computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
+    computes = adds = _adds(nodes, asked)
+    if "final_answer" not in names:
+        computes = any(name not in _GLUE and name not in agents for name in names)
+        computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
     binds = _bound(nodes)
     defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
     roots = [_root(node.func) for node in calls]
@@ -92,8 +94,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     return Program(
         requests=tuple((_root(node.func), _task(node)) for node in asked),
         computes=computes or "*" in binds,
-        answers="final_answer" in names,
-        adds=_adds(nodes, asked),
+        adds=adds,
         unknown=() if "*" in {*binds, *known} else unknown,
         call=_only_call(tree, unknown),
         binds=binds,

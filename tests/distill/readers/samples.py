@@ -1,8 +1,11 @@
-"""An OAgents result file, written from the list of its fields in the paper's release."""
+"""Records of OAgents, by the list of fields in the paper's release, and steps of smolagents."""
 
 from __future__ import annotations
 
+import itertools
 import json
+
+from coa_jax.distill.messages import Kind
 
 PLAN_PREFACE = "Here is the plan of action that I will follow to solve the task:\n```\n"
 FACTS_PREFACE = "Here are the facts that I know so far:\n```\n"
@@ -136,3 +139,40 @@ def product(**changes):
 
 def file_of(*records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def step(number, calls, observations="", output="", **rest):
+    """An action step as ``ActionStep.dict`` writes it (smolagents 1.26)."""
+    calls = [
+        {
+            "id": str(i),
+            "type": "function",
+            "function": dict(zip(("name", "arguments"), c, strict=True)),
+        }
+        for i, c in enumerate(calls)
+    ]
+    return {
+        "step_number": number,
+        "timing": {},
+        "tool_calls": calls,
+        "error": None,
+        "model_output": output,
+        "observations": observations,
+        "action_output": None,
+        "token_usage": {"input_tokens": 10, "output_tokens": 2},
+        "is_final_answer": False,
+        **rest,
+    }
+
+
+def calls_of(trace):
+    messages = trace.log.messages
+    return [
+        (call.recipient, call.content, answer.content, answer.outcome)
+        for call, answer in itertools.pairwise(messages)
+        if call.kind is Kind.CALL
+    ]
+
+
+def reasons(report):
+    return " ".join(problem.reason for problem in report.problems)

@@ -1,19 +1,17 @@
 import dataclasses
-import itertools
 import json
 
 import pytest
 
 from coa_jax.distill.arrange import Unconvertible, trajectory_of
 from coa_jax.distill.journal import open_journal
-from coa_jax.distill.messages import Kind, to_json
+from coa_jax.distill.messages import to_json
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import examine, split_plan, thought_of
 from coa_jax.errors import UserError
 from coa_jax.trajectory import part_violations
 from tests.distill.logs import log_of
-from tests.distill.readers.samples import file_of
+from tests.distill.readers.samples import calls_of, file_of, reasons, step
 
 
 @pytest.fixture
@@ -24,15 +22,6 @@ def read(tmp_path):
         return read_traces(path, form)
 
     return read
-
-
-def calls_of(trace):
-    messages = trace.log.messages
-    return [
-        (call.recipient, call.content, answer.content, answer.outcome)
-        for call, answer in itertools.pairwise(messages)
-        if call.kind is Kind.CALL
-    ]
 
 
 def web_text(trace):
@@ -233,30 +222,6 @@ def test_two_runs_in_one_session_do_not_melt_into_one(read, field):
 # --- smolagents ----------------------------------------------------------------------------
 
 
-def step(number, calls, observations="", output="", **rest):
-    """An action step as ``ActionStep.dict`` writes it (smolagents 1.26)."""
-    calls = [
-        {
-            "id": str(i),
-            "type": "function",
-            "function": dict(zip(("name", "arguments"), c, strict=True)),
-        }
-        for i, c in enumerate(calls)
-    ]
-    return {
-        "step_number": number,
-        "timing": {},
-        "tool_calls": calls,
-        "error": None,
-        "model_output": output,
-        "observations": observations,
-        "action_output": None,
-        "token_usage": {"input_tokens": 10, "output_tokens": 2},
-        "is_final_answer": False,
-        **rest,
-    }
-
-
 STEPS = [
     {"task": "Capital of Peru?", "task_images": None},
     {"plan": "Here are the facts I know and the plan of action that I will follow:"
@@ -291,79 +256,6 @@ def test_a_managed_agent_whose_steps_are_not_there_is_refused(read):
     run = {"agent": "helper", "task": "x", "caller_step": 2, "steps": [], "answer": "A"}
     _, report = read("smolagents", {**record, "managed_runs": [run]})
     assert "step 1 asks a managed agent whose run is not in the file" in reasons(report)
-
-
-def reasons(report):
-    return " ".join(problem.reason for problem in report.problems)
-
-
-LOGS = "Execution logs:\nLima\nLast output from code snippet:\nNone"
-
-
-@pytest.mark.parametrize(
-    ("program", "seen"),
-    [
-        ("print(web_search('Peru capital'))", LOGS),
-        ("found = web_search(query='Peru capital')\nprint(found)", LOGS),
-        (
-            "found = web_search('Peru capital')",
-            "Execution logs:\nLast output from code snippet:\nLima",
-        ),
-    ],
-)
-def test_a_program_that_is_one_call_of_a_tool_is_that_call(read, program, seen):
-    record = {"question": "Q?", "steps": [step(1, [("python_interpreter", program)], seen)]}
-    (trace,), _ = read("smolagents", record)
-    assert calls_of(trace) == [("web_search", "Peru capital", "Lima", "ok")]
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "found = web_search('Peru')\nprint(found[:100])",
-        "print(web_search('a'), web_search('b'))",
-        "print(web_search(name))",
-        "print(web_search('Peru', 3))",
-        "print(search_tool.forward('Peru'))",
-        "for q in ['a', 'b']:\n    print(web_search(q))",
-    ],
-)
-def test_a_program_whose_calls_of_tools_cannot_be_told_apart_is_refused(read, program):
-    record = {"question": "Q?", "steps": [step(1, [("python_interpreter", program)], "x")]}
-    traces, report = read("smolagents", record)
-    assert traces == []
-    assert "a tool or agent whose call the file lacks" in reasons(report)
-
-
-def test_what_programs_define_themselves_is_no_tool(read):
-    first = step(1, [("python_interpreter", "import math\ndef half(x):\n    return x / 2")], "")
-    second = step(2, [("python_interpreter", "print(half(math.floor(max(4.5, 1))))")], "2.0")
-    error = {"type": "E", "message": "The variable `helper` is not defined"}
-    third = step(3, [("python_interpreter", "print(helper(2))")], None, error=error)
-    (trace,), _ = read("smolagents", {"question": "Q?", "steps": [first, second, third]})
-    assert [call[0] for call in calls_of(trace)] == ["code"] * 3
-    _, report = read("smolagents", {"question": "Q?", "steps": [second]})
-    assert "step 2 calls 'half'" in reasons(report)
-
-
-def test_nothing_that_a_step_does_beside_asking_an_agent_vanishes(read):
-    run = {"agent": "helper", "task": "x", "caller_step": 1, "steps": [], "answer": "A"}
-
-    def reason(*calls, **changes):
-        record = {"question": "Q?", "steps": [step(1, calls, "A")]}
-        _, report = read("smolagents", {**record, "managed_runs": [{**run, **changes}]})
-        return reasons(report)
-
-    both = "does something besides"
-    assert both in reason(("python_interpreter", "a = helper('x')\nprint(float(a) * 2)"))
-    assert both in reason(("python_interpreter", "print(helper('x'), web_search('y'))"))
-    asks = ("helper", {"task": "x"})
-    assert "makes 2 calls at once" in reason(asks, ("web_search", {"query": "y"}))
-    assert "whose run is not in the file" in reason(asks, asks)
-    assert "belongs to step 7, which is not there" in reason(("final_answer", {}), caller_step=7)
-    assert "asks no managed agent" in reason(("web_search", {"query": "y"}))
-    glue = "for n in names:\n    task = f'about {n}'\n    print('It is: ' + helper(task))"
-    assert reason(("python_interpreter", glue)) == reason(asks) == ""
 
 
 # --- our own -------------------------------------------------------------------------------
@@ -430,20 +322,3 @@ def test_an_empty_file_has_no_records(tmp_path, form):
 def test_calls_of_other_tools_take_the_form_of_ours(name, arguments, tag, body):
     assert tag_of(name) == tag
     assert body_of(tag, arguments) == body
-
-
-def test_programs_are_told_apart_by_what_they_do():
-    assert examine("x = 1\nfinal_answer(x)", ()).computes is False
-    assert examine("final_answer(2 ** 8)", ()).computes
-    assert examine("print(helper(f'{x}'), helper(task='t'))", ("helper",)).requests == (
-        ("helper", None),
-        ("helper", "t"),
-    )
-    assert examine("print(", ()).computes
-    for source in ("x > 1", "not x", "-x", "x or y", "1 if x else 2", "f'{x}'", "{n for n in x}"):
-        assert examine(f"print({source})", ()).computes
-    assert examine("print({'a': b for b in x})", ()).computes
-    assert not examine("print(-1, f'x')", ()).computes
-    assert thought_of("Thought: I see.\nCode:\n```py\n1\n```<end_code>") == "I see."
-    assert thought_of("I see.\n<code>\n1\n</code>") == "I see."
-    assert split_plan("1. Do it <end_plan>") == ("", "1. Do it")

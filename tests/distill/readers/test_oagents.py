@@ -11,6 +11,7 @@ from tests.distill.readers.samples import (
     BORN,
     DESIGNER,
     action_step,
+    calls_of,
     file_of,
     product,
     result,
@@ -27,14 +28,6 @@ def read(tmp_path):
         return read_traces(path, "oagents")
 
     return read
-
-
-def calls_of(trace):
-    return [
-        (call.recipient, call.content, answer.content, answer.outcome)
-        for call, answer in zip(trace.log.messages, trace.log.messages[1:], strict=False)
-        if call.kind is Kind.CALL
-    ]
 
 
 def test_nested_searches_stand_where_the_manager_asked_for_them(read):

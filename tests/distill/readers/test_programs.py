@@ -1,0 +1,110 @@
+import pytest
+
+from coa_jax.distill.readers import read_traces
+from coa_jax.distill.readers.programs import examine, split_plan, thought_of
+from tests.distill.readers.samples import calls_of, file_of, reasons, step
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(form, *records):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(file_of(*records))
+        return read_traces(path, form)
+
+    return read
+
+
+LOGS = "Execution logs:\nLima\nLast output from code snippet:\nNone"
+
+
+@pytest.mark.parametrize(
+    ("program", "seen"),
+    [
+        ("print(web_search('Peru capital'))", LOGS),
+        ("found = web_search(query='Peru capital')\nprint(found)", LOGS),
+        (
+            "found = web_search('Peru capital')",
+            "Execution logs:\nLast output from code snippet:\nLima",
+        ),
+    ],
+)
+def test_a_program_that_is_one_call_of_a_tool_is_that_call(read, program, seen):
+    record = {"question": "Q?", "steps": [step(1, [("python_interpreter", program)], seen)]}
+    (trace,), _ = read("smolagents", record)
+    assert calls_of(trace) == [("web_search", "Peru capital", "Lima", "ok")]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "found = web_search('Peru')\nprint(found[:100])",
+        "print(web_search('a'), web_search('b'))",
+        "print(web_search(name))",
+        "print(web_search('Peru', 3))",
+        "print(search_tool.forward('Peru'))",
+        "for q in ['a', 'b']:\n    print(web_search(q))",
+    ],
+)
+def test_a_program_whose_calls_of_tools_cannot_be_told_apart_is_refused(read, program):
+    record = {"question": "Q?", "steps": [step(1, [("python_interpreter", program)], "x")]}
+    traces, report = read("smolagents", record)
+    assert traces == []
+    assert "a tool or agent whose call the file lacks" in reasons(report)
+
+
+def test_what_programs_define_themselves_is_no_tool(read):
+    first = step(1, [("python_interpreter", "import math\ndef half(x):\n    return x / 2")], "")
+    second = step(2, [("python_interpreter", "print(half(math.floor(max(4.5, 1))))")], "2.0")
+    error = {"type": "E", "message": "The variable `helper` is not defined"}
+    third = step(3, [("python_interpreter", "print(helper(2))")], None, error=error)
+    (trace,), _ = read("smolagents", {"question": "Q?", "steps": [first, second, third]})
+    assert [call[0] for call in calls_of(trace)] == ["code"] * 3
+    _, report = read("smolagents", {"question": "Q?", "steps": [second]})
+    assert "step 2 calls 'half'" in reasons(report)
+
+
+def test_nothing_that_a_step_does_beside_asking_an_agent_vanishes(read):
+    run = {"agent": "helper", "task": "x", "caller_step": 1, "steps": [], "answer": "A"}
+
+    def reason(*calls, **changes):
+        record = {"question": "Q?", "steps": [step(1, calls, "A")]}
+        _, report = read("smolagents", {**record, "managed_runs": [{**run, **changes}]})
+        return reasons(report)
+
+    both = "does something besides"
+    assert both in reason(("python_interpreter", "a = helper('x')\nprint(float(a) * 2)"))
+    assert both in reason(("python_interpreter", "print(helper('x'), web_search('y'))"))
+    asks = ("helper", {"task": "x"})
+    assert "makes 2 calls at once" in reason(asks, ("web_search", {"query": "y"}))
+    assert "whose run is not in the file" in reason(asks, asks)
+    assert "belongs to step 7, which is not there" in reason(("final_answer", {}), caller_step=7)
+    assert "asks no managed agent" in reason(("web_search", {"query": "y"}))
+    glue = "for n in names:\n    task = f'about {n}'\n    print('It is: ' + helper(task))"
+    assert reason(("python_interpreter", glue)) == reason(asks) == ""
+
+
+def test_programs_are_told_apart_by_what_they_do():
+    assert examine("x = 1\nfinal_answer(x)", ()).computes is False
+    assert examine("final_answer(2 ** 8)", ()).computes
+    assert examine("print(helper(f'{x}'), helper(task='t'))", ("helper",)).requests == (
+        ("helper", None),
+        ("helper", "t"),
+    )
+    assert examine("print(", ()).computes
+    for source in ("x > 1", "not x", "-x", "x or y", "1 if x else 2", "f'{x}'", "{n for n in x}"):
+        assert examine(f"print({source})", ()).computes
+    assert examine("print({'a': b for b in x})", ()).computes
+    worded = ("f'It is {x}'", "'It is ' + x", "x['capital']", "', '.join(str(n) for n in x)")
+    for answer in worded:
+        assert not examine(f"final_answer({answer})", ()).computes
+        assert not examine(f"found = {answer}\nfinal_answer(found)", ()).computes
+    for answer in ("f'{x * 2}'", "x + 2", "round(x)", "', '.join(sorted(x))"):
+        assert examine(f"final_answer({answer})", ()).computes
+    assert not examine("print(-1, f'x')", ()).computes
+
+
+def test_words_and_plans_are_taken_out_of_what_is_around_them():
+    assert thought_of("Thought: I see.\nCode:\n```py\n1\n```<end_code>") == "I see."
+    assert thought_of("I see.\n<code>\n1\n</code>") == "I see."
+    assert split_plan("1. Do it <end_plan>") == ("", "1. Do it")
