@@ -144,7 +144,7 @@ def _action(
     if source is None or program is None:  # nothing ran: the output could not be read
         talk.say(thought)
     elif program.requests:
-        if program.unknown or program.adds:
+        if program.adds:
             raise Malformed(f"step {number} asks {AGENT} and does something besides")
         _delegation(talk, thought, runs)
     else:

@@ -3,8 +3,11 @@
 smolagents and OAgents let the manager write its actions as programs.  A program that asks a
 managed agent is glue: the agent's own calls stand for it.  A program that only words the answer
 and hands it over is no tool call either, and one that is nothing but a call of a tool is that
-tool's call.  Everything else is a call of the code tool, unless it calls what only the other
-framework had.
+tool's call.  Everything else is a call of the code tool, unless it uses what only the other
+framework had: a tool, or a value that no program made.
+
+The interpreter of smolagents knows some functions of `math` without an import.  Python does not, so
+a program that counts on it is told with the import, and does here what it did there.
 """
 
 from __future__ import annotations
@@ -32,6 +35,12 @@ _WORDING = (ast.For, ast.ListComp, ast.GeneratorExp, ast.Subscript, ast.Formatte
 _PASSING = frozenset(
     {"append", "extend", "format", "items", "join", "strip", "enumerate", "zip", "list"}
 )
+_MATH = frozenset(
+    {"acos", "asin", "atan", "atan2", "ceil", "cos", "degrees"}
+    | {"exp", "floor", "log", "radians", "sin", "sqrt", "tan"}
+)
+"""What the interpreter of smolagents has besides Python's own names (its `BASE_PYTHON_TOOLS`)."""
+
 _UNDEFINED = re.compile(r"not defined|not among|forbidden function", re.IGNORECASE)
 _PRINTED = re.compile(
     r"Execution logs:\n(.*?)(?:\n?Last output from code snippet:\n(.*))?", re.DOTALL
@@ -51,8 +60,10 @@ class Program:
             operation, so that its output is not already known.  One that hands the answer over may
             word it.
         adds: whether it does more than ask agents, word their tasks and pass their answers on.
-        unknown: names that it calls and that neither it, nor an earlier program of the run, nor
-            Python defines: tools, or agents whose runs are not there.
+        unknown: names that it uses and that neither it, nor an earlier program of the run, nor the
+            interpreter defines: tools, agents whose runs are not there, or values given to the run.
+        maths: functions of `math` that it uses and nothing imports.
+        prints: whether it calls `print`.
         call: the tool and its arguments, if the program is nothing but one call of an unknown name
             with literal arguments, whose result it prints or keeps.
         binds: the names that it defines.
@@ -62,6 +73,8 @@ class Program:
     computes: bool
     adds: bool = True
     unknown: tuple[str, ...] = ()
+    maths: tuple[str, ...] = ()
+    prints: bool = False
     call: tuple[str, Any] | None = None
     binds: frozenset[str] = frozenset()
 
@@ -83,19 +96,25 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
     asked = [node for name, node in zip(names, calls, strict=True) if name in agents]
-    computes = adds = _adds(nodes, asked)
+    binds = _bound(nodes)
+    defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
+    missing = [] if "*" in {*binds, *known} else sorted(_read(nodes) - defined)
+    unknown = tuple(name for name in missing if name not in _MATH)
+    roots = {_root(node.func) for node in calls}
+    adds = _adds(nodes, asked) or any(name in roots or is_tool(name) for name in unknown)
+    computes = adds
     if "final_answer" not in names:
         computes = any(name not in _GLUE and name not in agents for name in names)
         computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
-    binds = _bound(nodes)
-    defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
-    roots = [_root(node.func) for node in calls]
-    unknown = tuple(dict.fromkeys(name for name in roots if name and name not in defined))
+    elif not adds:
+        unknown = ()  # whatever it hands over, the file says what the answer was
     return Program(
         requests=tuple((_root(node.func), _task(node)) for node in asked),
         computes=computes or "*" in binds,
         adds=adds,
-        unknown=() if "*" in {*binds, *known} else unknown,
+        unknown=unknown,
+        maths=tuple(name for name in missing if name in _MATH),
+        prints="print" in names,
         call=_only_call(tree, unknown),
         binds=binds,
     )
@@ -142,8 +161,10 @@ def tell(
     if tool is None and not program.computes:
         talk.say(thought)
         return
+    if program.maths:
+        source = f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
     name, body = tool or ("code", format_code(source.strip("\n")))
-    returned = _printed(seen) if tool else seen
+    returned = _returned(seen, program.prints) if tool else seen
     talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
 
 
@@ -156,22 +177,28 @@ def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | No
         where: the step, for messages.
 
     Raises:
-        Malformed: the program calls something whose result cannot be told from its output.
+        Malformed: the program uses something whose result cannot be told from its output.
     """
     unknown = [n for n in program.unknown if not (n in error and _UNDEFINED.search(error))]
     if not unknown:
         return None
     if program.call is None or not is_tool(program.call[0]):
-        raise Malformed(f"{where} calls {unknown[0]!r}, a tool or agent whose call the file lacks")
+        raise Malformed(
+            f"{where} uses {unknown[0]!r}, a tool or agent whose call the file lacks, or a value "
+            "that no program made"
+        )
     name, arguments = program.call
     tag = tag_of(name)
     return tag, body_of(tag, arguments)
 
 
-def _printed(observation: str) -> str:
+def _returned(observation: str, prints: bool) -> str:
     """What a program's only call returned, by the frame in which its output is told."""
     found = _PRINTED.fullmatch(observation)
-    return observation if found is None else (found[1].strip() or (found[2] or "").strip())
+    if found is None:
+        return observation
+    # What `print` itself returns is the last output of a program that prints.
+    return (found[1] if prints or found[2] is None else found[2]).strip()
 
 
 def _works(node: ast.AST) -> bool:
@@ -216,11 +243,19 @@ def _bound(nodes: Iterable[ast.AST]) -> frozenset[str]:
                 names.add(name)
             case ast.ClassDef(name=name):
                 names.add(name)
-            case ast.ExceptHandler(name=str(name)):
+            case ast.ExceptHandler(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                names.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
                 names.add(name)
             case ast.alias(name=name, asname=other):
                 names.add(other or name.partition(".")[0])
     return frozenset(names)
+
+
+def _read(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    )
 
 
 def _root(function: ast.AST) -> str:

@@ -9,7 +9,8 @@ Not to be had from this format:
 
 - what managed agents did, unless ``managed_runs`` is there: a manager forgets it, and the record is
   refused, because nothing would stand behind what the manager goes on to know.  So is one in which
-  a program calls tools, unless it is nothing but one call with literal arguments;
+  a program uses tools, unless it is nothing but one call with literal arguments, or values that the
+  run was given (``additional_args``);
 - what a program computes beside asking a managed agent: one observation holds both (refused);
 - which of several parallel calls of one step returned which part of its ``observations``: such a
   step is refused (``max_tool_threads`` does not help; ask the model for one call at a time);
@@ -141,7 +142,7 @@ def _program(
     thought, error = _thought(step, where), _error(step, where)
     seen = optional_text(step.get("observations"), f"'observations' of {where}")
     if runs or program.requests:
-        if program.unknown or program.adds:
+        if program.adds:
             raise Malformed(f"{where} asks a managed agent and does something besides")
         if len(runs) < len(program.requests) and not error:
             raise Malformed(f"{where} asks a managed agent whose run is not in the file")

@@ -252,7 +252,7 @@ def test_a_managed_agent_whose_steps_are_not_there_is_refused(read):
     ask = step(1, [("python_interpreter", "print(helper('x'))")], "Execution logs:\nA")
     record = {"question": "Q?", "steps": [ask], "answer": "A", "managed_runs": []}
     _, report = read("smolagents", record)
-    assert "step 1 calls 'helper', a tool or agent whose call the file lacks" in reasons(report)
+    assert "step 1 uses 'helper', a tool or agent whose call the file lacks" in reasons(report)
     run = {"agent": "helper", "task": "x", "caller_step": 2, "steps": [], "answer": "A"}
     _, report = read("smolagents", {**record, "managed_runs": [run]})
     assert "step 1 asks a managed agent whose run is not in the file" in reasons(report)

@@ -161,7 +161,7 @@ def test_the_same_task_twice_is_refused_because_one_run_is_lost(read):
     ("code", "reason"),
     [
         (f'a = search_agent("{DESIGNER}")\nprint(len(a) > 3)', "does something besides"),
-        ("print(visualizer('a.png')[:9])", "step 2 calls 'visualizer'"),
+        ("print(visualizer('a.png')[:9])", "step 2 uses 'visualizer'"),
     ],
 )
 def test_what_a_program_does_beside_asking_does_not_vanish(read, code, reason):

@@ -1,7 +1,13 @@
+import asyncio
+import builtins
+
 import pytest
+from smolagents.local_python_executor import BASE_PYTHON_TOOLS, LocalPythonExecutor
 
 from coa_jax.distill.readers import read_traces
 from coa_jax.distill.readers.programs import examine, split_plan, thought_of
+from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.code import CodeTool
 from tests.distill.readers.samples import calls_of, file_of, reasons, step
 
 
@@ -35,6 +41,39 @@ def test_a_program_that_is_one_call_of_a_tool_is_that_call(read, program, seen):
     assert calls_of(trace) == [("web_search", "Peru capital", "Lima", "ok")]
 
 
+@pytest.mark.parametrize("program", ["print(web_search('x'))", "a = web_search('x')\nprint(a)"])
+def test_what_print_returns_is_no_observation(read, program):
+    seen = "Execution logs:\n\nLast output from code snippet:\nNone"
+    record = {"question": "Q?", "steps": [step(1, [("python_interpreter", program)], seen)]}
+    (trace,), _ = read("smolagents", record)
+    assert calls_of(trace) == [("web_search", "x", "", "ok")]
+
+
+def test_functions_that_smolagents_has_without_an_import_are_imported_for_the_code_tool(read):
+    source = "\nroot = sqrt(16)\nprint(root, ceil(log(exp(1.5))))"
+    interpreter = LocalPythonExecutor([])
+    interpreter.send_tools({})
+    logs = interpreter(source).logs
+    assert logs == "4.0 2\n"
+    made = [step(1, [("python_interpreter", source)], logs)]
+    own = "from math import floor\ndef sqrt(x):\n    return floor(x)\nprint(sqrt(2))"
+    made.append(step(2, [("python_interpreter", own)], "1"))
+    made.append(step(3, [("python_interpreter", "print(sqrt(floor(2.5)))")], "2"))
+    (trace,), _ = read("smolagents", {"question": "Q?", "steps": made})
+    first, *others = [body for _, body, _, _ in calls_of(trace)]
+    assert first == f"```py\nfrom math import ceil, exp, log, sqrt{source}\n```"
+    assert not any("import sqrt" in body or "import floor, sqrt" in body for body in others)
+    context = ToolContext("e", 0, None, ())
+    assert asyncio.run(call(CodeTool(), first, context)).text == "[EXECUTED]\n4.0 2"
+
+
+def test_those_functions_are_the_ones_of_the_installed_smolagents():
+    without_import = BASE_PYTHON_TOOLS.keys() - set(dir(builtins))
+    assert {examine(f"{name}(1)", ()).maths for name in without_import} == {
+        (name,) for name in without_import
+    }
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -44,6 +83,9 @@ def test_a_program_that_is_one_call_of_a_tool_is_that_call(read, program, seen):
         "print(web_search('Peru', 3))",
         "print(search_tool.forward('Peru'))",
         "for q in ['a', 'b']:\n    print(web_search(q))",
+        "print(list(map(web_search, ['a', 'b'])))",
+        "look = web_search\nprint(look('a'))",
+        "print(given * 2)",
     ],
 )
 def test_a_program_whose_calls_of_tools_cannot_be_told_apart_is_refused(read, program):
@@ -61,7 +103,9 @@ def test_what_programs_define_themselves_is_no_tool(read):
     (trace,), _ = read("smolagents", {"question": "Q?", "steps": [first, second, third]})
     assert [call[0] for call in calls_of(trace)] == ["code"] * 3
     _, report = read("smolagents", {"question": "Q?", "steps": [second]})
-    assert "step 2 calls 'half'" in reasons(report)
+    assert "step 2 uses 'half'" in reasons(report)
+    caught = "match [1, {'a': 2}]:\n    case [one, {'a': 2, **more}] as all: print(one, more, all)"
+    assert examine(caught, ()).unknown == ()
 
 
 def test_nothing_that_a_step_does_beside_asking_an_agent_vanishes(read):
@@ -80,6 +124,8 @@ def test_nothing_that_a_step_does_beside_asking_an_agent_vanishes(read):
     assert "whose run is not in the file" in reason(asks, asks)
     assert "belongs to step 7, which is not there" in reason(("final_answer", {}), caller_step=7)
     assert "asks no managed agent" in reason(("web_search", {"query": "y"}))
+    assert both in reason(("python_interpreter", "print(helper(web_search('y')))"))
+    assert both in reason(("python_interpreter", "print(helper(str(map(web_search, 'y'))))"))
     glue = "for n in names:\n    task = f'about {n}'\n    print('It is: ' + helper(task))"
     assert reason(("python_interpreter", glue)) == reason(asks) == ""
 
@@ -99,6 +145,7 @@ def test_programs_are_told_apart_by_what_they_do():
     for answer in worded:
         assert not examine(f"final_answer({answer})", ()).computes
         assert not examine(f"found = {answer}\nfinal_answer(found)", ()).computes
+    assert examine("final_answer(given)", ()).unknown == ()
     for answer in ("f'{x * 2}'", "x + 2", "round(x)", "', '.join(sorted(x))"):
         assert examine(f"final_answer({answer})", ()).computes
     assert not examine("print(-1, f'x')", ()).computes
