@@ -25,7 +25,7 @@ _NUMBER = re.compile(
     r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[a-z][a-z0-9 /²]*\.?))?",
     re.IGNORECASE,
 )
-_ARTICLE = re.compile(r"(?:a|an|the)\s+", re.IGNORECASE)
+_ARTICLE = re.compile(r"\A\s*(?:a|an|the)\s+", re.IGNORECASE)
 _UNITS = {
     "sq km": "sq km",
     "km2": "sq km",
@@ -90,7 +90,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
 def _bare(text: str) -> str:
     """A text without what may stand around a whole answer: quotes, stars, an article, a stop."""
     text = text.strip()
-    inner = _ARTICLE.sub("", text.lstrip("\"'\u201c\u2018*`("), count=1)
+    inner = _ARTICLE.sub("", text.lstrip("\"'\u201c\u2018*`("))
     end = len(inner.rstrip("\"'\u201d\u2019*`)."))
     return inner[:end].rstrip() or text
 
