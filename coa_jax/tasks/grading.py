@@ -17,34 +17,46 @@ from collections.abc import Iterable
 from coa_jax.protocol import split_answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Those of Latin, Greek and Cyrillic.  Marks of other scripts make other letters: the Japanese words
-# for Bali and Paris differ in one.
-_ACCENTS = re.compile("[\u0300-\u036f]")
+# Accents of Latin, Greek and Cyrillic, and the vowel points that Hebrew and Arabic may leave out.
+# Other marks make other letters: the Japanese words for Bali and Paris differ in one.
+_MARKS = re.compile(
+    "[\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u064b-\u0652\u0670]"
+)
 _NUMBER = re.compile(
     r"(?P<sign>[-+\u2212]?)\$?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
     r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[a-z][a-z0-9 /²]*\.?))?",
     re.IGNORECASE,
 )
 _ARTICLE = re.compile(r"\A\s*(?:a|an|the)\s+", re.IGNORECASE)
-_UNITS = {
-    "sq km": "sq km",
-    "km2": "sq km",
-    "km²": "sq km",
-    "square km": "sq km",
-    "square kilometers": "sq km",
-    "square kilometres": "sq km",
-    "km": "km",
-    "kilometers": "km",
-    "kilometres": "km",
-    "m": "m",
-    "meters": "m",
-    "metres": "m",
-    "years": "years",
+_SPELLINGS = {
+    "sq km": "sq km, km2, km², square km, square kilometers, square kilometres",
+    "km": "km, kilometers, kilometres",
+    "m": "m, meters, metres",
     "people": "people",
-    "%": "%",
-    "percent": "%",
+    "%": "%, percent",
+    "seconds": "seconds, second, secs, sec",
+    "minutes": "minutes, minute, mins, min",
+    "hours": "hours, hour, hrs, hr",
+    "days": "days, day",
+    "weeks": "weeks, week",
+    "months": "months, month",
+    "years": "years, year, yrs, yr",
+    "dollars": "dollars, dollar, us dollars, us dollar, usd",
+    "euros": "euros, euro, eur",
+    "yen": "yen",
+    "rupees": "rupees, rupee",
+    "cents": "cents, cent",
+    "pounds": "pounds, pound, lbs, lb",
+    "ounces": "ounces, ounce, oz",
+    "tons": "tons, ton",
+    "tonnes": "tonnes, tonne, metric tons, metric ton",
+    "kg": "kg, kilograms, kilogram, kilos, kilo",
+    "grams": "grams, gram",
+    "mg": "mg, milligrams, milligram",
 }
-_KNOWN_UNITS = frozenset(_UNITS.values())
+"""Unit -> how it is written.  "5G" and "8 Mile" are names, so "g" and "mile" are not here."""
+
+_UNITS = {text: unit for unit, texts in _SPELLINGS.items() for text in texts.split(", ")}
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
 _PLAIN_WORDS = re.compile(r"(?:[a-z]{3,} ?){0,3}")
 _NO_UNITS = frozenset(
@@ -59,8 +71,8 @@ _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without accents, ASCII punctuation, articles and doubled spaces."""
-    text = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.lower()))
+    """Lower case, without accents, vowel points, ASCII punctuation, articles, doubled spaces."""
+    text = _MARKS.sub("", unicodedata.normalize("NFKD", text.lower()))
     text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -107,8 +119,9 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
     number, given = parse_number(gold), parse_number(_bare(answer))
     if number is None:
         return _same_text(answer, gold)
-    if number[1] and number[1] not in _KNOWN_UNITS:
-        # "12 Angry Men": the words may be the better half of a name, the number alone is none.
+    if number[1] and number[1] not in _SPELLINGS:
+        # "12 Angry Men": the words may be the better half of a name, the number alone is none.  A
+        # unit is not: who answers "30" to "How many minutes?" has said all of "30 minutes".
         return _same_text(answer, gold) or given == number
     if given is None or (given[1] and units and given[1] not in units):
         return False
