@@ -20,6 +20,7 @@ from coa_jax.evaluate.exposure import Exposure
 from coa_jax.evaluate.sample import Key, Sample, sample_of
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task
+from coa_jax.tasks.graders import GRADED_BY
 from coa_jax.trajectory import Reward, Trajectory
 
 
@@ -63,7 +64,7 @@ class Journal:
         self._verdicts_file = self.folder / "verdicts.jsonl"
         self._places: dict[Key, tuple[int, int]] = {}  # offset and length of a sample's line
         self._changed = False
-        self._golds: dict[str, str] = {}  # task -> digest of what it is graded by
+        self._golds: dict[str, str] = {}  # task -> digest of what its answers are held against
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
 
@@ -91,7 +92,7 @@ class Journal:
             self._check_settings(files.read_json_object(known))
         files.write_json(known, dict(self.settings))
         # An accepted answer that was mended makes the grades by the old one void.
-        self._golds = {task.id: digest([task.gold, task.metadata]) for task in tasks}
+        self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
         for offset, length, row in self._rows():
             if row.get("metadata", {}).get("phase") != self.phase:
@@ -152,7 +153,10 @@ class Journal:
                 self.samples[key] = sample.graded(Reward(**value))
 
     def _holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a verdict is no grade, or one by the accepted answers that the task has now."""
+        """Whether a verdict is no grade, or one by the accepted answers that the task has now.
+
+        A grade that does not say by which answers it was given is given again.
+        """
         kind, _, place = row["name"].partition("/")
         gold = self._golds.get(place.rpartition("/")[0])
         return kind != "grade" or gold is None or row.get("gold") == gold
@@ -231,6 +235,11 @@ class Journal:
             os.fsync(new.fileno())
         os.replace(temporary, self._traces)
         self._changed = False
+
+
+def _graded_by(task: Task) -> str:
+    read = {key: task.metadata[key] for key in GRADED_BY if key in task.metadata}
+    return digest([task.gold, read])
 
 
 def _grade(key: Key) -> str:

@@ -35,6 +35,9 @@ from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 
 T = TypeVar("T")
 
+GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
+"""What graders read of a task's metadata; beside it they see its question and accepted answers."""
+
 ANSWER_REWARDS = ("exact_match", "f1", *release_rewards.QA)
 
 

@@ -219,6 +219,22 @@ def test_an_accepted_answer_that_was_mended_grades_again_and_runs_nothing(tmp_pa
     assert run(tmp_path, one, refuse, tasks=TASKS)["figures"]["pass_at_1"] == after
 
 
+def test_only_what_graders_read_of_a_task_makes_its_grades_void(tmp_path):
+    def grades():
+        return (tmp_path / "evaluate" / "sft" / "verdicts.jsonl").read_bytes().count(b"\n")
+
+    def with_metadata(**more):
+        return [dataclasses.replace(task, metadata={**task.metadata, **more}) for task in TASKS]
+
+    one = dataclasses.replace(CONFIG, samples=1)
+    run(tmp_path, one, tasks=TASKS)
+    assert grades() == len(TASKS)
+    run(tmp_path, one, refuse, tasks=with_metadata(level=2, topic="rivers"))
+    assert grades() == len(TASKS)
+    run(tmp_path, one, refuse, tasks=with_metadata(grader="judge"))
+    assert grades() == 2 * len(TASKS)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"samples": 0}, "config.samples is 0"), ({"instructions": "absent.txt"}, "absent.txt")],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.settings import build, complete
-from coa_jax.tasks import Graders, GradersConfig, Task, graders
+from coa_jax.tasks import Graders, GradersConfig, Task, graders, load_tasks
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tasks.maths import MathsUnsureError
 from coa_jax.tools.net.chat import ChatConfig
@@ -152,3 +153,30 @@ def test_settings_come_from_a_config_and_mistakes_are_named():
         Graders(GradersConfig())(
             Task("t", "q", "code", ("{",), "s", {"grader": "code"}), finished(ADD)
         )
+
+
+class Watched(dict):
+    """Metadata that remembers what was asked of it."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.read = set()
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def test_graders_read_what_they_say_of_a_tasks_metadata(server, tmp_path):
+    made = next(t for t in load_tasks("arithmetic", "test", 50) if "scorer" in t.metadata)
+    read = set()
+    for task in (*TASKS.values(), made):
+        metadata = Watched(task.metadata)
+        watched = dataclasses.replace(task, metadata=metadata)
+        judged(server, judge_all=True, private_tests=str(tmp_path))(watched, finished("Oslo"))
+        read |= metadata.read
+    assert read == set(graders.GRADED_BY)
