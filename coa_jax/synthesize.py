@@ -67,8 +67,8 @@ async def _work(
     workdir: Path,
 ) -> dict[str, Any]:
     endpoints = {
-        name: Endpoint(settings, workdir / f"calls/{name}.jsonl")
-        for name, settings in _endpoints(config).items()
+        name: Endpoint(settings, workdir / f"calls/{name}.jsonl", f"config.{name}")
+        for name, settings in endpoints_of(config).items()
     }
     model = endpoints.get("endpoint")
     documents = [document_of(passage) for passage in index.passages]
@@ -103,20 +103,35 @@ async def _work(
     }
 
 
-def _endpoints(config: ml_collections.ConfigDict) -> dict[str, EndpointConfig]:
-    """Who writes and who is asked without tools, as far as the configuration has them."""
+def endpoints_of(config: ml_collections.ConfigDict) -> dict[str, EndpointConfig]:
+    """Who writes (``endpoint``) and who is asked without tools (``solver``), as far as given.
+
+    Raises:
+        UserError: a key is unknown or missing.
+    """
     found = {
         name: build(EndpointConfig, config[name], f"config.{name}")
         for name in ("endpoint", "solver")
         if name in config
     }
-    solver, main = found.get("solver"), found.get("endpoint")
-    if solver is not None and main is not None and not solver.base_url and not solver.model:
-        found["solver"] = dataclasses.replace(
-            solver,
-            **{k: getattr(main, k) for k in ("base_url", "model", "key_variable", "prices")},
-        )
+    if len(found) == 2:
+        found["solver"] = _with_those_of(found["endpoint"], found["solver"])
     return found
+
+
+def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> EndpointConfig:
+    """The solver's settings, with the endpoint's where it does not say who is asked.
+
+    The endpoint's key goes to the endpoint's address only.
+    """
+    reached = EndpointConfig(solver.base_url) if solver.base_url else endpoint
+    return dataclasses.replace(
+        solver,
+        base_url=reached.base_url,
+        key_variable=solver.key_variable or reached.key_variable,
+        model=solver.model or endpoint.model,
+        prices=(*solver.prices, *endpoint.prices),
+    )
 
 
 def _with_tools(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from coa_jax.cli import load_config
+from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.synthesis.drafts import told
 from coa_jax.errors import UserError
-from coa_jax.synthesize import synthesize
+from coa_jax.synthesize import endpoints_of, synthesize
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.factbook_facts import facts, solve, split_of
 from coa_jax.tasks.factbook_grammar import understand
@@ -104,6 +105,31 @@ def test_a_corpus_that_the_author_cannot_read_is_explained(tmp_path):
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: the author cannot read any document")
+
+
+def solver_of(**changes):
+    """The solver of the shipped configuration with its settings changed, as it is asked."""
+    endpoint = {"base_url": "http://a/v1", "key_variable": "KEY_A", "prices": (("m", 1.0, 2.0),)}
+    given = {f"endpoint.{key}": value for key, value in (endpoint | {"model": "m"}).items()}
+    given |= {f"solver.{key}": value for key, value in changes.items()}
+    solver = endpoints_of(load_config("configs/synthesize/endpoint.py", given))["solver"]
+    solver.check("config.solver")
+    return solver
+
+
+def test_the_solver_is_who_the_endpoint_is_where_it_says_nothing_else():
+    plain = solver_of(max_money=5.0)
+    assert (plain.base_url, plain.model, plain.key_variable) == ("http://a/v1", "m", "KEY_A")
+    assert (plain.price, plain.max_money, plain.temperature) == ((1.0, 2.0), 5.0, 1.0)
+    other = solver_of(model="n", max_money=5.0, prices=(("n", 3.0, 4.0),))
+    assert (other.base_url, other.model, other.price) == ("http://a/v1", "n", (3.0, 4.0))
+    assert solver_of(key_variable="KEY_B").key_variable == "KEY_B"
+    # The key of one server is not sent to another.
+    apart = solver_of(base_url="http://b/v1")
+    assert (apart.base_url, apart.model) == ("http://b/v1", "m")
+    assert apart.key_variable == EndpointConfig.key_variable
+    with pytest.raises(UserError, match=r"config\.solver\.max_money needs the price of 'n'"):
+        solver_of(model="n", max_money=5.0)
 
 
 # --- a model over a corpus of its own --------------------------------------------------------

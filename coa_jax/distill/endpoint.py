@@ -65,13 +65,30 @@ class EndpointConfig:
     max_total_tokens: int = 0
     max_money: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self, where: str = "config.endpoint") -> None:
+        """Refuses settings by which no model could be asked, or no budget held.
+
+        Args:
+            where: what the error calls the settings.
+
+        Raises:
+            UserError: an address is missing, a price is not a triple, or the one that
+                ``max_money`` needs is unknown.
+        """
+        if not self.base_url or not self.model:
+            raise UserError(f"give {where}.base_url and {where}.model")
+        form = "(model, per million prompt tokens, per million completion tokens)"
+        for price in self.prices:
+            if not isinstance(price, Sequence) or len(price) != 3:
+                raise UserError(
+                    f"{where}.prices holds {price!r}, which is no {form}; give such as "
+                    "(('NAME', 1.0, 2.0),)"
+                )
         if self.max_money and not any(self.price or ()):
             raise UserError(
-                f"endpoint.max_money needs the price of {self.model!r}, which is "
+                f"{where}.max_money needs the price of {self.model!r}, which is "
                 f"{'missing' if self.price is None else '0: it would limit nothing'}; give it in "
-                "endpoint.prices as (model, per million prompt tokens, per million completion "
-                "tokens)"
+                f"{where}.prices as {form}"
             )
 
     @property
@@ -105,8 +122,10 @@ class Spent:
         return total
 
 
-def check_budget(limits: EndpointConfig, spent: Spent, inside: int = 0) -> None:
-    """Raises UserError if a limit has been reached; `inside` calls are under way."""
+def check_budget(
+    limits: EndpointConfig, spent: Spent, inside: int = 0, where: str = "config.endpoint"
+) -> None:
+    """Raises UserError if a limit of `where` has been reached; `inside` calls are under way."""
     for name, value, limit in (
         ("max_calls", spent.calls + inside, limits.max_calls),
         ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
@@ -114,7 +133,7 @@ def check_budget(limits: EndpointConfig, spent: Spent, inside: int = 0) -> None:
     ):
         if limit and value >= limit:
             raise UserError(
-                f"the teacher's budget endpoint.{name}={limit:g} is spent ({value:g}); what is "
+                f"the budget {where}.{name}={limit:g} is spent ({value:g}); what is "
                 "finished is kept: raise it and run the same command again to continue"
             )
 
@@ -127,11 +146,19 @@ def _exchange(row: Any) -> dict[str, Any]:
 class Endpoint:
     """A client of one model; `spent` says what it has cost, earlier processes included."""
 
-    def __init__(self, config: EndpointConfig, record: Path) -> None:
+    def __init__(
+        self, config: EndpointConfig, record: Path, where: str = "config.endpoint"
+    ) -> None:
         """Opens the record of exchanges and the connection.
 
+        Args:
+            config: the model, and what may be spent.
+            record: file of the exchanges.
+            where: what errors call the settings.
+
         Raises:
-            UserError: openai is not installed, an address is missing, or the record is malformed.
+            UserError: openai is not installed, the settings cannot be used (see
+                `EndpointConfig.check`), or the record is malformed.
         """
         try:
             import openai
@@ -139,9 +166,8 @@ class Endpoint:
             raise UserError(
                 "a teacher behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
             ) from None
-        if not config.base_url or not config.model:
-            raise UserError("give endpoint.base_url and endpoint.model")
-        self.config, self.record, self.spent = config, record, Spent()
+        config.check(where)
+        self.config, self.record, self.spent, self._where = config, record, Spent(), where
         self._openai, self._secret = openai, Secret(config.key_variable)
         self._client = openai.AsyncOpenAI(
             base_url=config.base_url,
@@ -173,7 +199,7 @@ class Endpoint:
         key = self._key(chat, episode, turn)
         if key in self._replies:
             return self._replies[key]
-        check_budget(self.config, self.spent, self._inside)
+        check_budget(self.config, self.spent, self._inside, self._where)
         self._inside += 1
         call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
         try:

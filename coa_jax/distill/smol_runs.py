@@ -40,10 +40,9 @@ def endpoint_model(config: EndpointConfig) -> Any:
     """A model object of smolagents for an endpoint.
 
     Raises:
-        UserError: smolagents is not installed, or no address is given.
+        UserError: smolagents is not installed, or the settings cannot be used.
     """
-    if not config.base_url or not config.model:
-        raise UserError("give endpoint.base_url and endpoint.model")
+    config.check()
     return smolagents_package().OpenAIModel(
         model_id=config.model,
         api_base=config.base_url,

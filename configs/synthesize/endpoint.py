@@ -8,8 +8,9 @@ Takes: for each question a call to write it, ten to thirty for the team that sol
 and ``without_tools.samples`` (32) for the answers without; ``synthesis.batch`` go on at a time.
 Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every exchange.
 
-``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct),
-``endpoint``'s where it names none; each of the two has its own budget.  A judge
+``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct).
+Where its ``base_url`` or ``model`` is blank it is ``endpoint``'s, ``key_variable`` goes with the
+address, and ``endpoint.prices`` count behind its own; each of the two has its own budget.  A judge
 (``judge.chat.url``, ``model``) decides where the team's answer is not word for word the accepted
 one.
 """
@@ -32,6 +33,12 @@ def get_config() -> ml_collections.ConfigDict:
         "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
         "max_calls": 50_000,
     }
+    solver = {
+        "key_variable": "",
+        "temperature": 1.0,
+        "prices": (("", 0.0, 0.0),),  # no model's: it shows the form
+        "max_calls": 50_000,
+    }
     with config.unlocked():
         config.tools.names = ("wiki_search",)
         config.synthesis.batch = 16
@@ -39,5 +46,5 @@ def get_config() -> ml_collections.ConfigDict:
         config.with_tools.attempts = 2
         config.without_tools.who = "endpoint"
         config.endpoint = complete(EndpointConfig, endpoint)
-        config.solver = complete(EndpointConfig, {"temperature": 1.0, "max_calls": 50_000})
+        config.solver = complete(EndpointConfig, solver)
     return config

@@ -172,10 +172,31 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
         with pytest.raises(UserError, match=f"{next(iter(limit))}=.* is spent"):
             ask(Endpoint(config, tmp_path / "calls.jsonl"), *"abcdef")
         assert len(server.seen) == calls
-    with pytest.raises(UserError, match="needs the price of 'm'"):
-        config_of(server, max_money=1.0)
-    with pytest.raises(UserError, match="the price of 'm', which is 0: it would limit nothing"):
-        config_of(server, max_money=1.0, prices=(("m", 0.0, 0.0),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": ""}, "give config.solver.base_url and config.solver.model"),
+        ({"max_money": 1.0}, "config.solver.max_money needs the price of 'm', which is missing"),
+        (
+            {"max_money": 1.0, "prices": (("m", 0.0, 0.0),)},
+            "the price of 'm', which is 0: it would limit nothing; give it in config.solver.prices",
+        ),
+        ({"prices": ("m", 1.0, 2.0)}, "config.solver.prices holds 'm', which is no"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change, message):
+    config = EndpointConfig(**{"base_url": "http://localhost:9/v1", "model": "m", **change})
+    with pytest.raises(UserError, match=re.escape(message)):
+        Endpoint(config, tmp_path / "calls.jsonl", "config.solver")
+
+
+def test_a_budget_that_is_spent_is_named(tmp_path):
+    with serving(lambda chat: "x") as server:
+        endpoint = Endpoint(config_of(server, max_calls=1), tmp_path / "a.jsonl", "config.solver")
+        with pytest.raises(UserError, match=r"the budget config\.solver\.max_calls=1 is spent"):
+            ask(endpoint, "a", "b")
 
 
 # --- minds ---------------------------------------------------------------------------------
