@@ -24,7 +24,7 @@ from absl import flags
 from coa_jax import files
 from coa_jax.cli import config_flag, run_main
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
-from coa_jax.distill.pipeline import DistillConfig, as_run, select
+from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import sft
@@ -104,10 +104,12 @@ class Ablation:
         self, tasks: Sequence[Task], split: Split, seed: int
     ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
         """(arm, records, what its filters dropped) of all arms, from the same runs."""
-        runs = [as_run(task, log) for task, log in zip(tasks, split.logs, strict=True)]
-        sets = [(UNFILTERED, [run.record for run in runs], dict[str, int]())]
+        sets = [(UNFILTERED, [run.record for run in split.runs], dict[str, int]())]
         for name, arm in self.arms.items():
-            records, report = select(tasks, split.logs, dataclasses.replace(arm, seed=seed))
+            runs = split.runs
+            if arm.judges.answer != self.teacher.judges.answer:
+                runs = graded_runs(tasks, [run.log for run in runs], arm.judges)
+            records, report = select(runs, dataclasses.replace(arm, seed=seed))
             sets.append((name, records, {k: n for k, n in report.dropped.items() if n}))
         return sets
 

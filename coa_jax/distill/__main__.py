@@ -30,7 +30,7 @@ from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.export import prompt_of
 from coa_jax.distill.filters import Run
 from coa_jax.distill.llm import language_minds
-from coa_jax.distill.pipeline import DistillConfig, graded_runs, teacher_block
+from coa_jax.distill.pipeline import DistillConfig, teacher_block
 from coa_jax.distill.smol_runs import SmolConfig, bind, endpoint_model, run_smolagents
 from coa_jax.distill.traces import TracesConfig, distill_traces
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
@@ -172,10 +172,9 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             if endpoint is not None:
                 summary["data"][name]["spent"] = endpoint.spent.to_json()
             if name == "validation":
-                summary["teacher"] = teacher_block(tasks, split.logs, count, teacher.judges)
+                summary["teacher"] = teacher_block(split.runs, count)
                 if count is not None:
-                    runs = graded_runs(tasks, split.logs, teacher.judges)
-                    summary["economy"] = economy(runs, list(tools), count, _prompt)
+                    summary["economy"] = economy(split.runs, list(tools), count, _prompt)
         run.summary(summary)
     return summary
 

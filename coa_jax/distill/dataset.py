@@ -18,11 +18,11 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.distill.endpoint import Endpoint
-from coa_jax.distill.filters import FilterReport
+from coa_jax.distill.filters import FilterReport, Run
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.minds import Minds
-from coa_jax.distill.pipeline import DistillConfig, run_teacher, select
+from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, select
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import DistilledRecord, write_records
@@ -33,13 +33,13 @@ class Split:
     """One split of a finished data set.
 
     Attributes:
-        logs: the runs of the teacher, in the order of the tasks.
+        runs: of the teacher, graded, in the order of the tasks.
         records: what passed the filters, in the order of the tasks.
         report: what did not.
         resumed: how many of the runs an earlier process had done.
     """
 
-    logs: list[MessageLog]
+    runs: list[Run]
     records: list[DistilledRecord]
     report: FilterReport
     resumed: int
@@ -102,10 +102,11 @@ def distill_split(
     work = run_teacher(tasks, tools, config, minds, done, keep)
     logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
     examples: list[dict[str, Any]] = []
-    records, report = select(tasks, logs, config, count_tokens, examples.append)
+    runs = graded_runs(tasks, logs, config.judges)
+    records, report = select(runs, config, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
-    return Split(logs, records, report, len(done))
+    return Split(runs, records, report, len(done))
 
 
 def policy_chars(record: DistilledRecord) -> int:

@@ -168,6 +168,8 @@ def graded_runs(
 ) -> list[Run]:
     """Converts and grades runs; the configured judge decides what graders cannot.
 
+    A judge without a cache may say otherwise another time, and is paid again: grade runs once.
+
     Raises:
         UserError: the judge's key or cache cannot be used.
     """
@@ -176,26 +178,23 @@ def graded_runs(
 
 
 def select(
-    tasks: Sequence[Task],
-    logs: Sequence[MessageLog],
+    runs: Sequence[Run],
     config: DistillConfig,
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Converts and filters finished runs; a pure function of them and of the judges' verdicts.
+    """Filters graded runs; a pure function of them and of the verdicts on their instructions.
 
     Args:
-        tasks: the tasks.
-        logs: their runs.
+        runs: see `graded_runs`.
         config: the filters.
         count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
         on_example: called with a few runs that each filter dropped (see `examples_of`).
 
     Returns:
-        The kept records in the order of ``tasks``, and what the filters dropped.
+        The kept records in the order of ``runs``, and what the filters dropped.
     """
     filters, together = config.filters(count_tokens), config.set_filters()
-    runs = graded_runs(tasks, logs, config.judges)
     if config.judges.instruction:
         runs = run_blocking(judge_instructions(runs, filters, config.judges.instruction))
     failures = failures_of(runs, filters, together)
@@ -224,7 +223,8 @@ def distill_tasks(
     Returns:
         The kept records in the order of ``tasks``, and what the filters dropped.
     """
-    return select(tasks, asyncio.run(run_teacher(tasks, tools, config, minds)), config)
+    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
+    return select(graded_runs(tasks, logs, config.judges), config)
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
@@ -240,10 +240,7 @@ def wilson_interval(successes: int, total: int) -> tuple[float, float]:
 
 
 def teacher_block(
-    tasks: Sequence[Task],
-    logs: Sequence[MessageLog],
-    count_tokens: Callable[[str], int] | None = None,
-    judges: JudgesConfig | None = None,
+    runs: Sequence[Run], count_tokens: Callable[[str], int] | None = None
 ) -> dict[str, Any]:
     """The "teacher" block of ``summary.json``, over unfiltered runs.
 
@@ -251,13 +248,10 @@ def teacher_block(
     they are left out and counted.
 
     Args:
-        tasks: the tasks.
-        logs: their runs.
+        runs: see `graded_runs`.
         count_tokens: length of a text in tokens, for ``tokens_per_task`` (all that agents
             write to each other and to tools); None leaves that figure None.
-        judges: models that are asked where rules cannot decide; none by default.
     """
-    runs = graded_runs(tasks, logs, judges or JudgesConfig())
     graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
     n = len(graded)
     right = sum(is_correct(run) for run in graded)
@@ -291,4 +285,4 @@ def evaluate_teacher(
 ) -> dict[str, Any]:
     """Runs the teacher on tasks and measures it without any filter; see `teacher_block`."""
     logs = asyncio.run(run_teacher(tasks, tools, config, minds))
-    return teacher_block(tasks, logs, count_tokens, config.judges)
+    return teacher_block(graded_runs(tasks, logs, config.judges), count_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 from coa_jax import jsonl
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import MessageLog
-from coa_jax.distill.pipeline import DistillConfig, select
+from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.distill.readers import read_traces
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
@@ -148,7 +148,8 @@ def distill_traces(
     refusals: list[dict[str, Any]] = []
     made = convert_files(config, refusals.append, tasks)
     examples: list[dict[str, Any]] = []
-    records, report = select(made.tasks, made.logs, filters, count_tokens, examples.append)
+    runs = graded_runs(made.tasks, made.logs, filters.judges)
+    records, report = select(runs, filters, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
     jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", refusals)

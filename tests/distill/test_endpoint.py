@@ -340,7 +340,7 @@ def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
         assert spent.calls == len(server.seen)
     assert closed == [True, True]
     assert 0 < split.resumed < 12
-    assert [log.answer for log in split.logs] == [model.logs[t.question].answer for t in tasks]
+    assert [run.log.answer for run in split.runs] == [model.logs[t.question].answer for t in tasks]
     assert split.report.kept == 12
     # Every question was put once, and once more where the reply was nonsense.
     assert {n: set(c for (_, m), c in model.answered.items() if m % 4 == n) for n in range(4)} == {

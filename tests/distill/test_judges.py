@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from coa_jax.cli import load_config
+from coa_jax.distill.__main__ import distill
 from coa_jax.distill.judges import JudgesConfig
 from coa_jax.distill.pipeline import DistillConfig, as_run, graded_runs, select, teacher_block
 from coa_jax.tasks.base import Task
@@ -58,7 +60,8 @@ def test_answers_in_other_words_are_judged_and_silence_is_counted(tmp_path):
     tasks, logs = zip(*pairs, strict=True)
     with serving(judges) as server:
         config = config_of(server, tmp_path, "answer")
-        records, report = select(tasks, logs, config, on_example=examples.append)
+        runs = graded_runs(tasks, logs, config.judges)
+        records, report = select(runs, config, on_example=examples.append)
         # The right one, two numbers, and what has no accepted answer need no judge; the silent one
         # is asked twice.
         asked = sorted(judges.asked)
@@ -73,7 +76,7 @@ def test_answers_in_other_words_are_judged_and_silence_is_counted(tmp_path):
         assert silent == ["mute"]
         # Verdicts are kept, silence is not: it is asked about again.
         judges.asked.clear()
-        assert select(tasks, logs, config)[1] == report
+        assert select(graded_runs(tasks, logs, config.judges), config)[1] == report
         assert judges.asked == [("answer", "silence")] * 2
 
 
@@ -82,25 +85,41 @@ def test_the_success_of_the_teacher_is_judged_as_its_data_are(tmp_path):
     tasks, logs = zip(*pairs, strict=True)
     with serving(Judges()) as server:
         judges = config_of(server, tmp_path, "answer").judges
-        block = teacher_block(tasks, logs, judges=judges)
         runs = graded_runs(tasks, logs, judges)
+    block = teacher_block(runs)
     assert (block["pass_at_1"], block["n"], block["faults"]) == (2 / 3, 3, 1)
     assert [run.correct for run in runs] == [True, True, False, None]
-    assert teacher_block(tasks, logs)["pass_at_1"] == 1 / 4
+    assert teacher_block(graded_runs(tasks, logs, JudgesConfig()))["pass_at_1"] == 1 / 4
+
+
+def test_a_command_asks_a_judge_without_a_cache_once_for_each_answer(tmp_path):
+    asked = []
+
+    def reply(chat):
+        asked.append(tuple(re.findall(r"^[a-z ]+: .*$", chat[1]["content"], re.MULTILINE)))
+        return json.dumps({"rationale": "so it is", "judgement": "incorrect"})
+
+    with serving(reply) as server:
+        chat = "teacher.judges.answer.chat"
+        changes = {f"{chat}.url": server.url, f"{chat}.model": "m", "teacher.mistake_rate": 0.5}
+        changes |= {"teacher.unrecovered_rate": 0.5, "tasks.train": 1, "tasks.validation": 30}
+        summary = distill(load_config("configs/distill/factbook.py", changes), tmp_path)
+    assert summary["teacher"]["pass_at_1"] < 1
+    assert len(asked) == len(set(asked)) > 0
 
 
 def test_a_judge_that_cannot_be_reached_loses_no_run_silently(tmp_path):
     with serving(lambda chat: 500) as server:
         config = config_of(server, tmp_path, "answer")
         tasks, logs = zip(run_of("words", ANSWERS["words"]), run_of("exact", "Lima"), strict=True)
-        records, report = select(tasks, logs, config)
+        records, report = select(graded_runs(tasks, logs, config.judges), config)
     assert [record.id for record in records] == ["exact"]
     assert report.dropped["ungraded"] == 1
 
 
 def test_without_a_judge_words_that_differ_are_wrong():
     task, log = run_of("words", ANSWERS["words"])
-    assert select([task], [log], DistillConfig())[1].dropped["wrong_answer"] == 1
+    assert select([as_run(task, log)], DistillConfig())[1].dropped["wrong_answer"] == 1
 
 
 def test_instructions_are_checked_of_runs_that_pass_everything_else(tmp_path):
@@ -113,7 +132,8 @@ def test_instructions_are_checked_of_runs_that_pass_everything_else(tmp_path):
     judges = Judges()
     tasks, logs = zip(*pairs, strict=True)
     with serving(judges) as server:
-        records, report = select(tasks, logs, config_of(server, tmp_path, "instruction"))
+        config = config_of(server, tmp_path, "instruction")
+        records, report = select(graded_runs(tasks, logs, config.judges), config)
     assert [record.id for record in records] == ["good"]
     dropped = {why: count for why, count in report.dropped.items() if count}
     assert dropped == {"wrong_answer": 1, "ungraded": 1, "instruction_judge": 1}
@@ -138,7 +158,9 @@ def test_the_grader_of_the_task_decides_first(answer, metadata, correct):
 
 def test_what_nobody_could_judge_is_no_failure_of_the_teacher():
     task, log = run_of("m", "Lima")
-    assert teacher_block([task], [log])["n"] == 1
-    run = dataclasses.replace(as_run(task, log), correct=None)
+    run = as_run(task, log)
+    assert teacher_block([run])["n"] == 1
+    run = dataclasses.replace(run, correct=None)
+    assert teacher_block([run])["n"] == 0
     assert DistillConfig().filters()[3].name == "ungraded"
     assert not DistillConfig().filters()[3].keeps(run)

@@ -5,7 +5,7 @@ import pytest
 
 from coa_jax.distill import DistillConfig, distill_tasks, evaluate_teacher
 from coa_jax.distill.messages import AGENTS
-from coa_jax.distill.pipeline import run_teacher, teacher_block, wilson_interval
+from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block, wilson_interval
 from coa_jax.errors import UserError
 
 
@@ -82,7 +82,8 @@ def test_runs_on_a_broken_tool_are_counted_and_not_graded(factbook_tasks, config
 
 def test_token_counts_are_left_open_without_a_counter(tools, factbook_tasks, config):
     logs = asyncio.run(run_teacher(factbook_tasks[:3], tools, config))
-    assert teacher_block(factbook_tasks[:3], logs)["tokens_per_task"] is None
+    runs = graded_runs(factbook_tasks[:3], logs, config.judges)
+    assert teacher_block(runs)["tokens_per_task"] is None
 
 
 def test_existing_runs_are_not_made_again(factbook_tasks, tools, config):

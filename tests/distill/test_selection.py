@@ -188,12 +188,12 @@ def test_examples_of_every_drop_are_kept_for_a_person_to_see(planted, config):
 
 def test_the_filters_of_a_configuration_are_those_that_select_uses(planted, config):
     pairs = [pair for kind, pair in planted if kind in ("clean", "near_duplicate", "blocked_page")]
-    tasks, logs = zip(*pairs, strict=True)
-    records, report = select(tasks, logs, config, count_tokens)
+    chosen = [as_run(task, log) for task, log in pairs]
+    records, report = select(chosen, config, count_tokens)
     assert len(records) == report.kept == 100
     assert report.dropped["near_duplicate"] == report.dropped["blocked_page"] == EACH
     default = DistillConfig(plain_fraction=0.0)
-    assert select(tasks, logs, default)[1].kept == len(pairs)
+    assert select(chosen, default)[1].kept == len(pairs)
 
 
 def test_entities_are_names_and_numbers():
