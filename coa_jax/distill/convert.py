@@ -153,6 +153,19 @@ def _write(writer: _Writer, message: Message) -> None:
             writer.tag("answer", message.content)
 
 
+def corrected_itself(log: MessageLog, protocol: str) -> bool:
+    """Whether a low score led to another answer (paper §3.2.1, fourth stage)."""
+    pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
+    for message in log.messages:
+        if message.kind is Kind.SUGGESTION:
+            suggested = " ".join(message.content.split())
+        elif message.kind is Kind.VERDICT:
+            score = parse_double_check(message.content)
+            if score is not None and score < pass_score:
+                low.append(suggested)
+    return any(answer != suggested for answer in low)
+
+
 def convert(
     log: MessageLog,
     protocol: str,
@@ -166,7 +179,7 @@ def convert(
         protocol: name of the protocol whose surface form is written.  Roles that it lacks
             become thoughts.
         gold: accepted answers, stored for graders and not used.
-        metadata: stored, with counts of the run added.
+        metadata: stored, with figures of the run added.
 
     Returns:
         The record; its policy and environment parts joined are the text after the prompt.  Halves
@@ -179,11 +192,12 @@ def convert(
     for message in log.messages:
         _write(writer, message)
     writer.close()
-    counts = {
+    figures = {
         "messages": len(log.messages),
         "tool_calls": len(log.calls),
         "reflections": log.count(Kind.REFLECTION),
         "double_checks": log.count(Kind.VERDICT),
+        "corrected": corrected_itself(log, protocol),
         "mistakes": list(log.slips),
     }
     return DistilledRecord(
@@ -193,7 +207,7 @@ def convert(
         gold=tuple(map(clean, gold)),
         parts=tuple((author, clean(text)) for author, text in writer.parts),
         answer=clean(log.answer or ""),
-        metadata={**(metadata or {}), **counts},
+        metadata={**(metadata or {}), **figures},
     )
 
 

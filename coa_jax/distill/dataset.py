@@ -124,7 +124,7 @@ def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
     return {
         "records": len(records),
         "with_reflection": share * sum(r.metadata["reflections"] > 0 for r in records),
-        "with_correction": share * sum(r.metadata["double_checks"] > 1 for r in records),
+        "with_correction": share * sum(r.metadata["corrected"] for r in records),
         "mistakes": dict(sorted(mistakes.items())),
         "by_hops": {
             hops: {

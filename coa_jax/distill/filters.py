@@ -14,7 +14,6 @@ from typing import Any
 
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.messages import Kind, MessageLog
-from coa_jax.protocol import get_protocol, parse_double_check
 from coa_jax.tasks.base import Task
 from coa_jax.trajectory import DistilledRecord, Reward
 
@@ -124,19 +123,6 @@ def notices_mistakes(run: Run) -> bool:
     return True
 
 
-def corrected_itself(run: Run) -> bool:
-    """Whether a low score led to another answer (paper §3.2.1, fourth stage)."""
-    pass_score, suggested, low = get_protocol(run.record.protocol).pass_score, "", []
-    for message in run.log.messages:
-        if message.kind is Kind.SUGGESTION:
-            suggested = " ".join(message.content.split())
-        elif message.kind is Kind.VERDICT:
-            score = parse_double_check(message.content)
-            if score is not None and score < pass_score:
-                low.append(suggested)
-    return any(answer != suggested for answer in low)
-
-
 def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, ...]:
     """Complexity and quality filters, in the order in which they are applied.
 
@@ -163,7 +149,7 @@ def plain_share(fraction: float, seed: int) -> Filter:
     """Keeps only a share of the runs without any reflection (paper §3.2.1, third stage)."""
 
     def keeps(run: Run) -> bool:
-        if run.log.count(Kind.REFLECTION) or corrected_itself(run):
+        if run.log.count(Kind.REFLECTION) or run.record.metadata["corrected"]:
             return True
         return uniform(seed, run.task.id, "plain_share") < fraction
 
@@ -221,6 +207,6 @@ def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
 
     Copies after the first have ids ``<id>#2``, ``<id>#3``, ...
     """
-    number = corrected_copies if corrected_itself(run) else 1
+    number = corrected_copies if run.record.metadata["corrected"] else 1
     ids = [run.record.id, *(f"{run.record.id}#{k}" for k in range(2, number + 1))]
     return [dataclasses.replace(run.record, id=name) for name in ids]

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from coa_jax.distill.chance import uniform
+from coa_jax.distill.dataset import statistics_of
 from coa_jax.distill.filters import (
     copies,
     first_failure,
@@ -103,6 +104,7 @@ def test_a_corrected_run_may_count_more_than_once():
     corrected = as_run(TASK, log_of(*START, *low, *END))
     assert [record.id for record in copies(corrected, 3)] == ["e", "e#2", "e#3"]
     assert [record.id for record in copies(as_run(TASK, GOOD), 3)] == ["e"]
+    assert statistics_of([corrected.record])["with_correction"] == 1
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,7 @@ def test_a_second_check_alone_is_no_correction(first, score):
     run = as_run(TASK, log_of(*START, *rows, *END))
     assert [record.id for record in copies(run, 2)] == ["e"]
     assert not plain_share(0.0, 1).keeps(run)
+    assert statistics_of([run.record])["with_correction"] == 0
 
 
 def test_chance_is_uniform_and_depends_on_every_argument():
