@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +57,30 @@ def _replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Moves a finished folder to where an older one may stand, which is removed only afterwards.
+
+    Args:
+        new: in the file system of ``path``; it is gone afterwards.
+        path: where it goes.
+
+    Raises:
+        OSError: it cannot be moved; the older one is still there.
+    """
+    old = None
+    if path.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+        os.replace(path, old)
+    try:
+        os.replace(new, path)
+    except OSError:
+        if old is not None:
+            os.replace(old, path)
+        raise
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def export(
 
     Args:
         records: in their order.
-        out: folder; what stands there of a set of this name is replaced, other sets are kept.
+        out: folder; what stands there of this name in these forms is replaced, all else is kept.
         name: of the set, part of the file names and the split's name in TFDS.
         forms: of `FORMS`.
         style: prompt style, see `protocol.render_prompt`.
@@ -188,6 +189,8 @@ def _write(path: Path, value: Any) -> None:
 def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> Path:
     """Builds a TFDS data set of ArrayRecord files; TensorFlow is not needed.
 
+    It is built beside an earlier one, which TFDS cannot add to, and then takes its place.
+
     Args:
         records: in the order in which they are stored.
         folder: TFDS data directory.
@@ -197,7 +200,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         The folder of the data set, for ``tfds.builder_from_directory``.
 
     Raises:
-        UserError: tensorflow-datasets is not installed.
+        UserError: tensorflow-datasets is not installed, or another split cannot be read.
     """
     try:
         import tensorflow_datasets as tfds
@@ -205,6 +208,8 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         raise UserError(
             "the form tfds needs tensorflow-datasets; run: pip install 'coa_jax[tfds]'"
         ) from None
+    place, new = folder / "coa" / VERSION, folder / ".new"
+    splits = {**_others(tfds, place, split), split: records}
     text = tfds.features.Text
     features = {
         **{name: text() for name in ("id", "question", "protocol", "answer", "metadata")},
@@ -231,30 +236,35 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         def _generate_examples(self, rows: Any) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from enumerate(map(_example, rows))
 
-    splits = {**_splits(tfds, folder / "coa" / VERSION), split: records}
-    _clear(folder / "coa" / VERSION)
-    builder = Coa(data_dir=str(folder), file_format="array_record")
-    builder.download_and_prepare()
-    return Path(builder.data_path)
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    try:
+        builder = Coa(data_dir=str(new), file_format="array_record")
+        builder.download_and_prepare()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        files.replace_folder(Path(builder.data_path), place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return place
 
 
-def _splits(tfds: Any, folder: Path) -> dict[str, Sequence[DistilledRecord]]:
-    """The splits of an earlier build, which TFDS cannot add to."""
-    if not (folder / "dataset_info.json").is_file():
+def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
+    """The splits of an earlier build but one, which may be damaged."""
+    info = place / "dataset_info.json"
+    known = files.read_json_object(info).get("splits", []) if info.is_file() else []
+    names = [entry["name"] for entry in known if entry["name"] != split]
+    if not names:
         return {}
-    builder = tfds.builder_from_directory(str(folder))
-    return {
-        name: [from_tfds(example) for example in builder.as_data_source(split=name)]
-        for name in builder.info.splits
-    }
-
-
-def _clear(folder: Path) -> None:
-    """Removes an earlier build, which TFDS would keep instead of the new one."""
-    if (folder / "dataset_info.json").is_file():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+    try:
+        builder = tfds.builder_from_directory(str(place))
+        return {
+            name: [from_tfds(example) for example in builder.as_data_source(split=name)]
+            for name in names
+        }
+    except Exception as error:  # TFDS, ArrayRecord and protobuf each have errors of their own
+        raise UserError(
+            f"{place}: {' and '.join(names)} of an earlier export cannot be read ({error}); remove "
+            "the folder and export each set again"
+        ) from error
 
 
 def _example(record: DistilledRecord) -> dict[str, Any]:

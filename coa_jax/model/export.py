@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_to_hf
@@ -51,7 +51,7 @@ def write_model(
             _write_configs(temporary, config, tokenizer, dtype)
         _write_weights(temporary, config, params, dtype, max_shard_bytes)
         if temporary is not None:
-            _replace(temporary, path)
+            files.replace_folder(temporary, path)
     except Exception as error:
         # The tokenizer's Rust library reports a full disk as a bare Exception.
         if isinstance(error, OSError) or re.search(r"os error \d+", str(error)):
@@ -139,19 +139,3 @@ def to_host(array: jax.Array) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(array, tiled=True)
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    """Moves the finished directory into place; an old model is removed only afterwards."""
-    old = None
-    if path.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-        os.replace(path, old)
-    try:
-        os.replace(temporary, path)
-    except OSError:
-        if old is not None:
-            os.replace(old, path)
-        raise
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)

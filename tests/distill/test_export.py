@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -192,6 +193,43 @@ def test_a_second_split_is_kept_beside_the_first(tmp_path):
     for split, wanted in (("train", RECORDS), ("validation", RECORDS[:2])):
         source = builder.as_data_source(split=split)
         assert [from_tfds(example) for example in source] == wanted
+
+
+def stored(folder, split):
+    builder = tfds.builder_from_directory(str(folder / "tfds" / "coa" / "1.0.0"))
+    return [from_tfds(example) for example in builder.as_data_source(split=split)]
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path):
+    export(RECORDS, tmp_path, "train", ("tfds",))
+    unwritable = dataclasses.replace(RECORDS[0], metadata={"no": object()})
+    with pytest.raises(TypeError):
+        export([*RECORDS, unwritable], tmp_path, "validation", ("tfds",))
+    assert stored(tmp_path, "train") == RECORDS
+    assert [path.name for path in (tmp_path / "tfds").iterdir()] == ["coa"]
+
+
+def test_a_damaged_split_can_be_replaced_and_is_named_where_it_must_be_kept(tmp_path):
+    export(RECORDS, tmp_path, "train", ("tfds",))
+    (shard,) = (tmp_path / "tfds" / "coa" / "1.0.0").glob("*train*")
+    shard.unlink()
+    with pytest.raises(UserError, match=r"1\.0\.0: train of an earlier export cannot be read"):
+        export(RECORDS[:2], tmp_path, "validation", ("tfds",))
+    export(RECORDS[:3], tmp_path, "train", ("tfds",))
+    assert stored(tmp_path, "train") == RECORDS[:3]
+
+
+def test_forms_may_be_exported_one_after_the_other(tmp_path):
+    for form in FORMS:
+        export(RECORDS, tmp_path, "train", (form,))
+    assert set(json.loads((tmp_path / "dataset_info.json").read_text())) == {
+        "train_alpaca",
+        "train_sharegpt",
+    }
+    left = {path.name for path in tmp_path.glob("train_*")}
+    endings = ("alpaca.json", "sharegpt.json", "messages.jsonl", "card.md")
+    assert left == {f"train_{ending}" for ending in endings}
+    assert stored(tmp_path, "train") == RECORDS
 
 
 def test_an_unknown_form_is_the_users_mistake(tmp_path):
