@@ -52,6 +52,8 @@ class FetchError(Exception):
     @property
     def transient(self) -> bool:
         """Whether another attempt may succeed."""
-        if self.kind == "status":
-            return self.status in (408, 425, 429, 500, 502, 503, 504)
+        if self.status is not None:
+            # Also what is in no standard: 520 to 524 of Cloudflare, 529 of overloaded models.
+            failed = self.status >= 500 and self.status not in (501, 505)
+            return failed or self.status in (408, 425, 429)
         return self.kind in TRANSIENT

@@ -101,6 +101,22 @@ def test_failures_in_passing_are_tried_again_and_others_are_not(server):
     assert (server.hits["/missing"], server.hits["/big"], server.hits["/500"]) == (1, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("statuses", "again"),
+    [
+        ((408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529), True),
+        ((400, 401, 402, 403, 404, 410, 413, 422, 501, 505), False),
+    ],
+)
+def test_statuses_that_may_pass_are_tried_again(server, statuses, again):
+    server.hits.clear()
+    for status in statuses:
+        server.pages[f"/{status}"] = lambda h, status=status: h.answer(b"no", status)
+        with pytest.raises(FetchError):
+            get(server, f"/{status}")
+        assert server.hits[f"/{status}"] == (2 if again else 1), status
+
+
 def test_a_wait_that_the_server_asks_for_is_not_begun_when_time_will_not_do(server):
     seconds = stopwatch()
     with pytest.raises(FetchError) as caught:
