@@ -17,7 +17,7 @@ from coa_jax.tools.code_session import Continued, continued, longest_s, own_resu
 from coa_jax.tools.corpus import split_contents
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import trusting
-from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
@@ -58,6 +58,7 @@ class RemoteSearch:
             raise UserError(f"wiki_search: top_k is {top_k}; give 1 or more")
         trusting(url)
         self._url, self._top_k, self._key_env = url, top_k, key_env
+        self._blame = Blame()
         self._limits = Limits(total_s=timeout_s, read_s=timeout_s, redirects=0)
         self.deadline = timeout_s + 1.0
         self.settings = json.dumps([url, top_k])
@@ -80,7 +81,9 @@ class RemoteSearch:
         except FetchError as error:
             text = f"The search failed: {error.message}. Search again, or go on without it."
             detail = {"error": f"{error.kind}: {error.message}"}
-            return Observation(text, False, error.outcome, time.monotonic() - start, detail)
+            failed = self._blame.outcome(error)
+            return Observation(text, False, failed, time.monotonic() - start, detail)
+        self._blame.answered()
         if not hits:
             text = "Nothing was found. Try other or fewer words."
             return Observation(text, False, "error", time.monotonic() - start, {"hits": 0})
@@ -146,7 +149,7 @@ class RemoteCode:
         trusting(url)
         self._url, self._key_env, self.remembers = url, key_env, session
         self._program = ProgramLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb)
-        self._room = max_output_chars
+        self._room, self._blame = max_output_chars, Blame()
         total = (longest_s(timeout_s) if session else timeout_s) + queue_s
         self._limits = Limits(total_s=total, read_s=total, redirects=0, attempts=2)
         self.deadline = total + 1.0
@@ -174,7 +177,9 @@ class RemoteCode:
         except FetchError as error:
             text = f"The {self.name} tool is not available at the moment: {error.message}."
             detail = {"exception": f"{error.kind}: {error.message}"}
-            return Observation(text, False, error.outcome, time.monotonic() - start, detail)
+            failed = self._blame.outcome(error)
+            return Observation(text, False, failed, time.monotonic() - start, detail)
+        self._blame.answered()
         if self.remembers:
             result = own_result(result)
         outcome, text = describe(result, limits, self._room)

@@ -22,7 +22,7 @@ from coa_jax.protocol import parse_inspection
 from coa_jax.tools.base import Observation, Outcome, ToolContext, time_for
 from coa_jax.tools.net.address import Guard
 from coa_jax.tools.net.chat import ChatConfig, chat
-from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.text import clip
 
@@ -84,7 +84,7 @@ class VisualInspector:
         self._folder = Path(config.folder).expanduser().resolve() if config.folder else None
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")
-        self._config = config
+        self._config, self._blame = config, Blame()
         self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
         self.deadline = config.chat.timeout_s + 1.0
         self.settings = json.dumps([config.chat.model, str(self._folder)])
@@ -121,7 +121,8 @@ class VisualInspector:
             text = await chat(self._config.chat, [{"role": "user", "content": content}], left)
         except FetchError as error:
             text = f"The image could not be looked at: {error.message}. Go on without it."
-            return seen(text, error.outcome)
+            return seen(text, self._blame.outcome(error))
+        self._blame.answered()
         return seen(clip(text, self._config.max_chars), "ok")
 
     async def _image(self, path: str, seconds: float) -> bytes:

@@ -20,7 +20,7 @@ from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import trusting
-from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.wiki_search import Index
@@ -206,6 +206,7 @@ class WebSearch:
         else:
             self._search = _own(self.provider)
         self._config, self._guard = config, Guard(block=config.blocked)
+        self._blame = Blame()
         self._limits = Limits(
             total_s=config.timeout_s,
             read_s=config.timeout_s,
@@ -239,7 +240,9 @@ class WebSearch:
         except FetchError as error:
             detail["error"] = f"{error.kind}: {error.message}"
             text = f"The search failed: {error.message}. Search again, or go on without it."
-            return Observation(text, False, error.outcome, time.monotonic() - start, detail)
+            failed = self._blame.outcome(error)
+            return Observation(text, False, failed, time.monotonic() - start, detail)
+        self._blame.answered()
         shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
         detail |= {"results": len(shown), "links": [result.link for result in shown]}
         text = format_results(shown, query, self._config.snippet_chars)

@@ -106,6 +106,14 @@ def test_servers_that_fail_are_faults_or_timeouts_in_time(broken, path):
     assert seconds() < 3
 
 
+def test_limits_that_the_server_does_not_take_are_no_mistake_of_the_policy(url):
+    search = RemoteSearch(f"{url}/retrieve", top_k=101, key_env="TOOL_TOKEN")
+    assert ask(search, "capital of Aland").outcome == "fault"
+    for limits in ({"timeout_s": 61.0}, {"memory_mb": 8193}):
+        code = RemoteCode(f"{url}/run_code", key_env="TOOL_TOKEN", **limits)
+        assert ask(code, "```py\nprint(1)\n```").outcome == "fault"
+
+
 def post(url, body, token=TOKEN):
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()

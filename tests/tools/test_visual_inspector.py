@@ -141,6 +141,14 @@ def test_a_model_that_fails_is_said_in_time(server, folder, path, outcome):
     assert seen.seconds < 1.5
 
 
+def test_a_model_without_eyes_is_no_mistake_of_the_policy(server, folder):
+    server.pages["/text/chat/completions"] = lambda h: h.json(
+        {"error": {"message": "image_url is not supported by this model"}}, 400
+    )
+    inspector = tool(server, folder, "/text")
+    assert [ask(inspector, "a.png").outcome for _ in range(2)] == ["fault", "fault"]
+
+
 def test_without_a_model_every_call_says_so():
     seen = ask(VisualInspector(VisualConfig()), "a.png")
     assert seen.outcome == "error" and "No model that can look at images" in seen.text

@@ -141,9 +141,35 @@ def test_a_query_that_cannot_be_searched_is_the_mistake_of_who_wrote_it(server):
     for query in ("word " * 900, "\u00fc" * 700):
         seen = ask(tool(server), query)
         assert (seen.ok, seen.outcome) == (False, "error") and "too long" in seen.text
-    for status in (400, 413, 422):
-        server.pages["/choosy"] = lambda h, status=status: h.answer(b"no", status)
-        assert ask(tool(server, "/choosy")).outcome == "error"
+    server.pages["/choosy"] = choosy
+    search = tool(server, "/choosy")
+    for status in ("400", "422", "413", "414"):
+        assert ask(search).ok
+        assert ask(search, status).outcome == "error"
+    assert ask(tool(server, "/choosy"), "413").outcome == "error"  # only its size explains it
+
+
+def choosy(handler):
+    """Refuses the query "400" with this status, "empty" like a service without credits."""
+    query = json.loads(handler.body)["q"]
+    if query == "empty":
+        handler.json({"message": "Not enough credits", "statusCode": 400}, 400)
+    elif query.isdecimal():
+        handler.json({"message": "Query not allowed."}, int(query))
+    else:
+        handler.json({"organic": ROWS})
+
+
+def test_a_service_that_refuses_whatever_is_asked_is_no_mistake_of_the_policy(server):
+    server.pages["/choosy"] = choosy
+    search = tool(server, "/choosy")
+    assert ask(search, "400").outcome == "fault"  # nothing shows that it takes our settings
+    assert ask(search).ok
+    assert ask(search, "empty").outcome == "fault"
+    # An account that is empty in words we do not know is refused again and again.
+    outcomes = [ask(search, "400").outcome for _ in range(5)]
+    assert outcomes == ["error", "error", "error", "fault", "fault"]
+    assert ask(search).ok and ask(search, "422").outcome == "error"
 
 
 def test_the_deadline_of_the_caller_comes_first(server):

@@ -22,7 +22,7 @@ import httpx2
 
 from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, GuardedBackend, parse_url, port_of
-from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
 from coa_jax.tools.net.secrets import quieten
 
 T = TypeVar("T")
@@ -242,7 +242,12 @@ async def _exchange(
             found = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in answer.headers}
             if answer.status in _REDIRECTS and "location" in found:
                 return Response(answer.status, str(url), found, b"")
-            _check_head(answer.status, found, types, limits)
+            if answer.status >= 400:
+                words = b""
+                if answer.status in REFUSED:
+                    words = await _read(answer.aiter_stream(), found, limits.max_bytes)
+                raise _error_status(answer.status, found, words)
+            _check_head(found, types, limits)
             content = await _read(answer.aiter_stream(), found, limits.max_bytes)
     except httpcore2.TimeoutException as error:
         raise FetchError("timeout", "the server took too long") from error
@@ -253,12 +258,13 @@ async def _exchange(
     return Response(answer.status, str(url), found, content)
 
 
-def _check_head(
-    status: int, headers: Mapping[str, str], types: tuple[str, ...], limits: Limits
-) -> None:
-    if status >= 400:
-        wait = _seconds(headers.get("retry-after", ""))
-        raise FetchError("status", f"the server answered with status {status}", status, wait)
+def _error_status(status: int, headers: Mapping[str, str], words: bytes) -> FetchError:
+    wait = _seconds(headers.get("retry-after", ""))
+    why = f"the server answered with status {status}"
+    return FetchError("status", why, status, wait, speaks_of_account(words))
+
+
+def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limits) -> None:
     kind = media_type(headers)
     if types and kind and not kind.startswith(types):
         raise FetchError("type", f"content of the type {kind[:60]} cannot be read")
