@@ -31,7 +31,7 @@ from coa_jax.tools.summarize import click_intent, last_query, summarize
 from coa_jax.tools.turns import Turns
 from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
 from coa_jax.tools.wiki_search import Index
-from coa_jax.tools.worker import WorkerError, Workers
+from coa_jax.tools.worker import WorkerBusyError, WorkerError, Workers
 
 _log = logging.getLogger(__name__)
 
@@ -210,6 +210,7 @@ class _Call:
 
         Raises:
             FetchError: it cannot be had.
+            WorkerBusyError: no process is free to read it, which is a fault of ours.
         """
         tool, most = self.tool, 8 * self.tool._config.page_chars
         parsed = parse_url(url)
@@ -221,16 +222,20 @@ class _Call:
                 raise FetchError("refused", why)
         request = Request(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
+        half = self.left() / 2  # for its turn, so that waiting in vain is told from a slow page
         ask = functools.partial(
             tool._workers.ask,
             response.body,
             dict(response.headers),
             response.url,
             most,
-            timeout=min(self.left(), tool._limits.total_s),
+            timeout=min(half, tool._limits.total_s),
+            wait=half,
         )
         try:
             found = await asyncio.to_thread(ask)
+        except WorkerBusyError:
+            raise
         except WorkerError as error:
             raise FetchError("malformed", "its content cannot be read") from error
         if not found["text"]:

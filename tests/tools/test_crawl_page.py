@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,6 +18,7 @@ from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.wiki_search import load_index
+from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
 
 KEY = "chat-key-0123456789"
@@ -179,6 +182,18 @@ def test_a_page_that_breaks_the_reader_costs_its_own_entry_only(server, reader, 
     assert seen.ok and FACT in seen.text
     assert seen.detail["errors"] == ["fault", "refused"]
     assert ask(reader, f"http://wiki.local/Aland|{far}").outcome == "fault"
+
+
+def test_that_no_process_is_free_to_read_a_page_is_not_the_fault_of_the_page(server):
+    busy = tool(timeout_s=2.0)
+    busy._workers = Workers("time:sleep", count=1)
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(busy._workers.ask, 3.0, timeout=10)
+        while not busy._workers._free.empty():  # until the only process is taken
+            time.sleep(0.01)
+        seen = ask(busy, server.url("/page"))
+        sleeping.result()
+    assert (seen.outcome, seen.detail["errors"]) == ("fault", ["fault"])
 
 
 def test_what_a_stored_answer_depends_on_names_it(index, tmp_path):
