@@ -51,7 +51,8 @@ class Observation:
         ok: whether the call did what was asked.
         outcome: how the call ended.
         seconds: wall time of the call.
-        detail: figures for logs and traces (exit code, scores); JSON values only.
+        detail: figures for logs and traces (exit code, scores); JSON values only.  ``incomplete``
+            is true where a part failed that may come next time: no cache keeps the answer.
     """
 
     text: str

@@ -157,6 +157,8 @@ class CrawlPage:
         detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
         if call.summary_failures:
             detail["summary_failures"] = call.summary_failures
+        if errors or call.summary_failures:
+            detail["incomplete"] = True
         seconds = time.monotonic() - start
         return Observation("\n\n".join(texts), ok, outcome, seconds, detail)
 

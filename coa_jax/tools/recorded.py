@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 Mode = Literal["cache", "record", "replay"]
 """What a store is for.
 
-``cache`` answers again what went well and is young enough; ``record`` calls always and keeps every
-answer, failures too; ``replay`` never calls: what is not in the recording is a fault.
+``cache`` answers again what went well as a whole and is young enough; ``record`` calls always and
+keeps every answer, failures too; ``replay`` never calls: what is not in the recording is a fault.
 """
 
 _MARGIN_S = 1.0
@@ -97,7 +97,8 @@ class Recorded:
                 detail = {"exception": f"the call is not in the recording {self.store.path}"}
                 return Observation(text, False, "fault", time.monotonic() - start, detail)
         observation = await call(self.tool, arguments, context)
-        if self.mode == "record" or observation.ok:
+        whole = observation.ok and not observation.detail.get("incomplete")
+        if self.mode == "record" or whole:
             await self._put(key, arguments, observation)
         return observation
 

@@ -251,6 +251,24 @@ def test_a_summariser_that_fails_leaves_the_page_and_says_so(server, index, monk
     assert seen.detail["summary_failures"] and KEY not in f"{seen}"
 
 
+def test_a_cache_keeps_no_page_that_lacks_its_summary_and_no_list_that_lacks_a_page(
+    server, index, tmp_path
+):
+    url, store = server.url("/page"), Store(tmp_path / "calls.sqlite")
+    deaf = ChatConfig(server.url("/weak"), "small", attempts=1)
+    cached = Recorded(tool(index, summarizer=deaf), store, "cache")
+    server.pages["/weak/chat/completions"] = lambda h: h.answer(b"busy", 503)
+    assert "[No summary: " in ask(cached, url).text
+    server.pages["/weak/chat/completions"] = reply
+    assert "Summary:\nQuery: " in ask(cached, url).text
+    assert ask(cached, url).detail["stored"]
+    both = f"{url}|{server.url('/late')}"
+    server.pages["/late"] = lambda h: h.answer(b"busy", 503)
+    assert ask(cached, both).detail["failed"] == 1
+    server.pages["/late"] = server.pages["/page"]
+    assert ask(cached, both).detail["failed"] == 0
+
+
 def test_calls_without_an_address_and_repeats(reader, server):
     assert ask(reader, "lighthouse height").outcome == "bad_call"
     repeat = ask(reader, server.url("/page"), history=(("crawl_page", server.url("/page")),))
