@@ -80,6 +80,7 @@ class CrawlPage:
         name: "crawl_page".
         deadline: seconds a call may take.
         settings: what answers depend on besides the addresses.
+        tailored: whether an answer is made for what `depends_on` gives.
     """
 
     name = "crawl_page"
@@ -113,6 +114,7 @@ class CrawlPage:
         self._workers = Workers("coa_jax.tools.page_text:extract")
         self._turns = Turns(config.concurrency)
         self.deadline = config.timeout_s + 1.0
+        self.tailored = bool(config.summarizer)
         self.settings = json.dumps(
             [
                 *(config.page_chars, config.max_pages, config.robots),
@@ -122,9 +124,7 @@ class CrawlPage:
         )
 
     def depends_on(self, context: ToolContext) -> list[str]:
-        """What of the trajectory an answer depends on besides the addresses."""
-        if not self._config.summarizer:
-            return []
+        """What of the trajectory a summary depends on besides the addresses."""
         return [context.question, last_query(context), context.think.strip()]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:

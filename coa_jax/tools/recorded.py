@@ -52,8 +52,9 @@ class Recorded:
         Args:
             tool: the tool; settings on which its answers depend are in its attribute
                 ``settings``, if it has one, and name the entries of a cache too.  One whose
-                answers depend on the earlier calls has ``remembers``; ``depends_on(context)``
-                gives texts of the trajectory on which they depend.
+                answers depend on the earlier calls has ``remembers``.  One that can tailor them
+                to texts of the trajectory gives these by ``depends_on(context)``, and says in
+                ``tailored`` whether it does as it is configured.
             store: where answers are kept.
             mode: see `Mode`.
             max_age_s: seconds after which a cache calls again; None for never.
@@ -73,14 +74,16 @@ class Recorded:
         self._warned = False
 
     def key(self, arguments: str, context: ToolContext) -> str:
-        """The name of a call's entry."""
+        """The name of a call's entry, by the settings of the tool."""
+        return self._key(arguments, context, getattr(self.tool, "tailored", False))
+
+    def _key(self, arguments: str, context: ToolContext, tailored: bool) -> str:
+        if getattr(self.tool, "remembers", False):
+            earlier = [[body.strip(), outcome] for body, outcome in own_calls(self.name, context)]
+            return key_of(self.name, self._settings, arguments.strip(), earlier)
         repeated = is_repeat(self.name, arguments, context)
-        depends_on = getattr(self.tool, "depends_on", None)
-        parts = [] if depends_on is None else depends_on(context)
-        if not getattr(self.tool, "remembers", False):
-            return key_of(self.name, self._settings, arguments.strip(), repeated, *parts)
-        earlier = [[body.strip(), outcome] for body, outcome in own_calls(self.name, context)]
-        return key_of(self.name, self._settings, arguments.strip(), earlier)
+        parts = self.tool.depends_on(context) if tailored else []  # type: ignore[attr-defined]
+        return key_of(self.name, self._settings, arguments.strip(), repeated, *parts)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Answers from the store or by a call; see ``coa_jax.tools.base.Tool``."""
@@ -88,6 +91,9 @@ class Recorded:
         key = self.key(arguments, context)
         if self.mode != "record":
             kept = await self._get(key)
+            if kept is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
+                # Settings do not name recordings: this one may have been made with the other.
+                kept = await self._get(self._key(arguments, context, not self.tool.tailored))
             if kept is not None:
                 detail = {**kept.detail, "stored": True}
                 seconds = kept.seconds if self.mode == "replay" else time.monotonic() - start

@@ -212,6 +212,22 @@ def test_what_a_stored_answer_depends_on_names_it(index, tmp_path):
         assert key(context, mode, summarizer=chat) != key(other, mode, summarizer=chat)
 
 
+@pytest.mark.parametrize("recorded_with_summaries", [True, False])
+def test_a_recording_is_replayed_with_and_without_a_summariser(
+    server, index, tmp_path, recorded_with_summaries
+):
+    store, url = Store(tmp_path / "calls.sqlite"), server.url("/page")
+    with_it = tool(index, summarizer=ChatConfig(server.url("/llm"), "small"))
+    tools = [with_it, tool(index)] if recorded_with_summaries else [tool(index), with_it]
+    asked = {"question": "How tall?", "think": "I must know how tall it is."}
+    first = ask(Recorded(tools[0], store, "record"), url, **asked)
+    for again in tools:
+        assert ask(Recorded(again, store, "replay"), url, **asked).text == first.text
+    # A summary is of its question, a page is the same for all.
+    other = ask(Recorded(tools[1], store, "replay"), url, question="Who built it?")
+    assert other.outcome == ("fault" if recorded_with_summaries else "ok")
+
+
 def test_long_pages_and_long_lists_are_cut(server, index):
     short = tool(index, page_chars=100, max_pages=2)
     seen = ask(short, "|".join(server.url(f"/long?{i}") for i in range(4)))
