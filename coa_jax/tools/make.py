@@ -35,16 +35,23 @@ class StoreConfig:
     Attributes:
         path: of the SQLite file, which many processes may share; "" for none.
         mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
-        tools: whose answers; empty for all.
+        tools: whose answers; empty for all tools where calls are recorded or replayed, and for
+            ``web_search`` and ``crawl_page``, which cost money and time, in a cache.
         max_age_s: seconds after which a cache asks again; 0 for never.
         max_entries: how many answers are kept, the youngest; 0 for all.
     """
 
     path: str = ""
     mode: Mode = "cache"
-    tools: tuple[str, ...] = ("web_search", "crawl_page")
+    tools: tuple[str, ...] = ()
     max_age_s: float = 0.0
     max_entries: int = 0
+
+    def keeps(self, name: str) -> bool:
+        """Whether the answers of a tool are kept."""
+        if not self.tools:
+            return self.mode != "cache" or name in ("web_search", "crawl_page")
+        return name in self.tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +199,7 @@ def _stored(tools: list[Tool], config: StoreConfig, source: str) -> list[Tool]:
             config.max_age_s or None,
             source if isinstance(tool, WikiSearch | WebSearch | CrawlPage) else "",
         )
-        if not config.tools or tool.name in config.tools
+        if config.keeps(tool.name)
         else tool
         for tool in tools
     ]

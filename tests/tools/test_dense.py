@@ -147,11 +147,12 @@ def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(
     tmp_path, encoder, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    corpus, store = tmp_path / "corpus.jsonl", {"path": str(tmp_path / "s.sqlite"), "tools": ()}
+    corpus = tmp_path / "corpus.jsonl"
+    store = StoreConfig(path=str(tmp_path / "s.sqlite"), tools=("wiki_search",))
 
     def answer(**changes):
         config = ToolsConfig(names=("wiki_search",), top_k=1, corpus=str(corpus),
-                             store=StoreConfig(**store), **changes)  # fmt: skip
+                             store=store, **changes)  # fmt: skip
         return ask(make_tools(config)[0], "capital")
 
     corpus.write_text('{"title": "One", "text": "the capital"}\n')

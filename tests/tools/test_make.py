@@ -68,6 +68,23 @@ def test_the_web_tools_work_without_a_network_or_a_key(monkeypatch, tmp_path):
     assert page.ok and "Norway: Capital" in page.text
 
 
+@pytest.mark.parametrize(
+    ("mode", "tools", "kept"),
+    [
+        ("cache", (), ["web_search"]),
+        ("record", (), ["wiki_search", "web_search"]),
+        ("replay", (), ["wiki_search", "web_search"]),
+        ("cache", ("wiki_search",), ["wiki_search"]),
+        ("replay", ("wiki_search",), ["wiki_search"]),
+    ],
+)
+def test_recordings_hold_all_tools_and_caches_the_web(monkeypatch, tmp_path, mode, tools, kept):
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    store = StoreConfig(path=str(tmp_path / "calls.sqlite"), mode=mode, tools=tools)
+    made = make_tools(ToolsConfig(names=("wiki_search", "web_search"), store=store))
+    assert [tool.name for tool in made if isinstance(tool, Recorded)] == kept
+
+
 def test_settings_come_from_a_config_of_the_same_form():
     config = complete(ToolsConfig, {"names": ("web_search",), "web_search": {"top_k": 4}})
     config.crawl_page.summarizer.url = "http://localhost:8000/v1"
