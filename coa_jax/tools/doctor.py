@@ -4,9 +4,9 @@
 each thing that must not happen.  Exit code 0: all were contained; 1: one was not; 2: there is
 no isolation.
 
-``python -m coa_jax.tools.doctor --tools [--config FILE.py]`` says instead of each tool how it is
-configured and whether the servers behind it answer; without a file, with the default settings.
-Exit code 0: all can be called; 1: one cannot; 2: the file cannot be read.
+``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` says instead of each tool
+how it is configured and whether the servers behind it answer; without a file, with the default
+settings.  Exit code 0: all can be called; 1: one cannot; 2: the file cannot be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import runpy
 import statistics
 import sys
 import time
@@ -74,6 +73,7 @@ def _print_facts(isolation: Isolation) -> None:
 
 def _show_tools(path: str) -> int:
     # Imported here: the proof of isolation needs nothing but the standard library.
+    from coa_jax.cli import load_config
     from coa_jax.settings import build
     from coa_jax.tools.make import ToolsConfig
     from coa_jax.tools.reach import findings
@@ -81,9 +81,8 @@ def _show_tools(path: str) -> int:
     try:
         if path:
             try:
-                made = runpy.run_path(path)["get_config"]()
-                config = build(ToolsConfig, made["tools"], "config.tools")
-            except (OSError, KeyError, SyntaxError) as error:
+                config = build(ToolsConfig, load_config(path)["tools"], "config.tools")
+            except (KeyError, SyntaxError) as error:
                 raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
         else:
             names = ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")

@@ -21,9 +21,16 @@ def server():
         yield server
 
 
+CONFIG = """\
+from ml_collections import ConfigDict
+def get_config({argument}):
+    return ConfigDict({{"tools": {tools}}})
+"""
+
+
 def run(tmp_path, capsys, tools):
     path = tmp_path / "config.py"
-    path.write_text(f"def get_config():\n    return {{'tools': {tools!r}}}\n")
+    path.write_text(CONFIG.format(argument="", tools=repr(tools)))
     code = doctor.main(["--config", str(path)])
     captured = capsys.readouterr()
     lines = {line.split()[1 + line.startswith("NOT")]: line for line in captured.out.splitlines()}
@@ -95,7 +102,8 @@ def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypa
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "get_config"), ("def get_config(", "SyntaxError"),
-     ("def get_config():\n    return {'tools': {'nmaes': 1}}", "nmaes is not a setting")],
+     (CONFIG.format(argument="", tools={"nmaes": 1}), "nmaes is not a setting"),
+     ("from ml_collections import ConfigDict as get_config", "no tools can be read")],
 )  # fmt: skip
 def test_files_that_hold_no_tools_are_explained(tmp_path, capsys, text, message):
     path = tmp_path / "config.py"
@@ -103,3 +111,10 @@ def test_files_that_hold_no_tools_are_explained(tmp_path, capsys, text, message)
     assert doctor.main(["--config", str(path)]) == 2
     assert message in capsys.readouterr().err
     assert doctor.main(["--config", str(tmp_path / "absent.py")]) == 2
+
+
+def test_a_config_that_takes_an_argument_gets_it(tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.format(argument="arg", tools='{"names": (arg,)}'))
+    assert doctor.main(["--config", f"{path}:visual_inspector"]) == 1
+    assert "no model is configured" in capsys.readouterr().out
