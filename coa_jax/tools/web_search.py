@@ -25,8 +25,8 @@ from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.wiki_search import Index
 
-_QUERY_BYTES = 2000
-"""Longest query as part of an address; what search services take."""
+_LONGEST_QUERY = 2000
+"""Characters of a query as it is sent; in an address a sign of another script is nine of them."""
 
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
@@ -122,7 +122,8 @@ def searxng(url: str) -> Provider:
     guard = trusting(url)
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
-        address = f"{url}?{urllib.parse.urlencode({'q': query, 'format': 'json'})}"
+        asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
+        address = f"{url}?{asked}"
         return _results(
             await fetch_json(Request(address), limits, guard), "results", "url", "content"
         )
@@ -226,9 +227,12 @@ class WebSearch:
         if not query:
             text = "The query is empty. Write what to search for between the tags."
             return Observation(text, False, "bad_call", time.monotonic() - start)
-        if len(urllib.parse.quote(query)) > _QUERY_BYTES:
+        in_address = self.provider == "searxng"
+        sent = urllib.parse.quote(query, errors="replace") if in_address else query
+        if len(sent) > _LONGEST_QUERY:
             text = "The query is too long. Search for its most telling words."
-            return Observation(text, False, "error", time.monotonic() - start)
+            seconds = time.monotonic() - start
+            return Observation(text, False, "error", seconds, {"too_long": True})
         if is_repeat(self.name, arguments, context):
             text = "This query was already searched. Use its result or search for something else."
             seconds = time.monotonic() - start

@@ -138,15 +138,28 @@ def test_a_service_that_fails_is_a_fault_or_a_timeout_in_time(server, path):
 
 
 def test_a_query_that_cannot_be_searched_is_the_mistake_of_who_wrote_it(server):
-    for query in ("word " * 900, "\u00fc" * 700):
-        seen = ask(tool(server), query)
+    for provider, query in (("serper", "word " * 900), ("searxng", "灯" * 230)):
+        seen = ask(tool(server, provider=provider), query)
         assert (seen.ok, seen.outcome) == (False, "error") and "too long" in seen.text
+        assert seen.detail == {"too_long": True}
     server.pages["/choosy"] = choosy
     search = tool(server, "/choosy")
     for status in ("400", "422", "413", "414"):
         assert ask(search).ok
         assert ask(search, status).outcome == "error"
     assert ask(tool(server, "/choosy"), "413").outcome == "error"  # only its size explains it
+
+
+def test_only_in_an_address_is_a_sign_of_another_script_as_long_as_nine(server, index):
+    assert ask(tool(server), "灯" * 1900).ok
+    assert ask(tool(server, "/searx", provider="searxng"), "灯" * 220).ok
+    local = WebSearch(WebSearchConfig(provider="local"), lambda: index)
+    assert ask(local, "capital of Aland " + "灯" * 230).ok
+
+
+def test_half_a_surrogate_pair_is_searched_for_as_a_sign_that_is_not_known(server):
+    assert ask(tool(server, "/searx", provider="searxng"), "a\ud800").ok
+    assert ask(tool(server), "a\ud800").ok
 
 
 def choosy(handler):
