@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -39,6 +40,7 @@ class CodeTool:
         name: "code".
         deadline: seconds for waiting, running and cleaning up; the tool's own limits come first.
         isolation: what confines the programs.
+        settings: what answers depend on besides the program.
         remembers: whether an answer depends on the earlier calls.
     """
 
@@ -103,8 +105,14 @@ class CodeTool:
         self.remembers = session
         self.deadline = queue_s + (longest_s(timeout_s) if session else timeout_s) + GRACE_S + 1.0
         self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
-        self._job = self.isolation.job(
-            Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes), libraries
+        confined = Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes)
+        self._job = self.isolation.job(confined, libraries)
+        python = self.isolation.interpreter
+        self.settings = json.dumps(
+            [
+                *(dataclasses.asdict(confined), max_output_chars, libraries),
+                *(self.isolation.backend, python.path, python.version),
+            ]
         )
         # A semaphore belongs to one event loop, a tool may live through several.
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (

@@ -116,6 +116,7 @@ class RemoteCode:
     Attributes:
         name: "code".
         deadline: seconds a call may take.
+        settings: what answers depend on besides the program.
         remembers: whether an answer depends on the earlier calls.
     """
 
@@ -151,6 +152,7 @@ class RemoteCode:
         self._program = ProgramLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb)
         self._room, self._blame = max_output_chars, Blame()
         total = (longest_s(timeout_s) if session else timeout_s) + queue_s
+        self.settings = json.dumps([url, timeout_s, memory_mb, max_output_chars])
         self._limits = Limits(total_s=total, read_s=total, redirects=0, attempts=2)
         self.deadline = total + 1.0
 

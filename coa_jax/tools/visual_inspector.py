@@ -87,7 +87,13 @@ class VisualInspector:
         self._config, self._blame = config, Blame()
         self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
         self.deadline = config.chat.timeout_s + 1.0
-        self.settings = json.dumps([config.chat.model, str(self._folder)])
+        self.settings = json.dumps(
+            [
+                *(config.chat.url, config.chat.model, config.chat.temperature),
+                *(config.chat.max_tokens, config.max_chars, config.max_bytes),
+                *(str(self._folder), config.allow_hosts),
+            ]
+        )
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image of the call between the tags."""

@@ -85,6 +85,49 @@ def test_recordings_hold_all_tools_and_caches_the_web(monkeypatch, tmp_path, mod
     assert [tool.name for tool in made if isinstance(tool, Recorded)] == kept
 
 
+CHAT = {"url": "http://127.0.0.1:9/v1", "model": "eyes"}
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "change"),
+    [
+        ("code", {}, {"code_timeout_s": 1.0}),
+        ("code", {}, {"code_cpu_s": 1.0}),
+        ("code", {}, {"code_memory_mb": 512}),
+        ("code", {}, {"code_output_chars": 99}),
+        ("code", {}, {"code_url": "http://127.0.0.1:9/run_code"}),
+        *(
+            ("code", {"code_url": "http://127.0.0.1:9/run_code"}, change)
+            for change in (
+                {"code_url": "http://127.0.0.1:8/run_code"},
+                {"code_timeout_s": 1.0},
+                {"code_memory_mb": 512},
+                {"code_output_chars": 99},
+            )
+        ),
+        *(
+            ("visual_inspector", {"visual_inspector": {"chat": CHAT}}, {"visual_inspector": change})
+            for change in (
+                {"chat": {**CHAT, "url": "http://127.0.0.1:8/v1"}},
+                {"chat": {**CHAT, "model": "more eyes"}},
+                {"chat": {**CHAT, "max_tokens": 9}},
+                {"chat": CHAT, "max_chars": 99},
+                {"chat": CHAT, "allow_hosts": ("a.example",)},
+            )
+        ),
+    ],
+)
+def test_a_cache_tells_apart_what_other_limits_and_addresses_answer(tmp_path, name, base, change):
+    store = {"path": str(tmp_path / "calls.sqlite"), "tools": (name,)}
+
+    def key(**settings):
+        values = {"names": (name,), "store": store, **settings}
+        (made,) = make_tools(build(ToolsConfig, values, "config.tools"))
+        return made.key("the same", ToolContext())
+
+    assert key(**base) == key(**base) != key(**{**base, **change})
+
+
 def test_settings_come_from_a_config_of_the_same_form():
     config = complete(ToolsConfig, {"names": ("web_search",), "web_search": {"top_k": 4}})
     config.crawl_page.summarizer.url = "http://localhost:8000/v1"
