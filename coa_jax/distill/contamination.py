@@ -16,6 +16,7 @@ from coa_jax.distill.filters import Run
 from coa_jax.distill.messages import Kind
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.grading import normalize_answer
+from coa_jax.tools.words import words
 
 MIRRORS = (
     "huggingface.co/datasets",
@@ -27,8 +28,6 @@ MIRRORS = (
 )
 """Addresses under which copies of benchmarks are found."""
 
-_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+")
 _NAME = re.compile(r"[A-Z][\w'-]*(?:(?: (?:of|the|de|la|and))? [A-Z][\w'-]*)*|\d+")
 # An address may stand inside another: an archive, a proxy.
 _URL = re.compile(r"(?=https?://([^\s|)\"'<>]+))", re.IGNORECASE)
@@ -38,11 +37,6 @@ _OPENING = re.compile(
     r"do|name|give|tell|find|list)\b\s*",
     re.IGNORECASE,
 )
-
-
-def words(text: str) -> list[str]:
-    """The words of a text in lower case; Chinese and Japanese, without blanks, sign by sign."""
-    return _WORD.findall(text.lower())
 
 
 def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:

@@ -10,11 +10,12 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked, words
+from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, Run, SetFilter
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
+from coa_jax.tools.words import words
 
 _EVASIVE = re.compile(
     r"\W*(?:(?:(?:the |my )?answer|it|this) (?:is|was|remains) )?(?:"

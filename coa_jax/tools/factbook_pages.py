@@ -71,6 +71,9 @@ _SOURCES = {  # where the page has what a relation states
 }
 _SPARE = 16  # characters beside its value that a field may lose when a sentence takes its place
 _BOILERPLATE = 3  # a note that so many entities share word for word explains a method, not a place
+_ACCENTS = re.compile("(?<=[A-Za-z\u00aa-\u02af\u0370-\u03ff])[\u0300-\u036f]+")
+"""The marks behind a Latin or Greek letter, in decomposed text."""
+
 _TYPOGRAPHY = str.maketrans(
     {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2026": "...", "\xa0": " "}
     | {"\u2013": "-", "\u2014": "-", "\u2212": "-", "\u00d7": "x", "\u0131": "i", "\u0111": "d"}
@@ -169,14 +172,16 @@ def passages(limit: int = 300) -> Iterator[Passage]:
 
 
 def fold(text: str) -> str:
-    """Plain text: no tags, entities, typography, doubled spaces, nor accents of Latin letters.
+    """Plain text: no tags, entities, typography, doubled spaces, nor accents of letters.
 
-    Letters of other scripts stay as they are.
+    Where a mark makes another letter, as in the Cyrillic й, it is no accent; on Latin and Greek
+    letters all are.
     """
     text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
     text = html.unescape(html.unescape(re.sub(r"</?[a-zA-Z][^>]*>", "", text)))
     text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
-    text = unicodedata.normalize("NFKC", re.sub("[\u0300-\u036f]", "", text))
+    text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
+    text = re.sub("[\u0300-\u036f]", "", text)  # marks of stress, which compose no letter
     return re.sub(r"\s+", " ", text).strip()
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from coa_jax.errors import UserError
-from coa_jax.tools import factbook_pages, factbook_relations
+from coa_jax.tools import factbook_pages, factbook_relations, words
 from coa_jax.tools.base import Observation, ToolContext, is_repeat
 from coa_jax.tools.factbook_pages import Passage, fold
 
@@ -47,8 +47,7 @@ _STOP_WORDS = frozenset(
     {"a", "an", "and", "are", "by", "does", "for", "has", "how", "in", "is", "it", "of", "on"}
     | {"or", "that", "the", "to", "was", "what", "when", "where", "which", "who", "whose", "with"}
 )
-_SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|[{_SIGNS}]|[^\W_{_SIGNS}]+")
+_WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|{words.WORD}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +80,7 @@ class Index(Protocol):
 def tokenize(text: str) -> list[str]:
     """Words of a passage or query: lower case, no accents, no stop words, "1,234" as one number.
 
-    An internet code keeps its dot (".is"), which tells it from the word.  Chinese and Japanese,
-    which have no blanks, are taken sign by sign.
+    An internet code keeps its dot (".is"), which tells it from the word; else see `words.WORD`.
     """
     text = re.sub(r"(?<=\d),(?=\d{3})", "", fold(text).lower())
     return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
@@ -110,21 +108,21 @@ class WikiIndex:
         Raises:
             UserError: there is no passage with a word in it.
         """
-        words = [tokenize(p.title) * TITLE_WEIGHT + tokenize(p.text) for p in passages]
-        if not any(words):
+        indexed = [tokenize(p.title) * TITLE_WEIGHT + tokenize(p.text) for p in passages]
+        if not any(indexed):
             raise UserError("wiki_search has no text to index; give it passages with words")
         import bm25s
 
         scorer = bm25s.BM25(k1=_K1, b=_B, backend="numpy")
-        scorer.index(words, show_progress=False)
+        scorer.index(indexed, show_progress=False)
         return cls(tuple(passages), scorer)
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """See `Index`; only passages that share a word with the query."""
-        words = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
-        if not words:
+        known = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
+        if not known:
             return []
-        scores = self._scorer.get_scores(words)
+        scores = self._scorer.get_scores(known)
         return [(i, float(scores[i])) for i in best_rows(scores, top_k) if scores[i] > 0]
 
     def search(self, query: str, top_k: int) -> list[Hit]:
@@ -187,12 +185,12 @@ def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
     if passages is None:
         parts += [factbook_pages.PACKAGE, factbook_pages.package_version(), passage_chars]
-        sources = [factbook_pages.__file__, factbook_relations.__file__, __file__]
+        sources = [factbook_pages.__file__, factbook_relations.__file__]
     else:
         parts += [(p.title, p.text) for p in passages]
-        sources = [factbook_pages.__file__, __file__]
+        sources = [factbook_pages.__file__]
     digest = hashlib.sha256(json.dumps(parts).encode())
-    for source in sources:
+    for source in (*sources, words.__file__, __file__):
         digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:24]
 

@@ -94,6 +94,13 @@ def test_internet_codes_are_not_words():
     assert tokenize("The code .is is 1,234,5") == ["code", ".is", "1234", "5"]
 
 
+def test_marks_are_dropped_only_where_they_are_accents():
+    assert tokenize("Việt Ἀθῆναι") == ["viet", "αθηναι"]
+    assert tokenize("Йод и ёж, Москва\u0301") == ["йод", "и", "ёж", "москва"]
+    assert tokenize("змеи\u0306") == ["змей"]
+    assert tokenize("हिन्दी") == ["हिन्दी"]
+
+
 def test_corpora_of_any_script_are_searched(tmp_path):
     assert tokenize("Straße in Côte-d'Azur_2") == ["strasse", "cote", "d", "azur", "2"]
     assert tokenize("東京は日本のAI") == ["東", "京", "は", "日", "本", "の", "ai"]
@@ -103,11 +110,13 @@ def test_corpora_of_any_script_are_searched(tmp_path):
         Passage("東京", "日本の首都である。"),
         Passage("القاهرة", "عاصمة مصر"),
         Passage("서울", "대한민국의 수도이다."),
+        Passage("दिल्ली", "भारत की राजधानी है।"),
+        Passage("กรุงเทพ", "เป็นเมืองหลวงของประเทศไทย"),
     )
     index = load_index(tmp_path, passages=passages)
     for query, title in (
         ("столица РОССИИ", "Москва"), ("πρωτευουσα", "Αθήνα"), ("日本首都", "東京"),
-        ("عاصمة", "القاهرة"), ("수도이다", "서울"),
+        ("عاصمة", "القاهرة"), ("수도이다", "서울"), ("राजधानी", "दिल्ली"), ("เมืองหลวง", "กรุงเทพ"),
     ):  # fmt: skip
         assert index.search(query, 1)[0].passage.title == title
 
