@@ -88,7 +88,7 @@ def sample(
         keys: uint32 ``[B, 2]``, the key of each row's sample.
         positions: int32 ``[B]``, folded into the key, so that a draw depends on nothing but the
             sample and the position.
-        temperature: float32 ``[B]``; 0 takes the largest logit.
+        temperature: float32 ``[B]``; 0, or less than a normal number, takes the largest logit.
         top_p, top_k: see `filter_logits`.
         allowed: bool ``[B, V]``, tokens that may be drawn, at least one a row; None for all.
 
@@ -99,20 +99,24 @@ def sample(
     """
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    greedy = temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    largest = jnp.max(scaled, axis=-1, keepdims=True)
-    weights = jnp.exp(scaled - largest)
-    log_z = jnp.log(row_sum(row_sum(_blocks(weights)))) + largest[:, 0]
+    greedy = temperature < jnp.finfo(jnp.float32).tiny
+    # The largest becomes exactly 0.  Subtracted after the division it need not: compilers make one
+    # operation of both, which rounds the quotient nowhere, and exp makes inf or 0 of what is left.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(greedy, 1.0, temperature)[:, None]
+    weights = jnp.exp(scaled)
+    log_z = jnp.log(row_sum(row_sum(_blocks(weights))))
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
     kept = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
-    weights = jnp.where(kept == -jnp.inf, 0.0, weights)
+    # A greedy row draws the first of its largest: on CPUs an argmax costs as much as all else here.
+    out = (kept == -jnp.inf) | (greedy[:, None] & (shifted < 0))
+    weights = jnp.where(out, 0.0, weights)
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
 
-    drawn = inverse_cdf(weights, jax.vmap(draw)(keys, positions))
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    uniform = jnp.where(greedy, 0.0, jax.vmap(draw)(keys, positions))
+    tokens = inverse_cdf(weights, uniform).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - log_z
 

@@ -64,6 +64,38 @@ def test_temperature_zero_takes_the_largest_and_reports_its_plain_log_probabilit
     np.testing.assert_allclose(logps, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "top_p", "top_k"), [(300, 1.0, 0), (300, 0.9, 3), (9000, 1.0, 0)]
+)
+def test_the_lowest_temperatures_take_the_largest(vocab, top_p, top_k):
+    temperature = np.float32([1e-4, 1e-8, 1e-10, 1e-20, 1e-36, 1e-38, 1e-45])
+    rows = np.arange(7)
+    rng = np.random.default_rng(0)
+    logits = rng.normal(scale=4, size=(7, vocab)).astype(np.float32)
+    best = rng.integers(vocab // 2, size=7)
+    logits[rows, best] = logits.max(axis=-1) + 1
+    allowed = rng.random((7, vocab)) < 0.5
+    allowed[rows, best] = True
+    logits[:, -1], allowed[:, -1] = 100, False
+    cut = np.full(7, top_p, np.float32), np.full(7, top_k, np.int32)
+    tokens, logps = jitted_sample(logits, keys_of(7), rows, temperature, *cut, allowed)
+    np.testing.assert_array_equal(tokens, best)
+    # Less than a normal number is greedy, whose log-probability is that of temperature 1.
+    plain = jax.nn.log_softmax(jnp.where(allowed, logits, -jnp.inf))[rows, best]
+    expected = np.where(temperature < np.finfo(np.float32).tiny, plain, 0.0)
+    np.testing.assert_allclose(logps, expected, atol=2e-5)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=300))
+def test_greedy_takes_the_first_of_equal_logits(logits):
+    padded = np.full((1, 300), -5, np.float32)
+    padded[0, : len(logits)] = logits
+    none = np.zeros(1, np.int32)
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    tokens, _ = jitted_sample(padded, keys_of(1), none, zero, one, none)
+    assert tokens[0] == np.argmax(logits)
+
+
 def test_log_probability_is_of_the_distribution_before_truncation():
     logits = np.array([2.0, 1.0, 0.0])
     tokens, logps = draw(logits, 50, temperature=0.5, top_k=1)
