@@ -41,12 +41,29 @@ class Head:
     entropy: bool = False
     mesh: Mesh | None = None
 
-    def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        """``[R, C, D]`` -> ``[R, C, V]``, divided by the temperature."""
+    def logits(
+        self, hidden: jax.Array, weight: jax.Array, may: jax.Array | None = None
+    ) -> jax.Array:
+        """``[R, C, D]`` -> ``[R, C, V]``, divided by the temperature.
+
+        Where that is not 1 they are relative to the largest of those that ``may`` be sampled, which
+        a low temperature would otherwise make too large for their differences to be exact.
+        """
         spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
         z = project(spec, hidden, weight, self.dtype)
         z = constrain(z, self.mesh, "batch", None, "vocab")
-        return z if self.temperature == 1.0 else z / self.temperature
+        if self.temperature == 1.0:
+            return z
+        largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
+        return (z - largest) / self.temperature
+
+    def may(
+        self, allowed: jax.Array | None, rule: jax.Array | None, weight: jax.Array
+    ) -> jax.Array | None:
+        """Which tokens a constraint lets follow, bool ``[R, C, V]``; None without one."""
+        if allowed is None or rule is None:
+            return None
+        return allowed_tokens(allowed, rule, weight.shape[0 if self.tied else 1])
 
     def backward(
         self, dz: jax.Array, hidden: jax.Array, weight: jax.Array, dw: jax.Array | None
@@ -122,10 +139,8 @@ def _score(
 
     def body(k: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, y, rule = _at((hidden, targets, rules), k)
-        z = head.logits(h, weight)
-        may = None
-        if rule is not None and allowed is not None:
-            may = allowed_tokens(allowed, rule, z.shape[-1])
+        may = head.may(allowed, rule, weight)
+        z = head.logits(h, weight, may)
         denominator = jax.nn.logsumexp(z, axis=-1, where=may)
         logp = _pick(z if may is None else jnp.where(may, z, -jnp.inf), y) - denominator
         entropy = jnp.zeros_like(logp)
@@ -166,15 +181,16 @@ def _score_bwd(head: Head, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any
 
     def body(k: jax.Array, out: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         h, y, rule, g, log_sum = _at((hidden, targets, rules, of_logp, denominators), k)
-        z = head.logits(h, cast)
+        may = head.may(allowed, rule, cast)
+        z = head.logits(h, cast, may)
         each = z - log_sum[..., None]
         p = jnp.exp(each)
         dz = g[..., None] * (_is(y, z.shape[-1]) - p)
         if with_entropy:
             slope, entropy = _at((of_entropy, entropies), k)
             dz -= slope[..., None] * p * (each + entropy[..., None])
-        if rule is not None:
-            dz = jnp.where(allowed_tokens(allowed, rule, z.shape[-1]), dz, 0.0)
+        if may is not None:
+            dz = jnp.where(may, dz, 0.0)
         dh, dw = head.backward(dz, h, cast, out[1])
         return _put(out[0], dh, k), dw
 

@@ -90,6 +90,22 @@ def test_values_and_gradients_are_those_of_float64(tied, constrained, live):
     np.testing.assert_allclose(alone, d_hidden, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1e-2, 1e-10, 1e-30])
+def test_log_probabilities_are_exact_at_the_lowest_temperatures(temperature):
+    allowed, rules, may = constraint_table()
+    head = Head("float32", True, temperature, entropy=True)
+    logits = np.where(may, np.einsum("krcd,vd->krcv", HIDDEN, WEIGHT), -np.inf)
+    likely = np.argmax(logits, -1).astype(np.int32)
+    logp, entropy = jax.jit(lambda *a: score(head, *a, likely, rules, allowed, 3))(HIDDEN, WEIGHT)
+    z = (logits - logits.max(-1, keepdims=True)) / np.float64(temperature)
+    expected = -np.log(np.exp(z).sum(-1))
+    # The products of float32 differ in the sixth digit, which the temperature makes larger.
+    clear = np.sort(z, -1)[..., -2] < -30 if temperature < 1e-2 else np.full(z.shape[:3], True)
+    assert clear.mean() > 0.9
+    np.testing.assert_allclose(logp[clear], expected[clear], atol=2e-3)
+    assert np.isfinite(entropy).all()
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_sum_with_constant_weights_has_the_gradients_of_its_parts(frozen):
     head, wrt = Head("float32", True), 0 if frozen else (0, 1)
