@@ -72,14 +72,19 @@ def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: 
 
 
 def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
+    """Writes it with the names of transformers 4, which transformers 5 knows too."""
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     if written.get("tokenizer_class") == "TokenizersBackend":
-        # Its name in transformers 5, which transformers 4 and what is built on it do not know.
         written["tokenizer_class"] = "PreTrainedTokenizerFast"
-        text = json.dumps(written, indent=2, ensure_ascii=False)
-        file.write_text(text + "\n", encoding="utf-8")
+    if isinstance(written.get("extra_special_tokens"), list):
+        # Under that name transformers 4 wants a dict.
+        written["additional_special_tokens"] = written.pop("extra_special_tokens")
+    for option in ("is_local", "local_files_only"):  # of how this one was loaded
+        written.pop(option, None)
+    text = json.dumps(written, indent=2, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_weights(

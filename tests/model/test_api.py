@@ -102,15 +102,24 @@ def test_shards_are_bounded_and_load_everywhere(references, tmp_path):
     ],
 )
 def test_saved_tokenizer_loads_in_transformers(references, tmp_path, family, loader):
-    model = load_model(references[family].path)
+    source = shutil.copytree(references[family].path, tmp_path / "in")
+    extra = ["<|im_end|>", "<|endoftext|>"]
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({**config, "extra_special_tokens": extra})
+    )
+    model = load_model(source)
     save_model(model, tmp_path / "out")
     text = "<think>the river</think> <|im_end|> 12 Norr"
     tokenizer = loader.from_pretrained(tmp_path / "out")
     assert tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
     assert tokenizer.chat_template == model.tokenizer.chat_template
-    # The name that transformers 4 knows, too.
+    assert tokenizer.extra_special_tokens == extra
+    # What transformers 4 knows, too: it has no list of that name.
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == extra
+    assert not settings.keys() & {"extra_special_tokens", "is_local", "local_files_only"}
 
 
 def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
