@@ -153,7 +153,7 @@ _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
 def _plain(tokenizer: Any) -> _Plain:
     """A copy of the tokenizer's model without added tokens, and characters that it cannot spell.
 
-    Where the tokenizer is not byte-level, None stands for the latter.
+    Where the tokenizer is not byte-level, or adds spaces, None stands for the latter.
 
     ``encode_special_tokens`` of the original would not do: it frees only tokens that are marked
     special, while Qwen's ``<tool_call>`` is added but unmarked, and the option is shared state.
@@ -185,22 +185,26 @@ def _plain(tokenizer: Any) -> _Plain:
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
+    """Whether it is, and adds no space before a text, which goes on where another one ended."""
     pre = spec.get("pre_tokenizer") or {}
-    return any(step["type"] == "ByteLevel" for step in pre.get("pretokenizers", [pre]) if step)
+    steps = [s for s in pre.get("pretokenizers", [pre]) if s.get("type") == "ByteLevel"]
+    return bool(steps) and not any(step["add_prefix_space"] for step in steps)
 
 
 def check_byte_level(tokenizer: Any) -> None:
     """Refuses a tokenizer whose pieces of text are not each other's continuation, byte by byte.
 
-    One in the manner of SentencePiece begins every text with a space, also one that goes on.
+    One in the manner of SentencePiece begins every text with a space, also one that goes on, and
+    so does byte-level BPE with ``add_prefix_space``.
 
     Raises:
-        UserError: it is not byte-level BPE.
+        UserError: it is not byte-level BPE, or adds spaces.
     """
     if _plain(tokenizer)[1] is None:
         raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} is not byte-level: use a "
-            "model that has byte-level BPE (Qwen2.5, Qwen3, Llama 3, SmolLM2)"
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} is not byte-level, or has "
+            "add_prefix_space: use a model that has byte-level BPE and adds no space (Qwen2.5, "
+            "Qwen3, Llama 3, SmolLM2)"
         )
 
 

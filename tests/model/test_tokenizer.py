@@ -200,9 +200,17 @@ def test_a_template_that_begins_otherwise_is_refused(template):
         chat_ids(with_template(template), "hi", "")
 
 
-def test_a_conversation_of_a_tokenizer_that_is_not_byte_level_is_refused():
-    with pytest.raises(UserError, match="is not byte-level"):
-        chat_ids(sentencepiece_like(CHATML), "hi")
+def adds_spaces():
+    """As GPT-2 with ``add_prefix_space``: byte-level, but every text begins with a space."""
+    step = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    pre = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), step])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=trained(pre), eos_token=IM_END)
+
+
+@pytest.mark.parametrize("make", [lambda: sentencepiece_like(CHATML), adds_spaces])
+def test_a_conversation_of_a_tokenizer_whose_pieces_do_not_go_on_is_refused(make):
+    with pytest.raises(UserError, match="is not byte-level, or has add_prefix_space"):
+        chat_ids(make(), "hi")
 
 
 def test_empty_system_means_no_system_turn():
