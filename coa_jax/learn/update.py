@@ -183,10 +183,10 @@ def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     }
     largest = {"optim/grad_norm": max(stats["optim/grad_norm"] for stats in made)}
     return {
+        **first,  # whose order and whose ``kept`` stay
         **means,
         **largest,
         "tokens": sum(stats["tokens"] for stats in updates),
-        **{name: first[name] for name in kept},
         **{name: last[name] for name in latest},
     }
 
