@@ -133,9 +133,11 @@ def sample_key(seed: int, prompt_id: int, sample_id: int) -> np.ndarray:
     Raises:
         OverflowError: one of them has more bits.
     """
-    key = 0, int(np.int32(seed)) & _MASK
-    for number in (prompt_id, sample_id):
-        key = _threefry(*key, 0, int(np.int32(number)) & _MASK)
+    # An integer of numpy is cut to 32 bits without a word, one of Python is not.
+    first, *others = (int(np.int32(int(x))) & _MASK for x in (seed, prompt_id, sample_id))
+    key = 0, first
+    for number in others:
+        key = _threefry(*key, 0, number)
     return np.asarray(key, np.uint32)
 
 

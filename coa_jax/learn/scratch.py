@@ -16,6 +16,7 @@ from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
 from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.settings import check_seed
 from coa_jax.trajectory import DistilledRecord
 
 
@@ -47,6 +48,9 @@ class ScratchConfig:
     induction: bool = True
     common_word: float = 0.1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed, "config.policy.seed")
 
 
 def write_policy(

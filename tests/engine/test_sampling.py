@@ -162,10 +162,11 @@ def test_keys_are_those_of_jax_random():
     np.testing.assert_array_equal(own, expected)
 
 
-def test_a_key_of_more_bits_than_it_has_is_no_other_key():
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_a_key_of_more_bits_than_it_has_is_no_other_key(kind):
     for numbers in ((2**31, 0, 0), (0, 2**32, 0), (0, 0, -(2**31) - 1)):
         with pytest.raises(OverflowError):
-            sample_key(*numbers)
+            sample_key(*map(kind, numbers))
 
 
 @pytest.mark.parametrize("top_p", [1e-45, 1e-39, 1e-46])
