@@ -69,18 +69,18 @@ def test_the_web_tools_work_without_a_network_or_a_key(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "tools", "kept"),
+    ("mode", "named", "kept"),
     [
-        ("cache", (), ["web_search"]),
-        ("record", (), ["wiki_search", "web_search"]),
-        ("replay", (), ["wiki_search", "web_search"]),
-        ("cache", ("wiki_search",), ["wiki_search"]),
-        ("replay", ("wiki_search",), ["wiki_search"]),
+        ("cache", {}, ["web_search"]),
+        ("record", {}, ["wiki_search", "web_search"]),
+        ("replay", {}, ["wiki_search", "web_search"]),
+        ("cache", {"tools": ("wiki_search",)}, ["wiki_search"]),
+        ("replay", {"tools": ("wiki_search",)}, ["wiki_search"]),
     ],
 )
-def test_recordings_hold_all_tools_and_caches_the_web(monkeypatch, tmp_path, mode, tools, kept):
+def test_recordings_hold_all_tools_and_caches_the_web(monkeypatch, tmp_path, mode, named, kept):
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    store = StoreConfig(path=str(tmp_path / "calls.sqlite"), mode=mode, tools=tools)
+    store = StoreConfig(path=str(tmp_path / "calls.sqlite"), mode=mode, **named)
     made = make_tools(ToolsConfig(names=("wiki_search", "web_search"), store=store))
     assert [tool.name for tool in made if isinstance(tool, Recorded)] == kept
 
