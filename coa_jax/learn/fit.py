@@ -91,6 +91,7 @@ def fit(
     loss_fn: Any,
     batches_from: Callable[[int], tuple[list[Batch], int]],
     epoch: int,
+    longest: int,
     phase: str = "sft",
     validate: Callable[[TrainState], float] | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -109,11 +110,12 @@ def fit(
         batches_from: micro-batches of the update that begins at a cursor, on the host, and the
             cursor of the next.
         epoch: examples of one pass.
+        longest: tokens of the longest sequence, whose positions begin anew in every one of a row.
         phase: name in metrics and checkpoints.
         validate: a figure of held-out data.
         mesh: over which rows are split.
     """
-    warn_of_positions(model.config, config.row_length, "row_length")
+    warn_of_positions(model.config, longest, "row_length")
     state, cursor, checkpoints = _resume(config, run, model.params, phase)
     total, step = config.optimizer.total_steps, int(state.step)
     watch = Watch(run.rows(phase))

@@ -112,6 +112,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         loss_fn=bind(dpo_loss, beta=config.beta, **options),
         batches_from=batches_from,
         epoch=len(pairs),
+        longest=max(len(trajectory.tokens) for pair in pairs for trajectory in pair),
         phase="dpo",
         mesh=mesh,
     )

@@ -84,6 +84,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         loss_fn=bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention),
         batches_from=batches_from,
         epoch=len(examples),
+        longest=max(len(example.tokens) for example in examples),
         phase="rft",
         mesh=mesh,
     )

@@ -76,7 +76,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     tokenized = functools.partial(
         tokenize_records, model.tokenizer, style=config.prompt_style, length=config.row_length
     )
-    _, kept = tokenized(records, source=config.data)
+    examples, kept = tokenized(records, source=config.data)
     validation: Sequence[Example] = ()
     if held_out:
         validation, _ = tokenized(held_out, source=config.validation)
@@ -114,6 +114,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         loss_fn=loss_fn,
         batches_from=batches_from,
         epoch=len(kept),
+        longest=max(len(example.tokens) for example in (*examples, *validation)),
         validate=validate if validation else None,
         mesh=mesh,
     )

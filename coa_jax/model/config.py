@@ -87,7 +87,8 @@ def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
     """
     if length > model.max_position:
         logging.warning(
-            "%s is %d, but the model was trained for %d positions (max_position_embeddings): "
-            "beyond them it may write nonsense; lower %s, or train it for more",
+            "%s lets sequences have %d tokens, but the model was trained for %d positions "
+            "(max_position_embeddings): beyond them it may write nonsense; lower %s, or train it "
+            "for more",
             setting, length, model.max_position, setting,
         )  # fmt: skip

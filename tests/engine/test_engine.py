@@ -306,7 +306,7 @@ def test_more_positions_than_the_model_was_trained_for_are_told_of_once(caplog):
     short = dataclasses.replace(MODEL, max_position=64)
     for _ in range(2):
         Engine(PARAMS, short, SHAPES)
-    said = "engine.max_length is 96, but the model was trained for 64 positions"
+    said = "engine.max_length lets sequences have 96 tokens, but the model was trained for 64 "
     assert caplog.text.count(said) == 1
 
 

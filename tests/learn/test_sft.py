@@ -13,9 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
+from coa_jax.learn.batch import record_example
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import load_model
+from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import SFT_STEPS, rows, run_sft, sft_config
@@ -101,10 +103,20 @@ def test_seeds_that_cannot_order_the_data_are_refused_at_once(folder, seed):
         sft_config(folder / "base", folder / "data.jsonl", seed=seed)
 
 
-def test_examples_may_not_outgrow_the_positions_of_the_model_unsaid(folder, tmp_path, caplog):
+@pytest.mark.parametrize("missing", [1, 0])
+def test_examples_may_not_outgrow_the_positions_of_the_model_unsaid(
+    folder, tmp_path, caplog, missing
+):
+    tokenizer = load_tokenizer(folder / "base")
+    longest = max(len(record_example(tokenizer, r, "brief").tokens) for r in tiny_policy.records())
+    positions = longest - missing
+    assert positions < sft_config(folder / "base", folder / "data.jsonl").row_length
     base = Path(shutil.copytree(folder / "base", tmp_path / "base"))
     file = base / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 100}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "max_position_embeddings": positions})
+    )
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=1)
     run_sft(tmp_path / "run", sft_config(base, folder / "data.jsonl", optimizer=optimizer))
-    assert "row_length is 192, but the model was trained for 100 positions" in caplog.text
+    said = f"row_length lets sequences have {longest} tokens, but the model was trained for"
+    assert caplog.text.count(said) == missing
