@@ -88,9 +88,17 @@ def server(
 
 
 def meter(address: str, name: str) -> float:
-    """The value of a meter, whose labels are part of the name; 0 where it has none yet."""
-    lines = httpx.get(f"{address}/metrics").text.splitlines()
-    return float(next((line.split()[1] for line in lines if line.startswith(f"{name} ")), 0))
+    """The value of a meter, whose labels are part of the name; 0 of labels that have none yet.
+
+    Raises:
+        KeyError: there is no such meter.
+    """
+    text = httpx.get(f"{address}/metrics").text
+    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+    family, labels, _ = name.partition("{")
+    if not found and not (labels and f"# TYPE {family} " in text):
+        raise KeyError(name)
+    return float(found[0]) if found else 0.0
 
 
 def until(address: str, name: str, value: float, seconds: float = 10.0) -> float:

@@ -244,6 +244,10 @@ def test_the_meters_count_what_was_served():
         assert 'coa_jax_tool_calls_total{outcome="ok",tool="wiki_search"} 1.0' in text
         assert 'coa_jax_requests_total{route="/v1/chat/completions",status="400"} 1.0' in text
         assert meter(address, "coa_jax_first_text_seconds_count") == 2
+        assert meter(address, 'coa_jax_requests_total{route="/v1/models",status="418"}') == 0
+        for unknown in ("coa_jax_walking", 'coa_jax_walks_total{route="/"}'):
+            with pytest.raises(KeyError, match="walk"):
+                meter(address, unknown)
 
 
 def fuzz(address, examples):
