@@ -8,9 +8,15 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from coa_jax.learn import flops, metrics
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.batch import Batch
+from coa_jax.learn.experience import _explained_variance
+from coa_jax.learn.losses import policy_objective, value_objective
+from coa_jax.learn.preference import dpo_objective
 from coa_jax.model.api import Model, save_model
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
@@ -60,10 +66,28 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("phase", ["sft", "rl"])
+def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Names of what only some settings of RL, or only DPO, write, from the functions that do."""
+    ones = np.ones((1, 4), np.float32)
+    batch = Batch(*[ones.astype(np.int32)] * 3, *[ones] * 3)._replace(
+        weight=ones, old_logp=ones, ref_logp=ones, value=ones, returns=ones
+    )
+    ppo = Algorithm("ppo", kl_coef=0.1, old_logp="trainer", tis_cap=2.0).resolve(4)
+    _, policy = jax.eval_shape(lambda: policy_objective(ones, ones, batch, ppo))
+    _, value = jax.eval_shape(lambda: value_objective(ones, batch, ppo.value_clip))
+    _, preference = jax.eval_shape(lambda: dpo_objective(ones, batch, 0.1))
+    # What the training step adds to the statistics of any loss.
+    step = {name for name in written["sft"] if name.startswith("optim/")} | {"tokens"}
+    critic = {f"critic/{name.removeprefix('optim/')}" for name in step | set(value)}
+    explained = set(_explained_variance([[batch]]))
+    return {"rl": set(policy) | critic | explained, "dpo": set(preference) - {"loss"}}
+
+
+@pytest.mark.parametrize("phase", ["sft", "rl", "dpo"])
 def test_every_metric_is_documented_and_every_documented_metric_is_written(written, phase):
     names = {name for name, phases in documented().items() if phase in phases}
-    unknown = {n for n in written[phase] if not any(fnmatch.fnmatch(n, name) for name in names)}
+    seen = written.get(phase, set()) | optional(written).get(phase, set())
+    unknown = {n for n in seen if not any(fnmatch.fnmatch(n, name) for name in names)}
     assert unknown == set()
-    missing = {name for name in names if not fnmatch.filter(written[phase], name)}
+    missing = {name for name in names if not fnmatch.filter(seen, name)}
     assert missing == set()
