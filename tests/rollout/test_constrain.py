@@ -127,7 +127,7 @@ def test_a_row_that_ended_without_its_episode_is_an_error_and_no_wait_for_ever(m
     async def go():
         tokenizer = untrained().tokenizer
         stream = rollout(engine(), tokenizer, requests(2, temperature=1.3), TOOLS, BUDGET)
-        async with asyncio.timeout(60), contextlib.aclosing(stream):
+        async with asyncio.timeout(300), contextlib.aclosing(stream):
             async for _ in stream:
                 pass
 
