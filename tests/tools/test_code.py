@@ -52,7 +52,7 @@ def test_a_program_that_went_well_gives_its_output(tool):
     assert (observation.ok, observation.outcome) == (True, "ok")
     assert observation.detail["exit_code"] == 0
     assert observation.detail["isolation"] == tool.isolation.backend
-    assert 0 < observation.seconds < 5
+    assert 0 < observation.seconds < 20
 
 
 def test_python_fence_and_stdin(tool):
@@ -106,10 +106,10 @@ def test_a_call_for_which_no_time_is_left_is_a_timeout_and_no_fault_of_ours(tool
 
 
 def test_the_deadline_of_the_caller_comes_first(tool):
-    observation = ask(tool, "import time; time.sleep(60)", deadline=1.2)
+    observation = ask(tool, "import time; time.sleep(60)", deadline=4)
     assert observation.outcome == "timeout"
     assert observation.text.startswith("[FAILED]")  # from the tool itself, in time
-    assert observation.seconds < 1.2
+    assert observation.seconds < 4
 
 
 def test_endless_output_is_a_limit_with_both_ends_shown(tool):

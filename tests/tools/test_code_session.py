@@ -71,7 +71,7 @@ def test_what_an_exception_left_is_kept_and_what_was_stopped_is_not(session):
     stopped = session.run("x = 4\nwhile True: pass")
     assert stopped.outcome == "timeout" and stopped.text.endswith(FORGOTTEN)
     slept = session.run("x = 5\nimport time\ntime.sleep(60)")
-    assert slept.outcome == "timeout" and slept.seconds < 4.5
+    assert slept.outcome == "timeout" and slept.seconds < 20
     session.run("raise SystemExit(3)")
     seen = session.run("print(x)")
     assert (printed(seen), seen.detail["remembered"]) == ("2", 3)

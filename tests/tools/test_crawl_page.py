@@ -124,16 +124,16 @@ def test_each_fault_is_a_text_in_time(server, reader, path):
     hurried._workers = reader._workers
     seconds = fault_server.stopwatch()
     seen = ask(hurried, url)
-    assert seconds() < 3
+    assert seconds() < 15  # of 30
     assert (seen.ok, seen.outcome) == (False, "timeout" if path in ("/hang", "/drip") else "error")
     assert seen.text.startswith(f"Page 1 [{url}]: [Page content not accessible: ")
     assert seen.text.count("\n") == 0
 
 
 def test_one_slow_page_does_not_cost_the_others(server, reader):
-    seen = ask(reader, f"{server.url('/hang')}|{server.url('/page')}", deadline=2.0)
+    seen = ask(reader, f"{server.url('/hang')}|{server.url('/page')}", deadline=3)
     assert seen.ok and FACT in seen.text and "took too long" in seen.text
-    assert seen.seconds < 2.0
+    assert seen.seconds < 3
 
 
 def test_private_addresses_are_refused(server):

