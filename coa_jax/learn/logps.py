@@ -99,12 +99,16 @@ def weighted_logp_sum(
 class _Order(NamedTuple):
     """The P positions of R rows in K chunks of C of each row.
 
+    On one device all rows of a batch are one: its chunks are full whatever lies in which row, and
+    XLA multiplies matrices on CPUs without copying them first.
+
     Attributes:
         places: int32 ``[R, K * C]``, which position comes where; the last one may repeat.
         back: int32 ``[R, P]``, where each position is found.
         wanted: bool ``[R, P]``.
         live: int32, chunks with something to compute; they come first.
         chunk: C.
+        rows: those of the batch.
     """
 
     places: jax.Array
@@ -112,6 +116,7 @@ class _Order(NamedTuple):
     wanted: jax.Array
     live: jax.Array
     chunk: int
+    rows: int
 
 
 def _hidden(
@@ -139,13 +144,17 @@ def _hidden(
     rows, length = batch.tokens.shape
     wanted = jnp.ones((rows, length - 1), bool) if mask is None else jnp.asarray(mask)[:, 1:] != 0
     # Rows lie on different devices: each device has a chunk's share of all of its own.
-    shards = 1 if attention.mesh is None else attention.mesh.size // attention.mesh.shape["tensor"]
-    order = _sort(wanted, max(vocab_chunk // -(-rows // shards), 1))
+    each = 1
+    if attention.mesh is None:
+        wanted = wanted.reshape(1, -1)
+    else:
+        each = -(-rows // (attention.mesh.size // attention.mesh.shape["tensor"]))
+    order = _sort(wanted, max(vocab_chunk // each, 1), rows)
     chunks = _arrange(order, constrain(hidden, attention.mesh, "batch", None, None)[:, :-1])
     return constrain(chunks, attention.mesh, None, "batch", None, None), order
 
 
-def _sort(wanted: jax.Array, chunk: int) -> _Order:
+def _sort(wanted: jax.Array, chunk: int, rows: int) -> _Order:
     """Wanted positions first, else as they were."""
     positions = wanted.shape[1]
     chunk = min(chunk, positions)
@@ -153,18 +162,19 @@ def _sort(wanted: jax.Array, chunk: int) -> _Order:
     back = jnp.argsort(places, axis=1)
     places = jnp.pad(places, ((0, 0), (0, -positions % chunk)), mode="edge")
     live = -(-jnp.max(jnp.sum(wanted, axis=1)) // chunk)
-    return _Order(places, back, wanted, live, chunk)
+    return _Order(places, back, wanted, live, chunk, rows)
 
 
 def _arrange(order: _Order, x: jax.Array) -> jax.Array:
-    """``[R, P, ...]`` as ``[K, R, C, ...]``."""
+    """``[R, P, ...]``, of the batch's rows, as ``[K, R, C, ...]``."""
+    x = x.reshape(len(order.places), -1, *x.shape[2:])
     places = order.places.reshape(*order.places.shape, *(1,) * (x.ndim - 2))
     x = jnp.take_along_axis(x, places, axis=1)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, order.chunk, *x.shape[2:]), 1, 0)
 
 
 def _restore(order: _Order, x: jax.Array) -> jax.Array:
-    """``[K, R, C]`` as ``[R, P + 1]``, with 0 at index 0 and where nothing is wanted."""
+    """``[K, R, C]`` as ``[R, P + 1]`` of the batch, 0 at index 0 and where nothing is wanted."""
     x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
     x = jnp.where(order.wanted, jnp.take_along_axis(x, order.back, axis=1), 0.0)
-    return jnp.pad(x, ((0, 0), (1, 0)))
+    return jnp.pad(x.reshape(order.rows, -1), ((0, 0), (1, 0)))

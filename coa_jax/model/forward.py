@@ -180,6 +180,12 @@ def forward(
         attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype, unfolded)
     x = params["embed"][tokens].astype(jnp.float32)
     x = constrain(x, attention.mesh if cache is None else None, *STREAM)
+    if attend_to is not None and attention.mesh is None:
+        # To all but attention the tokens of one device are one row.  XLA multiplies such matrices
+        # on CPUs as they are; of products over two axes, as gradients of weights would be, it
+        # copies the operands first.
+        x, cos, sin = (a.reshape(1, -1, *a.shape[2:]) for a in (x, cos, sin))
+        attend_to = _in_rows(attend_to, tokens.shape)
     step = functools.partial(_layer, config, dtype, attention)
     if isinstance(params["layers"], tuple):
         old = cache.layers if cache is not None else (None,) * len(params["layers"])
@@ -198,7 +204,18 @@ def forward(
             None,
         )
         x, _ = jax.lax.scan(rematerialize(body, remat), x, params["layers"])
+    x = x.reshape(*tokens.shape, -1)
     return rms_norm(x, params["final_norm"], config.rms_eps), cache
+
+
+def _in_rows(attend_to: Attend, shape: tuple[int, ...]) -> Attend:
+    """Attention in rows of ``shape [B, T]`` for arguments ``[1, B * T, ...]``."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        attended = attend_to(*(x.reshape(*shape, *x.shape[2:]) for x in (q, k, v)))
+        return attended.reshape(q.shape)
+
+    return attend
 
 
 @jax.named_scope("head")

@@ -13,12 +13,14 @@ Remat = bool | str
 """A name of `POLICIES`; False is ``none`` and True ``full``."""
 
 ATTENTION = "attention"
-"""Name of what a kernel of attention keeps for its backward pass beside its arguments."""
+"""Name of what attention keeps for its backward pass beside its arguments."""
 
 _POLICIES = jax.checkpoint_policies
 POLICIES: dict[str, Any] = {
     "none": None,
-    "dots": _POLICIES.dots_saveable,
+    "dots": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(ATTENTION)
+    ),
     "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
     "attention": _POLICIES.save_only_these_names(ATTENTION),
@@ -27,11 +29,12 @@ POLICIES: dict[str, Any] = {
 """From the most memory to the least, and from the least work to the most:
 
 - ``none`` keeps everything.
-- ``dots`` keeps the results of all products, attention's among them.
+- ``dots`` keeps the results of products with weights, and those of attention where it names them
+  (`splash`, and `xla`, whose scores are never kept).
 - ``weight_dots`` keeps those of products with weights only; attention is computed again.
 - ``offload`` keeps the same ones in the memory of the host.
-- ``attention`` keeps what ``full`` does and the results of attention where its kernel names them
-  (`splash`), so that in the backward pass the kernel need not run forward again.
+- ``attention`` keeps what ``full`` does and what attention names,
+  so that in the backward pass it need not run forward again.
 - ``full`` keeps the residual stream before each layer; the whole layer is computed again.
 """
 

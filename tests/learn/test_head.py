@@ -155,14 +155,14 @@ def test_chunks_without_a_loss_are_not_computed():
 @pytest.mark.parametrize("chunk", [1, 3, 8, 50])
 def test_wanted_positions_come_first_and_fill_as_few_chunks_as_they_can(chunk):
     wanted = np.random.default_rng(chunk).random((3, 20)) < 0.3
-    order = _sort(jnp.asarray(wanted), chunk)
+    order = _sort(jnp.asarray(wanted), chunk, len(wanted))
     most = wanted.sum(axis=1).max()
     assert int(order.live) == -(-most // min(chunk, 20))
     for row in range(3):
         count = wanted[row].sum()
         np.testing.assert_array_equal(order.places[row, :count], np.flatnonzero(wanted[row]))
         np.testing.assert_array_equal(order.places[row][order.back[row]], np.arange(20))
-    assert int(_sort(jnp.zeros((3, 20), bool), chunk).live) == 0
+    assert int(_sort(jnp.zeros((3, 20), bool), chunk, 3).live) == 0
 
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 1, 4, 2, 8, qkv_bias=True)

@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model.attention.blocked import attend_causally
 from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve, split_over
-from coa_jax.model.attention.reference import attend
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.remat import ATTENTION
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-_BLOCK = 128
-"""Queries that are attended together: later keys are not even multiplied."""
 
 
 class Unfolded(NamedTuple):
@@ -94,7 +91,7 @@ def causal_attention(
         mask = jnp.broadcast_to(steps[:, None] >= steps, (shape[0], steps.size, steps.size))
         if segment_ids is not None:
             mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
-        return lambda *qkv: fold(_reference(*map(unfold, qkv), mask=mask, dtype=dtype))
+        return lambda *qkv: fold(attend_causally(*map(unfold, qkv), mask, dtype))
     kernel = split_over(
         attention.mesh,
         functools.partial(_KERNELS[attention.implementation], interpret=attention.interpret),
@@ -122,21 +119,6 @@ def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array],
         return split_over(mesh, jax.vmap(lambda row, at: row[at]), *axes)(x, jnp.asarray(places))
 
     return take
-
-
-def _reference(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array, dtype: Any
-) -> jax.Array:
-    """In blocks: a block of queries reads the keys up to its end."""
-    length = q.shape[1]
-    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    if length % _BLOCK:
-        return attend(q, k, v, mask, dtype)
-    blocks = []
-    for end in range(_BLOCK, length + 1, _BLOCK):
-        rows = slice(end - _BLOCK, end)
-        blocks.append(attend(q[:, rows], k[..., :end], v[:, :, :end], mask[:, rows, :end], dtype))
-    return jnp.concatenate(blocks, axis=1)
 
 
 # --- kernels -------------------------------------------------------------------------------
