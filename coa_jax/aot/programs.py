@@ -159,10 +159,13 @@ def _allowed(setup: Setup) -> tuple[Any, ...]:
 
 
 def _head_turns(setup: Setup) -> int:
-    """Parts of a row of which logits exist at a time, see `learn.logps`: its loop ends by data."""
+    """Chunks of positions whose logits exist at a time; their loop ends by data (`learn.logps`)."""
     config, mesh = setup.config, setup.mesh
-    rows = -(-config.rows // (mesh.size // mesh.shape["tensor"]))
-    return -(-(config.row_length - 1) // max(CHUNK // rows, 1))
+    rows, positions = config.rows, config.row_length - 1
+    if mesh.size == 1:
+        rows, positions = 1, rows * positions
+    each = -(-rows // (mesh.size // mesh.shape["tensor"]))
+    return -(-positions // max(CHUNK // each, 1))
 
 
 def _loss(setup: Setup) -> Any:

@@ -143,11 +143,11 @@ def _hidden(
     )
     rows, length = batch.tokens.shape
     wanted = jnp.ones((rows, length - 1), bool) if mask is None else jnp.asarray(mask)[:, 1:] != 0
-    # Rows lie on different devices: each device has a chunk's share of all of its own.
-    each = 1
-    if attention.mesh is None:
-        wanted = wanted.reshape(1, -1)
+    if attention.one_device:
+        each, wanted = 1, wanted.reshape(1, -1)
     else:
+        # Rows lie on different devices: each device has a chunk's share of all of its own.
+        assert attention.mesh is not None
         each = -(-rows // (attention.mesh.size // attention.mesh.shape["tensor"]))
     order = _sort(wanted, max(vocab_chunk // each, 1), rows)
     chunks = _arrange(order, constrain(hidden, attention.mesh, "batch", None, None)[:, :-1])

@@ -180,7 +180,7 @@ def forward(
         attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype, unfolded)
     x = params["embed"][tokens].astype(jnp.float32)
     x = constrain(x, attention.mesh if cache is None else None, *STREAM)
-    if attend_to is not None and attention.mesh is None:
+    if attend_to is not None and attention.one_device:
         # To all but attention the tokens of one device are one row.  XLA multiplies such matrices
         # on CPUs as they are; of products over two axes, as gradients of weights would be, it
         # copies the operands first.

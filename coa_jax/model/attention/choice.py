@@ -54,6 +54,11 @@ class Attention:
     mesh: Mesh | None = None
     interpret: bool = False
 
+    @property
+    def one_device(self) -> bool:
+        """Whether a single device has all rows and heads."""
+        return self.mesh is None or self.mesh.size == 1
+
 
 REFERENCE = Attention()
 """Attention as XLA compiles it, exact in float32."""
