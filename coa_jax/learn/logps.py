@@ -90,6 +90,7 @@ def weighted_logp_sum(
     head = Head(jnp.dtype(dtype).name, "head" not in params, mesh=attention.mesh)
     weight = params["embed"] if head.tied else params["head"]
     targets, factors = (_arrange(order, jnp.asarray(x)[:, 1:]) for x in (batch.tokens, weights))
+    factors = jnp.where(_counted(order), factors, 0.0)
     return weighted_sum(head, hidden, weight, targets, factors, order.live)
 
 
@@ -171,6 +172,12 @@ def _arrange(order: _Order, x: jax.Array) -> jax.Array:
     places = order.places.reshape(*order.places.shape, *(1,) * (x.ndim - 2))
     x = jnp.take_along_axis(x, places, axis=1)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, order.chunk, *x.shape[2:]), 1, 0)
+
+
+def _counted(order: _Order) -> jax.Array:
+    """bool ``[K, 1, C]``: not the repetitions of the last place, which fill its chunk."""
+    size = order.places.shape[1]
+    return (jnp.arange(size) < order.back.shape[1]).reshape(-1, 1, order.chunk)
 
 
 def _restore(order: _Order, x: jax.Array) -> jax.Array:

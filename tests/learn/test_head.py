@@ -204,3 +204,24 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     value, ours_gradient = at_once(params)
     close(value, total)
     jax.tree.map(close, ours_gradient, gradient)
+
+
+@pytest.mark.parametrize("chunk", [6, 23, 45])
+def test_where_every_position_is_wanted_each_counts_once(chunk):
+    """Chunks that do not divide the positions are filled, with what must not count."""
+    params = init_params(MODEL, jax.random.key(1))
+    ids = np.random.default_rng(3).integers(0, 97, 24).astype(np.int32)
+    ones = np.ones(24, np.float32)
+    batch = pack([Example(ids, ones, 0 * ones, 0 * ones)] * 2, 24)
+    kwargs = {"dtype": "float32", "remat": False, "vocab_chunk": chunk}
+
+    def by_values(params):
+        return jnp.sum(token_logps(params, MODEL, batch, **kwargs)[0] * batch.mask)
+
+    def at_once(params):
+        return weighted_logp_sum(params, MODEL, batch, batch.mask, **kwargs)
+
+    assert batch.mask[:, 1:].all()
+    of_values, of_sum = (jax.value_and_grad(f)(params) for f in (by_values, at_once))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, of_sum, of_values)
