@@ -19,7 +19,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, publish_program
 from coa_jax.learn import experience
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.logps import CHUNK
+from coa_jax.learn.logps import chunked
 from coa_jax.learn.losses import bind, sft_loss, value_loss
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import TrainState, train_program
@@ -160,12 +160,9 @@ def _allowed(setup: Setup) -> tuple[Any, ...]:
 
 def _head_turns(setup: Setup) -> int:
     """Chunks of positions whose logits exist at a time; their loop ends by data (`learn.logps`)."""
-    config, mesh = setup.config, setup.mesh
-    rows, positions = config.rows, config.row_length - 1
-    if mesh.size == 1:
-        rows, positions = 1, rows * positions
-    each = -(-rows // (mesh.size // mesh.shape["tensor"]))
-    return -(-positions // max(CHUNK // each, 1))
+    attention = _options(setup)["attention"]
+    _, positions, chunk = chunked(setup.config.rows, setup.config.row_length, attention)
+    return -(-positions // chunk)
 
 
 def _loss(setup: Setup) -> Any:

@@ -2,7 +2,9 @@
 
 The output head is a large part of a small model, and its logits would be the largest array of all.
 They exist for a chunk of positions at a time, forward and backward.  Positions without a loss are
-moved behind the others, row by row, and chunks in which no row has one left are not computed.
+moved behind the others, and chunks that have none left are not computed.  On several devices that
+happens row by row; on one, all rows of a batch are one: its chunks are full whatever lies in which
+row, and XLA multiplies matrices on CPUs without copying them first.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def token_logps(
     head = Head(jnp.dtype(dtype).name, "head" not in params, temperature, entropy, attention.mesh)
     weight = params["embed"] if head.tied else params["head"]
     logps, entropies = score(head, hidden, weight, targets, rules, allowed, order.live)
-    return _restore(order, logps), _restore(order, entropies)
+    return _restore(order, logps, batch), _restore(order, entropies, batch)
 
 
 def weighted_logp_sum(
@@ -100,24 +102,35 @@ def weighted_logp_sum(
 class _Order(NamedTuple):
     """The P positions of R rows in K chunks of C of each row.
 
-    On one device all rows of a batch are one: its chunks are full whatever lies in which row, and
-    XLA multiplies matrices on CPUs without copying them first.
-
     Attributes:
-        places: int32 ``[R, K * C]``, which position comes where; the last one may repeat.
+        places: int32 ``[R, K, C]``, which position comes where; the last one may repeat.
         back: int32 ``[R, P]``, where each position is found.
         wanted: bool ``[R, P]``.
         live: int32, chunks with something to compute; they come first.
-        chunk: C.
-        rows: those of the batch.
     """
 
     places: jax.Array
     back: jax.Array
     wanted: jax.Array
     live: jax.Array
-    chunk: int
-    rows: int
+
+
+def chunked(
+    rows: int, length: int, attention: Attention, vocab_chunk: int = CHUNK
+) -> tuple[int, int, int]:
+    """The form of a batch of ``rows`` of ``length`` tokens in front of the head.
+
+    Returns:
+        Rows R, positions P of each, and positions C of a chunk; there are ceil(P / C) chunks.
+    """
+    if attention.one_device:
+        rows, positions, each = 1, rows * (length - 1), 1
+    else:
+        # Rows lie on different devices: each device has a chunk's share of all of its own.
+        assert attention.mesh is not None
+        positions = length - 1
+        each = -(-rows // (attention.mesh.size // attention.mesh.shape["tensor"]))
+    return rows, positions, min(max(vocab_chunk // each, 1), positions)
 
 
 def _hidden(
@@ -142,46 +155,40 @@ def _hidden(
         attention=attention,
         unfolded=batch.unfolded,
     )
+    wanted = jnp.ones(batch.tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
     rows, length = batch.tokens.shape
-    wanted = jnp.ones((rows, length - 1), bool) if mask is None else jnp.asarray(mask)[:, 1:] != 0
-    if attention.one_device:
-        each, wanted = 1, wanted.reshape(1, -1)
-    else:
-        # Rows lie on different devices: each device has a chunk's share of all of its own.
-        assert attention.mesh is not None
-        each = -(-rows // (attention.mesh.size // attention.mesh.shape["tensor"]))
-    order = _sort(wanted, max(vocab_chunk // each, 1), rows)
+    rows, positions, chunk = chunked(rows, length, attention, vocab_chunk)
+    order = _sort(wanted[:, 1:].reshape(rows, positions), chunk)
     chunks = _arrange(order, constrain(hidden, attention.mesh, "batch", None, None)[:, :-1])
     return constrain(chunks, attention.mesh, None, "batch", None, None), order
 
 
-def _sort(wanted: jax.Array, chunk: int, rows: int) -> _Order:
+def _sort(wanted: jax.Array, chunk: int) -> _Order:
     """Wanted positions first, else as they were."""
-    positions = wanted.shape[1]
-    chunk = min(chunk, positions)
     places = jnp.argsort(~wanted, axis=1, stable=True)
     back = jnp.argsort(places, axis=1)
-    places = jnp.pad(places, ((0, 0), (0, -positions % chunk)), mode="edge")
+    places = jnp.pad(places, ((0, 0), (0, -places.shape[1] % chunk)), mode="edge")
     live = -(-jnp.max(jnp.sum(wanted, axis=1)) // chunk)
-    return _Order(places, back, wanted, live, chunk, rows)
+    return _Order(places.reshape(len(places), -1, chunk), back, wanted, live)
 
 
 def _arrange(order: _Order, x: jax.Array) -> jax.Array:
-    """``[R, P, ...]``, of the batch's rows, as ``[K, R, C, ...]``."""
-    x = x.reshape(len(order.places), -1, *x.shape[2:])
-    places = order.places.reshape(*order.places.shape, *(1,) * (x.ndim - 2))
+    """``[R, P, ...]``, or the same of the batch's rows, as ``[K, R, C, ...]``."""
+    rows, chunks, chunk = order.places.shape
+    x = x.reshape(*order.back.shape, *x.shape[2:])
+    places = order.places.reshape(rows, -1, *(1,) * (x.ndim - 2))
     x = jnp.take_along_axis(x, places, axis=1)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, order.chunk, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(rows, chunks, chunk, *x.shape[2:]), 1, 0)
 
 
 def _counted(order: _Order) -> jax.Array:
     """bool ``[K, 1, C]``: not the repetitions of the last place, which fill its chunk."""
-    size = order.places.shape[1]
-    return (jnp.arange(size) < order.back.shape[1]).reshape(-1, 1, order.chunk)
+    _, chunks, chunk = order.places.shape
+    return (jnp.arange(chunks * chunk) < order.back.shape[1]).reshape(chunks, 1, chunk)
 
 
-def _restore(order: _Order, x: jax.Array) -> jax.Array:
-    """``[K, R, C]`` as ``[R, P + 1]`` of the batch, 0 at index 0 and where nothing is wanted."""
+def _restore(order: _Order, x: jax.Array, batch: Batch) -> jax.Array:
+    """``[K, R, C]`` as the batch's rows, 0 at index 0 of each and where nothing is wanted."""
     x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
     x = jnp.where(order.wanted, jnp.take_along_axis(x, order.back, axis=1), 0.0)
-    return jnp.pad(x.reshape(order.rows, -1), ((0, 0), (1, 0)))
+    return jnp.pad(x.reshape(len(batch.tokens), -1), ((0, 0), (1, 0)))

@@ -76,7 +76,10 @@ def _layer(
     table: jax.Array | None,
     positions: jax.Array,
 ) -> tuple[jax.Array, Layer | None]:
-    """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache."""
+    """One decoder layer on the residual stream ``x [B,T,D]``; returns it and the new cache.
+
+    On one device x is ``[1,B*T,D]``, and ``cos`` and ``sin`` are like it, see `forward`.
+    """
     c = config
     mesh = attention.mesh if cache is None else None
 
@@ -172,7 +175,7 @@ def forward(
     Returns:
         Final hidden states, float32 ``[B, T, D]``, and the new cache (None without one).
     """
-    positions = jnp.asarray(positions)
+    positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = (f(angles)[:, :, None, None] for f in (jnp.cos, jnp.sin))
     attend_to = None

@@ -26,15 +26,16 @@ POLICIES: dict[str, Any] = {
     "attention": _POLICIES.save_only_these_names(ATTENTION),
     "full": _POLICIES.nothing_saveable,
 }
-"""From the most memory to the least, and from the least work to the most:
+"""From the most memory to the least, and from the least work to the most.  Scores of attention are
+computed again with each of them.
 
-- ``none`` keeps everything.
+- ``none`` keeps everything else.
 - ``dots`` keeps the results of products with weights, and those of attention where it names them
-  (`splash`, and `xla`, whose scores are never kept).
+  (`splash` and `xla`).
 - ``weight_dots`` keeps those of products with weights only; attention is computed again.
 - ``offload`` keeps the same ones in the memory of the host.
-- ``attention`` keeps what ``full`` does and what attention names,
-  so that in the backward pass it need not run forward again.
+- ``attention`` keeps what ``full`` does and what attention names, so that the backward pass need
+  not add up its values again.
 - ``full`` keeps the residual stream before each layer; the whole layer is computed again.
 """
 

@@ -6,13 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from coa_jax.engine.constraint import FREE
 from coa_jax.learn.batch import Example, pack
 from coa_jax.learn.head import Head, score, weighted_sum
-from coa_jax.learn.logps import _sort, token_logps, weighted_logp_sum
+from coa_jax.learn.logps import (
+    _arrange,
+    _counted,
+    _hidden,
+    _sort,
+    chunked,
+    token_logps,
+    weighted_logp_sum,
+)
+from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
+from coa_jax.parallel.mesh import AXES
 
 # Large enough for the fusions that XLA makes of real heads.
 CHUNKS, ROWS, COLUMNS, WIDTH, VOCAB = 3, 2, 40, 64, 640
@@ -155,14 +166,36 @@ def test_chunks_without_a_loss_are_not_computed():
 @pytest.mark.parametrize("chunk", [1, 3, 8, 50])
 def test_wanted_positions_come_first_and_fill_as_few_chunks_as_they_can(chunk):
     wanted = np.random.default_rng(chunk).random((3, 20)) < 0.3
-    order = _sort(jnp.asarray(wanted), chunk, len(wanted))
+    order = _sort(jnp.asarray(wanted), min(chunk, 20))
+    places = np.asarray(order.places).reshape(3, -1)
     most = wanted.sum(axis=1).max()
     assert int(order.live) == -(-most // min(chunk, 20))
     for row in range(3):
         count = wanted[row].sum()
-        np.testing.assert_array_equal(order.places[row, :count], np.flatnonzero(wanted[row]))
-        np.testing.assert_array_equal(order.places[row][order.back[row]], np.arange(20))
-    assert int(_sort(jnp.zeros((3, 20), bool), chunk, 3).live) == 0
+        np.testing.assert_array_equal(places[row, :count], np.flatnonzero(wanted[row]))
+        np.testing.assert_array_equal(places[row][order.back[row]], np.arange(20))
+    assert int(_sort(jnp.zeros((3, 20), bool), min(chunk, 20)).live) == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 20])
+def test_what_fills_the_last_chunk_of_each_row_does_not_count(chunk):
+    values = np.arange(1.0, 61.0).reshape(3, 20)
+    order = _sort(jnp.ones((3, 20), bool), chunk)
+    counted = jnp.where(_counted(order), _arrange(order, jnp.asarray(values)), 0.0)
+    np.testing.assert_array_equal(jnp.sum(counted, axis=(0, 2)), values.sum(axis=1))
+
+
+def test_on_one_device_all_rows_fill_chunks_together_and_on_several_each_its_own():
+    on = lambda *sizes: Attention(mesh=AbstractMesh(sizes, AXES))  # noqa: E731
+    assert chunked(8, 257, Attention(), 512) == (1, 8 * 256, 512)
+    assert chunked(8, 257, on(1, 1, 1), 512) == (1, 8 * 256, 512)
+    assert chunked(2, 9, Attention(), 512) == (1, 16, 16)
+    # Four groups of devices with two rows each; those of `tensor` have the same rows.
+    assert chunked(8, 257, on(2, 2, 1), 512) == (8, 256, 256)
+    assert chunked(8, 257, on(2, 2, 2), 512) == (8, 256, 256)
+    assert chunked(8, 257, on(1, 1, 2), 512) == (8, 256, 64)
+    assert chunked(6, 257, on(4, 1, 1), 512) == (6, 256, 256)
+    assert chunked(64, 257, on(2, 1, 1), 4) == (64, 256, 1)
 
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 1, 4, 2, 8, qkv_bias=True)
@@ -225,3 +258,14 @@ def test_where_every_position_is_wanted_each_counts_once(chunk):
     of_values, of_sum = (jax.value_and_grad(f)(params) for f in (by_values, at_once))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, of_sum, of_values)
+
+
+def test_one_long_row_among_empty_ones_costs_its_own_chunks_only():
+    params = init_params(MODEL, jax.random.key(1))
+    rows = [Example(np.arange(24, dtype=np.int32), *np.ones((3, 24), np.float32))] * 4
+    batch = pack(rows, 24)
+    mask = np.zeros((4, 24), np.float32)
+    mask[2, 1:] = 1.0
+    hidden, order = _hidden(params, MODEL, batch, "float32", False, REFERENCE, mask, 10)
+    assert hidden.shape[:3] == (10, 1, 10)  # 4 x 23 positions
+    assert int(order.live) == 3

@@ -54,14 +54,21 @@ def test_names_and_flags():
         policy_name("some")
 
 
-def test_results_of_a_kernel_of_attention_are_kept_where_they_shall_be(capsys):
-    attend = causal_attention(Attention("splash", interpret=True), (1, 128), None, "float32")
+@pytest.mark.parametrize(("name", "width"), [("splash", 64), ("xla", 8)])
+def test_results_of_attention_are_kept_where_they_shall_be(name, width, capsys):
+    attention = Attention(name, interpret=name != "xla")
+    attend = causal_attention(attention, (1, 128), None, "float32")
 
     def kept(remat):
         layer = rematerialize(lambda x: jnp.sum(attend(x[:, :, :, None], x, x)), remat)
-        print_saved_residuals(layer, jnp.ones((1, 128, 2, 64)))
-        return [line for line in capsys.readouterr().out.splitlines() if "_splash" in line]
+        print_saved_residuals(layer, jnp.ones((1, 128, 2, width)))
+        lines = capsys.readouterr().out.splitlines()
+        inside = [
+            line.split()[0] for line in lines if "named 'attention'" in line or "_splash" in line
+        ]
+        return sorted(shape.replace("[1,2,1,", "[1,2,") for shape in inside)
 
     # The values and the denominators of their softmax.
-    assert kept("full") == []
-    assert [line.split()[0] for line in kept("attention")] == ["f32[1,2,128,64]", "f32[1,2,128]"]
+    assert kept("full") == kept("weight_dots") == []
+    wanted = [f"f32[1,2,128,{width}]", "f32[1,2,128]"]
+    assert kept("attention") == kept("dots") == sorted(wanted)

@@ -1,6 +1,6 @@
 """Causal attention of plain products, in blocks of queries, for every platform.
 
-Shape letters: see `causal`; Q is the queries of a block with those of its group, G * t of them.
+Shape letters: see `causal`; t queries of a block, and Q = G * t, those of all heads of a group.
 
 Queries are attended in blocks that read the keys up to their own end only.  As in FlashAttention
 (Dao et al., arXiv 2205.14135) the backward pass computes the weights of a block again, from the
@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.products import project
 from coa_jax.model.remat import ATTENTION
 
 _BLOCK = 128
-"""Queries that are attended together: later keys are not even multiplied."""
+"""Queries that are attended together: keys after the last of them are not even multiplied."""
 
 _MASKED = -1e30
 
@@ -29,12 +30,12 @@ _MASKED = -1e30
 def attend_causally(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Attention of the first T tokens to themselves.
+    """Attention of T tokens to themselves.
 
     Args:
         q: float32 ``[B, T, N, G, K]``.
         k, v: float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``, which keys a query sees; none after itself.
+        mask: bool ``[B, T, T]``, which keys a query sees: itself, and none after itself.
         dtype: of the operands of products.
 
     Returns:
@@ -46,11 +47,9 @@ def attend_causally(
 def _fwd(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any]:
-    scaled, keys, values = (
-        _queries_first(q) * q.shape[-1] ** -0.5,
-        k.swapaxes(1, 2),
-        v.swapaxes(1, 2),
-    )
+    # Products round their operands to the same values, and the backward pass reads no others.
+    scaled = (_heads_first(q) * q.shape[-1] ** -0.5).astype(dtype)
+    keys, values = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
     outs, sums = [], []
     for start, end in _blocks(q.shape[1]):
         scores = _scores(scaled, keys, mask, start, end, dtype)
@@ -62,18 +61,19 @@ def _fwd(
         sums.append((largest + jnp.log(total))[..., 0])
     attended = checkpoint_name(jnp.concatenate(outs, axis=3), ATTENTION)
     log_sums = checkpoint_name(jnp.concatenate(sums, axis=3), ATTENTION)
-    return attended.transpose(0, 3, 1, 2, 4), (q, k, v, mask, attended, log_sums)
+    return _length_first(attended), (scaled, keys, values, mask, attended, log_sums)
 
 
 def _bwd(dtype: Any, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    q, k, v, mask, attended, log_sums = saved
-    scale = q.shape[-1] ** -0.5
-    scaled, keys, values = _queries_first(q) * scale, k.swapaxes(1, 2), v.swapaxes(1, 2)
-    d_out = _queries_first(cotangent)
+    scaled, keys, values, mask, attended, log_sums = saved
+    # Rounded in both of its products alike: the slopes of a query that sees one key only, and of
+    # one whose weight lies on one, are differences of the two that have to vanish.
+    d_out = _heads_first(cotangent).astype(dtype)
     inner = jnp.sum(d_out * attended, axis=-1)
-    d_queries, d_keys, d_values = [], jnp.zeros_like(keys), jnp.zeros_like(values)
-    for start, end in _blocks(q.shape[1]):
-        block = (slice(None),) * 3 + (slice(start, end),)
+    d_queries = []
+    d_keys, d_values = (jnp.zeros(x.shape, jnp.float32) for x in (keys, values))
+    for start, end in _blocks(mask.shape[1]):
+        block = np.s_[:, :, :, start:end]
         # Of a masked score nothing is left: the exponential of -1e30 is 0.
         scores = _scores(scaled, keys, mask, start, end, dtype)
         weights = jnp.exp(scores - log_sums[block][..., None])
@@ -81,12 +81,12 @@ def _bwd(dtype: Any, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
         slope = project("bnqk,bnsk->bnqs", above, values[:, :, :end], dtype)
         d_scores = _flat(weights * (slope.reshape(weights.shape) - inner[block][..., None]))
         d_query = project("bnqs,bnsk->bnqk", d_scores, keys[:, :, :end], dtype)
-        d_queries.append(scale * d_query.reshape(*weights.shape[:-1], -1))
+        d_queries.append(d_query.reshape(*weights.shape[:-1], -1))
         d_key = project("bnqs,bnqk->bnsk", d_scores, _flat(scaled[block]), dtype)
         d_value = project("bnqs,bnqk->bnsk", _flat(weights), above, dtype)
         d_keys = d_keys.at[:, :, :end].add(d_key)
         d_values = d_values.at[:, :, :end].add(d_value)
-    d_q = jnp.concatenate(d_queries, axis=3).transpose(0, 3, 1, 2, 4)
+    d_q = _length_first(jnp.concatenate(d_queries, axis=3)) * scaled.shape[-1] ** -0.5
     return d_q, d_keys.swapaxes(1, 2), d_values.swapaxes(1, 2), None
 
 
@@ -98,9 +98,14 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
 
 
-def _queries_first(x: jax.Array) -> jax.Array:
+def _heads_first(x: jax.Array) -> jax.Array:
     """``[B, T, N, G, K]`` as ``[B, N, G, T, K]``."""
     return x.transpose(0, 2, 3, 1, 4)
+
+
+def _length_first(x: jax.Array) -> jax.Array:
+    """``[B, N, G, T, K]`` as ``[B, T, N, G, K]``."""
+    return x.transpose(0, 3, 1, 2, 4)
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ class Attention:
 
     @property
     def one_device(self) -> bool:
-        """Whether a single device has all rows and heads."""
+        """Whether the compiler is told nothing about places: no mesh, or one of a single device."""
         return self.mesh is None or self.mesh.size == 1
 
 

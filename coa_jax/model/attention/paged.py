@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.attention.choice import Attention, split_over
-from coa_jax.model.attention.reference import attend
+from coa_jax.model.products import project
 
 Pages = tuple[jax.Array, ...]
 """The pool of one layer:
@@ -160,10 +160,16 @@ def attend_gathered(
     positions: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """The reference of `attend_paged`, over any layout."""
+    """The reference of `attend_paged`, over any layout, of plain products."""
     keys, values = gather_pages(implementation, pages, table)
     mask = jnp.arange(keys.shape[1]) <= positions[..., None]
-    return attend(q, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), mask, dtype)
+    b, t, n, g, width = q.shape
+    # The queries of a group are rows of one product with their head's keys.
+    q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
+    scores = project("bnqk,bsnk->bnqs", q, keys, dtype).reshape(b, n, g, t, -1)
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), axis=-1)
+    attended = project("bnqs,bsnk->bnqk", weights.reshape(b, n, g * t, -1), values, dtype)
+    return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
 # --- kernels -------------------------------------------------------------------------------

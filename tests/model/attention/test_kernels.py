@@ -90,6 +90,33 @@ def test_causal_attention_and_its_gradients_equal_numpy(name, packed, dtype):
         assert error < TOLERANCE[dtype] / 2, error
 
 
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 300])
+def test_plain_attention_goes_through_any_number_of_blocks(length):
+    rng = np.random.default_rng(length)
+    q, cotangent = rng.normal(size=(2, 1, length, 2, 2, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
+    attend = causal_attention(Attention(), (1, length), None, "float32")
+    out, pullback = jax.vjp(jax.jit(attend), q, k, v)
+    mask = np.tril(np.ones((1, length, length), bool))
+    expected, expected_gradients = numpy_attention(q, k, v, mask, cotangent)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    for actual, wanted in zip(pullback(jnp.asarray(cotangent)), expected_gradients, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max() + 1e-6)
+
+
+def test_a_query_that_sees_one_key_learns_nothing_of_where_to_look_in_16_bits():
+    # Its weight is 1 whatever its score is: both terms of the slope are the same sum.
+    rng = np.random.default_rng(3)
+    q, cotangent = rng.normal(size=(2, 1, 40, 2, 2, 64)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, 40, 2, 64)).astype(np.float32)
+    segments = jnp.arange(1, 41)[None]
+    attend = causal_attention(Attention(), (1, 40), segments, "bfloat16")
+    _, pullback = jax.vjp(jax.jit(attend), q, k, v)
+    d_q, d_k, d_v = pullback(jnp.asarray(cotangent))
+    assert np.abs(d_q).max() < 1e-4 and np.abs(d_k).max() < 1e-4
+    np.testing.assert_allclose(d_v, cotangent.sum(axis=3), rtol=0.02, atol=0.02)
+
+
 # --- a cache in pages ----------------------------------------------------------------------
 
 KERNELS = [name for name in implementations("paged") if name != "xla"]
