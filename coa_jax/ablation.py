@@ -70,8 +70,9 @@ class Ablation:
         unknown = sorted(set(self.config["references"]) - {UNFILTERED, *self.arms})
         if unknown:
             raise UserError(f"config.references: there is no arm {unknown[0]!r}")
-        if not 1 <= len(self.config["seeds"]) <= len(_T_975) + 1:
-            raise UserError(f"config.seeds: give 1 to {len(_T_975) + 1} seeds")
+        seeds = self.config["seeds"]
+        if not 1 <= len(set(seeds)) == len(seeds) <= len(_T_975) + 1:
+            raise UserError(f"config.seeds: give 1 to {len(_T_975) + 1} seeds, each once")
         evaluation = build(EvaluateConfig, self.config["evaluate"], "config.evaluate")
         self.evaluation = evaluation
         self.held_out = load_tasks(
@@ -143,8 +144,7 @@ class Ablation:
                     self.config["tools"],
                 )
                 took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
-                run.summary({"grades": _grades(outcome)})
-                run.summary({"timings_s": took})
+                run.summary({"timings_s": took, "grades": _grades(outcome)})
         return files.read_json_object(folder / "summary.json")
 
     def _sft(self, seed: int, name: str) -> sft.SFTConfig:

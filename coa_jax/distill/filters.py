@@ -102,9 +102,19 @@ def has_no_fault(run: Run) -> bool:
 
 
 def repeats_no_call(run: Run) -> bool:
-    """Whether no tool was called twice with the same arguments (blanks aside)."""
-    calls = [(tool, " ".join(arguments.split())) for tool, arguments in run.log.calls]
+    """Whether no tool was called twice with the same arguments.
+
+    Blanks of a query do not count; those of a program do, but for the ends of its lines.
+    """
+    calls = [(tool, _same(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
+
+
+def _same(tool: str, arguments: str) -> str:
+    """What two calls that are the same have in common."""
+    if tool == "code":
+        return "\n".join(line.rstrip() for line in arguments.strip("\n").splitlines()).rstrip()
+    return " ".join(arguments.split())
 
 
 def notices_mistakes(run: Run) -> bool:

@@ -21,7 +21,8 @@ from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_
 
 T = TypeVar("T")
 
-_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # of a model that reasons first
+_DECODER = json.JSONDecoder(strict=False)
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
 _PYTHON = frozenset({"", "py", "python", "python3"})
 _FORMS = {
@@ -64,19 +65,22 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
 
 
 def read_object(reply: str) -> dict[str, Any]:
-    """The JSON object in a reply, whatever words are around it.
+    """The last JSON object of a reply, whatever words are around it; of a thought before, none.
 
     Raises:
         ValueError: there is none; the message is for the model.
     """
-    found = _OBJECT.search(reply)
-    if found is None:
-        raise ValueError("the reply holds no JSON object")
-    try:
-        value: dict[str, Any] = json.loads(found[0], strict=False)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the reply is not valid JSON ({error})") from None
-    return value
+    reply, last, why = _THOUGHT.sub("", reply), None, "the reply holds no JSON object"
+    place = reply.find("{")
+    while place >= 0:
+        try:
+            last, end = _DECODER.raw_decode(reply, place)
+        except (ValueError, RecursionError) as error:
+            why, end = f"the reply is not valid JSON ({error})", place + 1
+        place = reply.find("{", end)
+    if last is None:
+        raise ValueError(why)
+    return dict(last)
 
 
 def read_action(reply: str, view: AgentView) -> Action:

@@ -32,8 +32,8 @@ class SamplingParams:
             raise UserError(f"temperature is {self.temperature}; give 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1 (all tokens)")
-        if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}; give 0 (all tokens) or more")
+        if not 0 <= self.top_k < 2**31:
+            raise UserError(f"top_k is {self.top_k}; give 0 (all tokens) or more, below 2**31")
 
 
 MIN_ROWS = 2

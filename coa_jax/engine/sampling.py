@@ -58,7 +58,8 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     rest = target - jnp.where(block > 0, sums[lane, block - 1], 0.0)
     chosen = padded[lane, block]
     offset = _first_passed(jnp.cumsum(chosen, axis=-1), rest, chosen > 0)
-    return block * _BLOCK + offset
+    # Where the weights are not numbers nothing has weight: the caller sees it by the logarithm.
+    return jnp.minimum(block * _BLOCK + offset, weights.shape[1] - 1)
 
 
 def _first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:

@@ -28,8 +28,13 @@ from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
-_TOO_LONG = re.compile(r"context|max_tokens|too long|maximum", re.IGNORECASE)
-_BYTES = 3  # of an observation for a token, about
+_TOO_LONG = re.compile(
+    r"context[ _-](?:length|size|window)|context has room|maximum model length|prompt is too long"
+    r"|tokens\W[^.]{0,60}(?:too large|exceed|must be (?:<=|at most|less))",
+    re.IGNORECASE,
+)
+"""How servers say that a context is full; that, and no other refusal, is the policy's own doing."""
+_BYTES = 3  # for a token that no server has counted, about
 _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_turn>)")
 """Beginnings of what chat templates write between turns, in several spellings."""
 
@@ -100,8 +105,15 @@ def endpoint_policy(
         tools: live tools.
 
     Raises:
-        UserError: openai is not installed, or the key is not in the environment.
+        UserError: openai is not installed, the key is not in the environment, or ``config`` asks
+            for what only a policy on this machine can do.
     """
+    for name in ("constrain", "strict"):
+        if getattr(config, name):
+            raise UserError(
+                f"config.rollout.{name}: a policy behind an endpoint cannot be watched token by "
+                "token; leave it False"
+            )
     try:
         import openai
     except ImportError:
@@ -202,7 +214,12 @@ class _Episode:
         room = config.max_tokens - self.usage.length
         if room <= 0:
             return StopReason.LENGTH
-        reply = await self._ask(room)
+        left = self.began + config.max_seconds - time.monotonic() if config.max_seconds else None
+        try:
+            async with asyncio.timeout(left):
+                reply = await self._ask(room)
+        except TimeoutError:
+            return StopReason.DEADLINE
         if reply is None:
             return StopReason.LENGTH
         text, finish = reply
@@ -217,10 +234,9 @@ class _Episode:
             return StopReason.ANSWER
         if len(self.chain.calls) >= config.max_tool_calls:
             return StopReason.TURNS
-        if config.max_tool_seconds and self.tool_seconds >= config.max_tool_seconds:
-            return StopReason.TOOL_TIME
         await self._call(str(segment.role), segment.body)
-        return None
+        late = config.max_tool_seconds and self.tool_seconds >= config.max_tool_seconds
+        return StopReason.TOOL_TIME if late else None
 
     async def _ask(self, room: int) -> tuple[str, str] | None:
         """(text with the tag that ended it, finish reason); None if the context is full.
@@ -230,17 +246,15 @@ class _Episode:
         """
         import openai
 
-        limit = min(filter(None, (self.config.max_turn_tokens, room)))
-        known = self.usage.calls > self.usage.unmetered
-        options = {"max_tokens": limit} if known or self.config.max_turn_tokens else {}
+        options = {"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}
         extra: dict[str, Any] = {"top_k": self.sampling.top_k} if self.sampling.top_k else {}
         messages = [{"role": "user", "content": self.wanted.prompt}]
         if self.chain.text:
             messages.append({"role": "assistant", "content": self.chain.text})
             extra |= {"continue_final_message": True, "add_generation_prompt": False}
-        for more in (options, {}) if options else ({},):
-            # What an observation takes was estimated: the server may have room where it has none
-            # for as many tokens as were asked for.
+        for more in (options, {}):
+            # What the prompt takes is unknown at first, and what an observation takes is estimated:
+            # the server may have room where it has none for as many tokens as were asked for.
             try:
                 answer = await self.client.chat.completions.create(
                     model=self.endpoint.model,
@@ -283,6 +297,9 @@ class _Episode:
             self.usage.completion += usage.completion_tokens
             self.usage.length = usage.prompt_tokens + usage.completion_tokens
         text, finish = choice.message.content or "", str(choice.finish_reason)
+        if usage is None:
+            told = text if self.usage.calls > 1 else self.wanted.prompt + text
+            self.usage.length += len(told.encode()) // _BYTES
         text = str(self.secret.redact(text))
         extra = choice.model_extra or {}
         stop = extra.get("stop_reason", extra.get("matched_stop"))  # vLLM's word, and SGLang's

@@ -170,8 +170,8 @@ class Journal:
     def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
         """Keeps a sample that has just ended."""
         offset = self._traces.stat().st_size if self._traces.exists() else 0
-        self._run.traces(1, self.phase, [trajectory.to_json()])
         sample = sample_of(trajectory, exposure)
+        self._run.traces(1, self.phase, [trajectory.to_json()])
         self.samples[sample.key] = sample
         self._places[sample.key] = offset, self._traces.stat().st_size - offset
         self._changed = True

@@ -98,7 +98,8 @@ class Measured:
 
 def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sample:
     """What of a trajectory the results need; its grade, if it has one, included."""
-    usage = trajectory.metadata.get("usage") or {}  # of a policy behind an endpoint
+    # Of a policy behind an endpoint, which tells no tokens; a task's own metadata may say anything.
+    usage = {} if len(trajectory.tokens) else trajectory.metadata.get("usage") or {}
     faults = any(call.outcome == "fault" for call in trajectory.tool_calls)
     ours = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED)
     sample = Sample(

@@ -140,11 +140,15 @@ class Parser:
         self._carry = data[len(data) - keep :] if keep else ""
         return done
 
+    def interrupt(self) -> None:
+        """Other text comes between what was read and what follows: no tag goes on behind it."""
+        self._take(self._carry)
+        self._carry = ""
+
     def finish(self) -> list[Segment]:
         """Ends the text; returns the last segment, if any text is left.  May be called again."""
         self._finished = True
-        self._take(self._carry)
-        self._carry = ""
+        self.interrupt()
         if not self._pieces:
             return []
         if self._role is not None:

@@ -91,7 +91,12 @@ class Episode:
         return text
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Adds what a tool returned, in its surface form, as environment tokens."""
+        """Adds what a tool returned, in its surface form, as environment tokens.
+
+        What the policy had begun behind the tag of its call, a character or a tag, ends here.
+        """
+        self._end_text()
+        self._parser.interrupt()
         self._add_rest()
         start = len(self.tokens)
         self.tokens.extend(tokens)
@@ -122,12 +127,7 @@ class Episode:
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
         """The finished record."""
-        tail = self._stream.flush()
-        if tail:
-            self._policy_text += tail
-            self._ends.append((len(self._policy_text), len(self.tokens)))
-            for segment in self._parser.feed(tail):
-                self._add_span(segment)
+        self._end_text()
         for segment in self._parser.finish():
             self._add_span(segment)
         self._add_rest()
@@ -147,6 +147,15 @@ class Episode:
             gold=gold,
             metadata=metadata,
         )
+
+    def _end_text(self) -> None:
+        """Bytes of a character that never came become replacement signs."""
+        tail = self._stream.flush()
+        if tail:
+            self._policy_text += tail
+            self._ends.append((len(self._policy_text), len(self.tokens)))
+            for segment in self._parser.feed(tail):
+                self._add_span(segment)
 
     def _add_span(self, segment: Segment) -> None:
         """Adds what of a segment is not yet in a span: text before a tool result may be split."""

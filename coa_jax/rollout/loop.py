@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -276,6 +277,8 @@ class _Loop:
         episode = run.episode
         limit = self.config.max_turn_tokens if run.request.agent else 0
         for token, logp in zip(tokens, logps, strict=True):
+            if not math.isfinite(logp):  # a policy whose logits are no numbers has sampled nothing
+                return [self._finish(run, StopReason.FAULT)]
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
             if event is None and limit and episode.turn_tokens >= limit:

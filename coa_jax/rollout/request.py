@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.config import SamplingParams
+from coa_jax.errors import UserError
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, ToolCall
@@ -43,6 +45,22 @@ class RolloutConfig:
     max_turn_tokens: int = 0
     strict: bool = False
     constrain: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise UserError(f"rollout.{name} is {value}; give at least {least}")
+
+
+_LEAST = {
+    "max_tokens": 1,
+    "max_tool_calls": 0,
+    "max_observation_tokens": 0,
+    "max_turn_tokens": 0,
+    "max_seconds": 0,
+    "max_tool_seconds": 0,
+}
 
 
 @dataclasses.dataclass(frozen=True)

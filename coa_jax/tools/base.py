@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+from coa_jax import jsonl
 from coa_jax.tools.net.secrets import redact_all
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
@@ -104,26 +106,67 @@ def time_for(limit: float, context: ToolContext) -> float:
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     """Calls a tool so that nothing it does can hurt the loop.
 
-    A deadline that passes becomes ``timeout``, an exception becomes ``fault``, and so does the
+    A deadline that passes becomes ``timeout``, also where the tool does not heed its cancellation.
+    An exception becomes ``fault``, whatever its kind, and so do an observation that is none and the
     cancellation of what a tool waits for.  Only cancellation of the caller itself is let through.
     No key is in the observation, whatever tool gave it (`redact_all`).
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
     start = time.monotonic()
+    task = asyncio.create_task(_observation(tool, arguments, context))
     try:
-        seen = await asyncio.wait_for(tool(arguments, context), deadline)
-        return dataclasses.replace(seen, text=redact_all(seen.text), detail=redact_all(seen.detail))
-    except TimeoutError:
+        done, _ = await asyncio.wait({task}, timeout=deadline)
+        if done:
+            return task.result()
+        await _end(task)
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
         return Observation(text, False, "timeout", seconds)
     except (Exception, asyncio.CancelledError) as error:  # a broken tool is a value, not a crash
         if isinstance(error, asyncio.CancelledError) and _being_cancelled():
+            await _end(task)
             raise
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool is not available at the moment."
         detail = redact_all({"exception": f"{type(error).__name__}: {error}"})
         return Observation(text, False, "fault", seconds, detail)
+
+
+async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Observation:
+    """What a tool returns, checked: it goes into texts, sums and files.
+
+    Raises:
+        TypeError, ValueError: it is not what a tool has to return.
+    """
+    try:
+        seen = await tool(arguments, context)
+    except SystemExit as error:  # which would end the event loop
+        raise RuntimeError(f"SystemExit: {error}") from error
+    if not isinstance(seen, Observation) or not isinstance(seen.text, str):
+        raise TypeError(f"the tool returned {seen!r:.200}, which is no Observation of text")
+    if seen.outcome not in get_args(Outcome) or not math.isfinite(seen.seconds):
+        raise ValueError(f"outcome {seen.outcome!r} or seconds {seen.seconds!r} of an Observation")
+    jsonl.dumps(seen.detail)
+    return dataclasses.replace(seen, text=redact_all(seen.text), detail=redact_all(seen.detail))
+
+
+_PATIENCE_S = 5.0
+"""How long a cancelled tool may take to put away what it has, before nobody waits for it."""
+_left_behind: set[asyncio.Task[Observation]] = set()  # an event loop holds tasks weakly
+
+
+async def _end(task: asyncio.Task[Observation]) -> None:
+    """Cancels a call, and waits for its end within bounds."""
+    _left_behind.add(task)
+    task.add_done_callback(_forget)
+    task.cancel()
+    await asyncio.wait({task}, timeout=_PATIENCE_S)
+
+
+def _forget(task: asyncio.Task[Observation]) -> None:
+    _left_behind.discard(task)
+    if not task.cancelled():
+        task.exception()  # else it is told as never retrieved
 
 
 def _being_cancelled() -> bool:

@@ -5,6 +5,7 @@ import pytest
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.dataset import statistics_of
 from coa_jax.distill.filters import (
+    _same,
     copies,
     first_failure,
     plain_share,
@@ -43,6 +44,13 @@ def test_each_filter_drops_what_it_names():
     assert failure(GOOD, max_chars=100) == "too_long"
     assert failure(GOOD, min_interactions=8) == "too_simple"
     assert failure(GOOD, min_interactions=7) is None
+
+
+def test_a_program_whose_indentation_was_mended_is_no_repetition():
+    wrong, right = "for i in a:\n  x()\ny()", "for i in a:\n  x()\n  y()"
+    assert _same("code", wrong) != _same("code", right)
+    assert _same("code", right) == _same("code", f"\n{right}  \n")
+    assert _same("wiki_search", "capital of Peru") == _same("wiki_search", " capital  of Peru\n")
 
 
 def test_a_wrong_call_that_happened_to_work_is_no_example():

@@ -44,6 +44,12 @@ def test_inverse_cdf_finds_the_index_at_which_the_cumulative_sum_passes(weights,
     assert weights[index] > 0
 
 
+@pytest.mark.parametrize("vocab", [3, 128, 130])
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(vocab):
+    weights = jnp.full((1, vocab), jnp.nan)
+    assert int(jitted_inverse_cdf(weights, jnp.asarray([0.5], jnp.float32))[0]) < vocab
+
+
 def test_frequencies_follow_the_softmax():
     logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5] + [-30.0] * 300)
     n = 20_000

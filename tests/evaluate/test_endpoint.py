@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
-from coa_jax.evaluate.endpoint import PolicyEndpoint, endpoint_policy
+from coa_jax.evaluate.endpoint import _TOO_LONG, PolicyEndpoint, endpoint_policy
 from coa_jax.protocol import get_protocol
 from coa_jax.trajectory import Author, StopReason, read_trajectories
 from tests import tiny_policy
@@ -182,6 +183,50 @@ def test_the_budget_of_tokens_is_that_of_the_server_s_count(tmp_path):
         _, (trace,) = ask(server.url, tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
     assert trace.stop_reason == StopReason.LENGTH
     assert len(server.seen) == 1
+
+
+def test_the_first_turn_has_a_budget_too(tmp_path):
+    rollout = dataclasses.replace(CONFIG.rollout, max_tokens=300)
+    with serving(search_then_answer) as server:
+        ask(server.url, tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
+    first, second = (request["max_tokens"] for request in server.seen)
+    assert first == 300 and second < 300
+
+
+def test_a_request_ends_with_the_time_of_its_trajectory(tmp_path):
+    def slow(messages):
+        time.sleep(2)
+        return SEARCH
+
+    rollout = dataclasses.replace(CONFIG.rollout, max_seconds=0.3)
+    with serving(slow) as server:
+        _, (trace,) = ask(server.url, tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
+    assert trace.stop_reason == StopReason.DEADLINE and trace.metadata["seconds"] < 1.5
+
+
+@pytest.mark.parametrize("name", ["constrain", "strict"])
+def test_what_only_a_policy_on_this_machine_can_do_is_refused(tmp_path, name):
+    rollout = dataclasses.replace(CONFIG.rollout, **{name: True})
+    with pytest.raises(UserError, match=f"config.rollout.{name}"):
+        ask("http://localhost:1/v1", tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
+
+
+def test_only_words_about_a_full_context_mean_a_full_context():
+    full = [
+        "This model's maximum context length is 8192 tokens. However, you requested 9000",
+        "'max_tokens' or 'max_completion_tokens' is too large: 5000.",
+        "The decoder prompt (length 9) is longer than the maximum model length of 8",
+        "the request exceeds the available context size",
+        "`inputs` tokens + `max_new_tokens` must be <= 4096",
+        "this model's context has room for 5 tokens",
+    ]
+    other = [
+        "Invalid 'stop': array too long. Expected an array with maximum length 4",
+        "Unsupported parameter: 'max_tokens' is not supported with this model.",
+        "temperature must be at most 2, the maximum",
+        "unknown context",
+    ]
+    assert all(map(_TOO_LONG.search, full)) and not any(map(_TOO_LONG.search, other))
 
 
 def test_a_server_that_stays_away_ends_the_run_and_keeps_what_is_finished(tmp_path):

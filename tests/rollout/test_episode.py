@@ -118,3 +118,19 @@ def test_spans_join_to_the_text_and_cover_its_tokens_in_order(before, after):
     assert set(covered) == set(range(3, len(trajectory.tokens)))
     for span in trajectory.segments:
         assert set(trajectory.author[span.start : span.end].tolist()) == {span.author}
+
+
+def test_a_tag_does_not_go_on_behind_an_observation():
+    """A token may hold the end of a tag and the beginning of another."""
+    episode = make()
+    feed(episode, "<wiki_search>ein Fl")
+    table = episode._stream._table._bytes
+    table.append(b"u</wiki_search><" + "ß".encode()[:1])
+    assert episode.feed(len(table) - 1, -0.5) == ToolRequest("wiki_search", "ein Flu")
+    call = ToolCall("wiki_search", "ein Flu", "x", "ok", True, 0.0, 0.0)
+    episode.observe([5], "\n<observation>\nx\n</observation>\n", call)
+    event, _ = feed(episode, "answer>7</answer>")
+    assert event is None
+    trajectory = episode.finish(StopReason.EOS, (), {})
+    assert trajectory.answer is None
+    assert trajectory.text.endswith("<\ufffd\n<observation>\nx\n</observation>\nanswer>7</answer>")

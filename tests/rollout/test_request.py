@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coa_jax.errors import UserError
 from coa_jax.rollout.request import RolloutConfig, tool_context
 from coa_jax.trajectory import ToolCall
 
@@ -44,3 +45,19 @@ def test_a_call_knows_the_earlier_ones_and_how_they_ended():
 )
 def test_a_call_may_take_what_the_tighter_budget_leaves(budgets, deadline):
     assert context(seconds=4.0, tool_seconds=2.0, **budgets).deadline == deadline
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tool_calls", -1),
+        ("max_observation_tokens", -1),
+        ("max_turn_tokens", -2),
+        ("max_seconds", float("nan")),
+        ("max_tool_seconds", -0.5),
+    ],
+)
+def test_a_budget_that_means_nothing_is_refused(name, value):
+    with pytest.raises(UserError, match=f"rollout.{name} is {value}; give at least"):
+        RolloutConfig(**{name: value})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 
 import pytest
 
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import Observation, ToolContext, call
 
 
 class Waits:
@@ -50,3 +52,69 @@ def test_a_caller_that_is_cancelled_gets_no_observation():
         assert tool.future.cancelled()
 
     asyncio.run(go())
+
+
+class Does:
+    """A tool that does what it is given."""
+
+    name = "does"
+
+    def __init__(self, act, deadline=30.0):
+        self.act, self.deadline = act, deadline
+
+    async def __call__(self, arguments, context):
+        return await self.act()
+
+
+def called(act, deadline=30.0):
+    return asyncio.run(call(Does(act, deadline), "", ToolContext()))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        {"text": "a"},
+        Observation(None, True, "ok", 0.0),
+        Observation(b"\xff", True, "ok", 0.0),
+        Observation("a", True, "ok", None),
+        Observation("a", True, "ok", float("nan")),
+        Observation("a", True, "weird", 0.0),
+        Observation("a", True, "ok", 0.0, {"a": {1}}),
+    ],
+    ids=repr,
+)
+def test_what_is_no_observation_is_a_fault(returned):
+    async def act():
+        return returned
+
+    seen = called(act)
+    assert (seen.ok, seen.outcome) == (False, "fault")
+    assert seen.detail["exception"].startswith(("TypeError", "ValueError"))
+
+
+@pytest.mark.parametrize("error", [OSError(110, "timed out"), TimeoutError(), SystemExit(3)])
+def test_an_error_of_the_tool_is_no_timeout_of_ours_and_ends_no_process(error):
+    async def act():
+        raise error
+
+    assert called(act).outcome == "fault"
+
+
+def test_a_tool_that_does_not_heed_its_cancellation_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr("coa_jax.tools.base._PATIENCE_S", 0.1)
+
+    async def act():
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return Observation("late", True, "ok", 3.0)
+
+    async def timed():
+        began = time.monotonic()
+        seen = await call(Does(act, 0.05), "", ToolContext())
+        return seen, time.monotonic() - began
+
+    seen, seconds = asyncio.run(timed())
+    assert seen.outcome == "timeout" and seconds < 2

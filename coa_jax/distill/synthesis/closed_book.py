@@ -158,7 +158,9 @@ class Remembers:
                 answer = read_object(reply).get("answer")
             except ValueError:
                 return reply.strip()
-            return answer if isinstance(answer, str) else reply.strip()
+            if isinstance(answer, list):
+                return " | ".join(map(str, answer))
+            return reply.strip() if answer is None or isinstance(answer, dict) else str(answer)
 
         replies = await gather(one(task, k) for task in tasks for k in range(samples))
         return [replies[i : i + samples] for i in range(0, len(replies), samples)]
