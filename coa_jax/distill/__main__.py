@@ -59,11 +59,21 @@ def _describe(name: str, split: Split, seconds: float) -> str:
     )
 
 
-def _endpoint(config: ml_collections.ConfigDict, record: Path) -> Endpoint | None:
+SPLITS = ("train", "validation")
+
+
+def _files(folder: Path, name: str) -> tuple[Path, list[Path]]:
+    """File of a split, and those of the others: all have one budget."""
+    return folder / f"{name}.jsonl", [folder / f"{n}.jsonl" for n in SPLITS if n != name]
+
+
+def _endpoint(config: ml_collections.ConfigDict, workdir: Path, name: str) -> Endpoint | None:
     """The model that the minds are made of, or None for the scripted minds."""
     if "endpoint" not in config:
         return None
-    return Endpoint(build(EndpointConfig, config.endpoint, "config.endpoint"), record)
+    record, beside = _files(workdir / "calls", name)
+    settings = build(EndpointConfig, config.endpoint, "config.endpoint")
+    return Endpoint(settings, record, beside=beside)
 
 
 def _counter(config: ml_collections.ConfigDict) -> CountTokens | None:
@@ -117,13 +127,15 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     }
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name in ("train", "validation"):
+        for name in SPLITS:
             tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
-            file = workdir / "smolagents" / f"{name}.jsonl"
+            file, beside = _files(workdir / "smolagents", name)
             with progress(f"run {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
                 bind(file, fingerprint)
-                spent = run_smolagents(tasks, tools, lambda *_: model, file, how, limits, shown)
+                spent = run_smolagents(
+                    tasks, tools, lambda *_: model, file, how, limits, shown, beside
+                )
             traces = dataclasses.replace(traces, files=(str(file),))
             asked = {task.id: task for task in tasks}
             data[name] = _converted(config, traces, workdir, name, asked)
@@ -141,10 +153,10 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name in ("train", "validation"):
+        for name in SPLITS:
             tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
             start = time.monotonic()
-            endpoint = _endpoint(config, workdir / "calls" / f"{name}.jsonl")
+            endpoint = _endpoint(config, workdir, name)
             minds = None if endpoint is None else language_minds(endpoint)
             model = "" if endpoint is None else endpoint.config.model
             with progress(f"distil {name}", total=len(tasks)) as bar:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import math
 import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -79,7 +80,7 @@ class EndpointConfig:
             raise UserError(f"give {where}.base_url and {where}.model")
         form = "(model, per million prompt tokens, per million completion tokens)"
         for price in self.prices:
-            if not isinstance(price, Sequence) or len(price) != 3:
+            if not _is_price(price):
                 raise UserError(
                     f"{where}.prices holds {price!r}, which is no {form}; give such as "
                     "(('NAME', 1.0, 2.0),)"
@@ -115,6 +116,18 @@ class Spent:
     unmetered: int = 0
     by_episode: dict[str, int] = dataclasses.field(default_factory=dict)
 
+    def add(self, prompt: int, completion: int, price: tuple[float, float] | None) -> None:
+        """Adds tokens, and what they cost."""
+        self.prompt += prompt
+        self.completion += completion
+        money = price or (0.0, 0.0)
+        self.money += (prompt * money[0] + completion * money[1]) / 1e6
+
+    def with_(self, other: Spent) -> Spent:
+        """The totals of both."""
+        names = ("calls", "prompt", "completion", "money", "unmetered")
+        return Spent(*(getattr(self, name) + getattr(other, name) for name in names))
+
     def to_json(self) -> dict[str, Any]:
         """The totals as JSON values."""
         total = dataclasses.asdict(self)
@@ -138,6 +151,13 @@ def check_budget(
             )
 
 
+def _is_price(price: Any) -> bool:
+    """Whether it is (model, money, money)."""
+    if not isinstance(price, Sequence) or isinstance(price, str) or len(price) != 3:
+        return False
+    return all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in price[1:])
+
+
 def _exchange(row: Any) -> dict[str, Any]:
     names = ("key", "episode", "reply", "prompt", "completion")
     return {name: row[name] for name in names}
@@ -147,7 +167,11 @@ class Endpoint:
     """A client of one model; `spent` says what it has cost, earlier processes included."""
 
     def __init__(
-        self, config: EndpointConfig, record: Path, where: str = "config.endpoint"
+        self,
+        config: EndpointConfig,
+        record: Path,
+        where: str = "config.endpoint",
+        beside: Sequence[Path] = (),
     ) -> None:
         """Opens the record of exchanges and the connection.
 
@@ -155,6 +179,7 @@ class Endpoint:
             config: the model, and what may be spent.
             record: file of the exchanges.
             where: what errors call the settings.
+            beside: records of other parts of the same work, which have the same budget.
 
         Raises:
             UserError: openai is not installed, the settings cannot be used (see
@@ -175,11 +200,20 @@ class Endpoint:
             max_retries=0,
             timeout=config.timeout_s,
         )
-        jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
+        for file in (record, *beside):
+            jsonl.append_lines(file, [])  # creates it, or cuts off an unfinished last line
         self._inside, self._stopping = 0, False
         self._answered = False  # by this process: an earlier one may have had other settings
         self._trial: asyncio.Future[str] | None = None
-        self._replies: dict[str, str] = {}
+        self._replies: dict[str, str]
+        self._elsewhere = Spent()
+        for file in beside:
+            self._load(file)
+            self._elsewhere = self._elsewhere.with_(self.spent)
+        self._load(record)
+
+    def _load(self, record: Path) -> None:
+        self.spent, self._replies = Spent(), {}
         for row in jsonl.read_lines(record, _exchange):
             self._account(row)
 
@@ -199,7 +233,14 @@ class Endpoint:
         key = self._key(chat, episode, turn)
         if key in self._replies:
             return self._replies[key]
-        check_budget(self.config, self.spent, self._inside, self._where)
+        spent = self.spent.with_(self._elsewhere)
+        wanted = "max_money" if self.config.max_money else "max_total_tokens"
+        if getattr(self.config, wanted) and spent.unmetered == spent.calls > 0:
+            raise UserError(
+                f"{self.config.base_url} tells no token counts, so {self._where}.{wanted} would "
+                "limit nothing; use max_calls, and 0 for it"
+            )
+        check_budget(self.config, spent, self._inside, self._where)
         self._inside += 1
         call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
         try:
@@ -284,15 +325,11 @@ class Endpoint:
         if row["key"] in self._replies:
             return
         self._replies[row["key"]] = row["reply"]
-        prompt, completion = row["prompt"], row["completion"]
-        price = self.config.price or (0.0, 0.0)
-        spent = self.spent
+        prompt, completion, spent = row["prompt"] or 0, row["completion"] or 0, self.spent
         spent.calls += 1
-        spent.unmetered += prompt is None
-        spent.prompt += prompt or 0
-        spent.completion += completion or 0
-        spent.money += ((prompt or 0) * price[0] + (completion or 0) * price[1]) / 1e6
-        tokens = (prompt or 0) + (completion or 0)
+        spent.unmetered += row["prompt"] is None
+        spent.add(prompt, completion, self.config.price)
+        tokens = prompt + completion
         spent.by_episode[row["episode"]] = spent.by_episode.get(row["episode"], 0) + tokens
 
     async def _ask(self, chat: Chat) -> tuple[str, int | None, int | None]:

@@ -90,6 +90,7 @@ def run_smolagents(
     config: SmolConfig,
     limits: EndpointConfig,
     on_done: Callable[[int], None] | None = None,
+    beside: Sequence[Path] = (),
 ) -> Spent:
     """Solves the tasks that the file does not hold yet; appends each run when it is finished.
 
@@ -101,6 +102,7 @@ def run_smolagents(
         config: how the agents work.
         limits: its budget is looked at before each task, so tasks in flight can pass it.
         on_done: called with the number of finished tasks.
+        beside: files of runs of the same work, which have the same budget.
 
     Returns:
         What all runs of the file have cost, by their own counts; a call is a step of an agent.
@@ -113,26 +115,30 @@ def run_smolagents(
         UserError: the budget is spent, or the endpoint cannot be used or refuses the plain question
             too; finished runs are kept.
     """
-    jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
+    for file in (path, *beside):
+        jsonl.append_lines(file, [])  # creates it, or cuts off an unfinished last line
     spent, lock = Spent(), threading.Lock()
     usable = False  # known of this process: an earlier one may have had other settings
     done: set[str] = set()
     asked = {task.id: task.question for task in tasks}
 
-    def account(dump: dict[str, Any]) -> None:
+    def pay(dump: dict[str, Any], spent: Spent) -> None:
         steps = [*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])]
         counts = (step.get("token_usage") for step in steps)
         usage = total_usage(counts, "input_tokens", "output_tokens")
-        price = limits.price or (0.0, 0.0)
         spent.calls += sum(step.get("model_output_message") is not None for step in steps)
         spent.unmetered += not usage
-        spent.prompt += usage.get("prompt", 0)
-        spent.completion += usage.get("completion", 0)
-        spent.money += usage.get("prompt", 0) * price[0] / 1e6
-        spent.money += usage.get("completion", 0) * price[1] / 1e6
+        spent.add(usage.get("prompt", 0), usage.get("completion", 0), limits.price)
+
+    def account(dump: dict[str, Any]) -> None:
+        pay(dump, spent)
         if asked.get(dump["task_id"]) == dump["question"]:
             done.add(dump["task_id"])
 
+    elsewhere = Spent()
+    for file in beside:
+        for row in jsonl.read_lines(file, _dump):
+            pay(row, elsewhere)
     for row in jsonl.read_lines(path, _dump):
         account(row)
     lost = _connection_errors()
@@ -161,7 +167,7 @@ def run_smolagents(
             if task is None:
                 return
             try:
-                check_budget(limits, spent)
+                check_budget(limits, spent.with_(elsewhere))
                 dump = solve(task, config.max_steps)
                 with lock:  # one trial is enough
                     if dump["state"] == REFUSED and not usable:

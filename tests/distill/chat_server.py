@@ -13,7 +13,7 @@ class Server(ThreadingHTTPServer):
 
     `reply` maps the messages of a request to the content of the reply; an int is an HTTP status
     instead, None a response that is no chat completion, and ``...`` a reply whose content is null.
-    `seen` holds the requests.
+    `seen` holds the requests.  Replies tell token counts while it is `metered`.
     """
 
     daemon_threads = True
@@ -23,6 +23,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.reply, self.seen, self.lock = reply, [], threading.Lock()
         self.inside = self.most_inside = 0
+        self.metered = True
 
     @property
     def url(self):
@@ -57,7 +58,8 @@ class Handler(BaseHTTPRequestHandler):
         usage["total_tokens"] = sum(usage.values())
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         head = {"id": "x", "object": "chat.completion", "created": 0, "model": request["model"]}
-        return self.send(200, {**head, "choices": [choice], "usage": usage})
+        told = {"usage": usage} if server.metered else {}
+        return self.send(200, {**head, "choices": [choice], **told})
 
     def send(self, status, body):
         data = json.dumps(body).encode()

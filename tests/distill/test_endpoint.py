@@ -174,9 +174,34 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
         assert len(server.seen) == calls
 
 
+def test_parts_of_one_work_have_one_budget(tmp_path):
+    one, other = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
+    with serving(lambda chat: "x") as server:
+        config = config_of(server, max_calls=3)
+        ask(Endpoint(config, one, beside=[other]), "a", "b")
+        endpoint = Endpoint(config, other, beside=[one])
+        with pytest.raises(UserError, match=r"max_calls=3 is spent \(3\)"):
+            ask(endpoint, "c", "d")
+        assert endpoint.spent.calls == 1  # its own
+        assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize("limit", ["max_money", "max_total_tokens"])
+def test_a_limit_that_nobody_counts_for_is_refused(tmp_path, limit):
+    with serving(lambda chat: "x") as server:
+        server.metered = False
+        config = config_of(server, prices=(("m", 1.0, 1.0),), **{limit: 100.0})
+        with pytest.raises(UserError, match=f"tells no token counts, so config.endpoint.{limit}"):
+            ask(Endpoint(config, tmp_path / "calls.jsonl"), *"abc")
+        assert len(server.seen) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"prices": (("m", "1", "2"),)}, "config.solver.prices holds ("),
+        ({"prices": (("m", 1.0, -2.0),)}, "config.solver.prices holds ("),
+        ({"prices": (("m", 1.0, float("nan")),)}, "config.solver.prices holds ("),
         ({"model": ""}, "give config.solver.base_url and config.solver.model"),
         ({"max_money": 1.0}, "config.solver.max_money needs the price of 'm', which is missing"),
         (
