@@ -64,6 +64,21 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Where the arguments of a family of tools hold what our tag has as its body."""
 
+_STDIN = ("stdin", "input")
+_HARMLESS = frozenset(
+    {"n", "k", "num", "count", "limit", "top_k", "max_results", "num_results", "page_size"}
+    | {"max_length", "max_chars", "max_tokens", "max_output_length"}
+    | {"timeout", "timeout_s", "timeout_seconds", "timeout_ms"}
+    | {"thought", "thoughts", "reason", "reasoning", "rationale", "explanation", "description"}
+)
+"""Arguments that say how much is returned, how long it may take, or why: the call stays the same.
+
+All others ask for another result (a year, a later part of a page), for which our tags have no room.
+"""
+
+_FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
+"""Values that are what a tool does without being told; so is null, 0, false or nothing at all."""
+
 
 def tag_of(name: str) -> str:
     """The tag that stands for a tool of another framework; a name that says nothing stays."""
@@ -85,29 +100,64 @@ _SQUASHED = {_squash(name): tag for name, tag in _TAGS.items()}
 def body_of(tag: str, arguments: Any) -> str:
     """The arguments of a call as the body of its tag.
 
-    Lists of queries are joined by `` | ``, like the addresses of a crawl.  A tag that is not ours
-    keeps its arguments as JSON.
+    Lists of queries are joined by `` | ``, like the addresses of a crawl.  The standard input of a
+    program is kept.  A tag that is not ours keeps its arguments as JSON.
 
     Raises:
-        Malformed: they hold nothing that the tag's tool could read.
+        Malformed: they hold nothing that the tag's tool could read, or something that changes the
+            result and that it could not read.
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)
     family = "web_search" if tag == "wiki_search" else tag
     if tag == "visual_inspector" or family not in _KEYS:
         return clean(arguments if isinstance(arguments, str) else _json(arguments))
+    stdin = None
     if isinstance(arguments, dict):
         names = [key for key in _KEYS[family] if arguments.get(key)]
-        only = next(iter(arguments.values())) if len(arguments) == 1 else None
-        arguments = arguments[names[0]] if names else only
+        if not names and len(arguments) == 1:
+            names = list(arguments)
+        rest = {key: value for key, value in arguments.items() if key not in names[:1]}
+        stdin = _beside(tag, rest)
+        arguments = arguments[names[0]] if names else None
     if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
         arguments = " | ".join(arguments)
     if not isinstance(arguments, str) or not arguments.strip():
         raise Malformed(f"a call of {tag} without {' or '.join(_KEYS[family][:2])}")
     body = clean(arguments)
     if family == "code":
-        return body if parse_code(body) else format_code(body.strip("\n"))
+        return _program(body, stdin)
     return body.strip()
+
+
+def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
+    """The standard input among the arguments beside the one that counts."""
+    stdin = None
+    for key, value in rest.items():
+        name = str(key)
+        if not value or name in _HARMLESS or value in _FIRST.get(name, ()):
+            continue
+        if tag == "code" and name in _STDIN and isinstance(value, str) and stdin is None:
+            stdin = value
+            continue
+        raise Malformed(
+            f"a call of {tag} with {clean(name)[:40]!r}, which changes its result and has no place "
+            "in the tag"
+        )
+    return stdin
+
+
+def _program(body: str, stdin: str | None) -> str:
+    """A program in its fence, with its standard input."""
+    fenced = parse_code(body)
+    if stdin is None:
+        return body if fenced else format_code(body.strip("\n"))
+    source, given = fenced or (body.strip("\n"), None)
+    whole = format_code(source, clean(stdin))
+    read = parse_code(whole)
+    if given is not None or read is None or read[1] is None:
+        raise Malformed("a call of code with a standard input that cannot be written in the tag")
+    return whole
 
 
 def _maybe_json(arguments: str) -> Any:
