@@ -14,6 +14,7 @@ from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.distill.readers import read_traces
+from coa_jax.distill.readers.base import unused
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
@@ -94,8 +95,8 @@ def convert_files(
                     refused[_OTHER] += 1
                     tell({"path": path, "line": trace.line, "reason": _OTHER})
                     continue
-            if name in names:  # there is another run of the same task
-                name = f"{Path(path).name}:{trace.line}:{name}"
+            # There may be another run of the same task, also in a file of the same name.
+            name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
             names.add(name)
             try:
                 log, _ = trajectory_of(trace, config.protocol, config.completion)

@@ -68,6 +68,19 @@ def test_runs_of_one_task_in_two_files_keep_names_of_their_own(logs):
     assert [task.id for task in made.tasks] == ["one", "w", "c", "b.jsonl:3:one"]
 
 
+def test_runs_of_one_task_in_files_of_one_name_keep_names_of_their_own(tmp_path):
+    files = [tmp_path / folder / "log.jsonl" for folder in "abc"]
+    said = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "I know. It is A"}]
+    said[1]["reasoning_content"] = "I need no tool."
+    for number, path in enumerate(files, start=1):
+        path.parent.mkdir()
+        path.write_bytes(file_of({"id": "t", "messages": said, "usage": {"prompt_tokens": number}}))
+    made = convert_files(TracesConfig(tuple(map(str, files)), "openai", "web"))
+    names = ["t", "log.jsonl:1:t", "log.jsonl:1:t#2"]
+    assert [task.id for task in made.tasks] == [log.episode for log in made.logs] == names
+    assert made.usage == dict(zip(names, (1, 2, 3), strict=True))
+
+
 def test_what_is_known_of_the_tasks_is_kept_and_other_runs_are_left_out(logs):
     config, told = TracesConfig(logs, "oagents", "web"), []
     free = {task.id: task for task in convert_files(config).tasks}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
 from coa_jax.distill.readers.base import (
+    Line,
     Malformed,
     Problem,
     Reader,
@@ -22,6 +23,7 @@ from coa_jax.distill.readers.base import (
     Trace,
     decode_document,
     decode_lines,
+    unused,
 )
 from coa_jax.errors import UserError
 
@@ -43,8 +45,9 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
     """Reads a file of traces; nothing that stands in it raises.
 
     Args:
-        path: a file of one JSON value a line, or, where its name ends in ``.json``, a file of one
-            value.
+        path: a file of one JSON value a line; or, where its name ends in ``.json``, a file of one
+            record or of a list of records, whose lines are their places in it, unless most of its
+            lines are records by themselves.
         form: a key of `READERS`.
 
     Returns:
@@ -63,8 +66,7 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
     if data.startswith(_GZIP):
         raise UserError(f"{path}: is compressed; give the file that gunzip makes of it")
     data = data.removeprefix(codecs.BOM_UTF8)
-    decode = decode_document if str(path).endswith(".json") else decode_lines
-    lines, bad, traces = list(decode(data)), [], []
+    lines, bad, traces = _lines(str(path), data, form), [], []
     records, used, ignored = len(lines), 0, 0
     names: set[str] = set()
     for line, found, counts in READERS[form](lines):
@@ -78,12 +80,26 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
     return traces, ReadReport(str(path), records, used, ignored, problems, len(traces))
 
 
+def _lines(path: str, data: bytes, form: str) -> list[Line]:
+    """The records of a file."""
+    if not path.endswith(".json"):
+        return list(decode_lines(data))
+    lines = list(decode_document(data))
+    value = lines[0].value if lines else None
+    if isinstance(value, Malformed):
+        single = list(decode_lines(data))
+        records = sum(isinstance(line.value, dict | list) for line in single)
+        return single if 2 * records >= len(single) > 1 else lines
+    if isinstance(value, list) and not (form == "smolagents" and smolagents.is_run(value)):
+        return [Line(number, item) for number, item in enumerate(value, start=1)]
+    return lines
+
+
 def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:
     """The trace with its line, and with a name that no other trace of the file has."""
     task = trace.log.episode
     name = task or f"{file}:{line}"
-    if name in names:
-        name = f"{name}@{line}"
+    name = unused(name, f"{name}@{line}", names)
     names.add(name)
     log = dataclasses.replace(trace.log, episode=name)
     return dataclasses.replace(trace, log=log, line=line, task=task)

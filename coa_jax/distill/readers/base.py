@@ -8,9 +8,10 @@ of the file is used.  Every line is accounted for in the `ReadReport`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, clean
@@ -172,6 +173,14 @@ def _cleaned(value: Any) -> Any:
     return clean(value) if isinstance(value, str) else value
 
 
+def unused(name: str, other: str, names: Collection[str]) -> str:
+    """A name, or else another one, or else that one with a number, that is not among `names`."""
+    if name not in names:
+        return name
+    numbered = (f"{other}#{number}" for number in itertools.count(2))
+    return next(text for text in itertools.chain([other], numbered) if text not in names)
+
+
 # --- fields --------------------------------------------------------------------------------
 
 
@@ -227,6 +236,17 @@ def need(record: Mapping[str, Any], key: str, where: str = "the record") -> Any:
     if key not in record:
         raise Malformed(f"{where} lacks {key!r}")
     return record[key]
+
+
+def json_text(value: str, what: str) -> Any:
+    """The JSON value that a text holds, else `Malformed`."""
+    try:
+        return _cleaned(json.loads(value, object_pairs_hook=_object))
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)[:80]
+    raise Malformed(f"{what} is not JSON: {reason}")
 
 
 def accepted(value: Any, what: str) -> tuple[str, ...]:

@@ -42,9 +42,9 @@ _MATH = frozenset(
 """What the interpreter of smolagents has besides Python's own names (its `BASE_PYTHON_TOOLS`)."""
 
 _UNDEFINED = re.compile(r"not defined|not among|forbidden function", re.IGNORECASE)
-_PRINTED = re.compile(
-    r"Execution logs:\n(.*?)(?:\n?Last output from code snippet:\n(.*))?", re.DOTALL
-)
+_LAST = r"\n?Last output from code snippet:\n"
+_PRINTED = re.compile(rf"Execution logs:\n(.*?)(?:{_LAST}None\s*)?", re.DOTALL)
+_KEPT = re.compile(rf"Execution logs:\n(.*?)(?:{_LAST}(.*))?", re.DOTALL)
 _FENCE = re.compile(r"\n?\s*(?:Code:\s*)?(?:```|<code>).*\Z", re.DOTALL)
 _HEAD = re.compile(r"\A\s*Thoughts?:\s*")
 
@@ -161,11 +161,16 @@ def tell(
     if tool is None and not program.computes:
         talk.say(thought)
         return
-    if program.maths:
-        source = f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
-    name, body = tool or ("code", format_code(source.strip("\n")))
+    name, body = tool or ("code", format_code(importing(source, program).strip("\n")))
     returned = _returned(seen, program.prints) if tool else seen
     talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
+
+
+def importing(source: str, program: Program) -> str:
+    """The program with the import of the functions of `math` that it takes for granted."""
+    if not program.maths:
+        return source
+    return f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
 
 
 def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
@@ -194,10 +199,11 @@ def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | No
 
 def _returned(observation: str, prints: bool) -> str:
     """What a program's only call returned, by the frame in which its output is told."""
-    found = _PRINTED.fullmatch(observation)
+    # A text may hold the line that begins the last output.  Of a program that prints that output is
+    # what `print` returns, so it stands at the end; one that only keeps the text has no logs.
+    found = (_PRINTED if prints else _KEPT).fullmatch(observation)
     if found is None:
         return observation
-    # What `print` itself returns is the last output of a program that prints.
     return (found[1] if prints or found[2] is None else found[2]).strip()
 
 

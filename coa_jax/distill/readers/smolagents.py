@@ -7,6 +7,7 @@ adds ``question``, ``gold``, ``answer`` and the runs of managed agents:
 
 Not to be had from this format:
 
+- runs of several questions that share one memory (``agent.run(..., reset=False)``; refused);
 - what managed agents did, unless ``managed_runs`` is there: a manager forgets it, and the record is
   refused, because nothing would stand behind what the manager goes on to know.  So is one in which
   a program uses tools, unless it is nothing but one call with literal arguments, or values that the
@@ -42,10 +43,13 @@ from coa_jax.distill.readers.base import (
 from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.distill.readers.programs import (
     Program,
+    examine,
     examine_all,
+    importing,
     split_plan,
     tell,
     thought_of,
+    unwrap,
 )
 
 
@@ -81,6 +85,11 @@ def read_run(value: Any) -> Trace:
     return Trace(talk.finish(episode, error), gold, metadata, usage=usage)
 
 
+def is_run(value: Sequence[Any]) -> bool:
+    """Whether a list is the steps of one run; else it is a list of runs."""
+    return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in value)
+
+
 def _steps(value: Any) -> list[dict[str, Any]]:
     return [mapping(step, f"step {n}") for n, step in enumerate(items(value, "'steps'"))]
 
@@ -96,14 +105,18 @@ def _write(
     Returns:
         The answer that the agent gave, None if it gave none.
     """
+    if sum("task" in step for step in steps) > 1:  # agent.run(..., reset=False)
+        raise Malformed("a second task in the same memory: give each run a record of its own")
     answer = None
     where = [f"step {step.get('step_number', number)}" for number, step in enumerate(steps)]
     calls = [_calls(step, at) for step, at in zip(steps, where, strict=True)]
     programs = examine_all(map(_source, calls, where), agents)
     for step, at, made, program in zip(steps, where, calls, programs, strict=True):
         if "plan" in step:
+            survey = unwrap(optional_text(step.get("facts"), f"'facts' of {at}"))
             facts, plan = split_plan(text(step["plan"], f"'plan' of {at}"))
-            talk.add(Kind.PLAN, "planner", "manager", plan, facts)
+            thought = "\n\n".join(t for t in (survey, facts) if t)
+            talk.add(Kind.PLAN, "planner", "manager", plan, thought)
         elif "step_number" in step:
             number = step["step_number"]
             mine = runs.pop(number, []) if isinstance(number, int) else []
@@ -125,8 +138,8 @@ def _calls(step: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
 
 
 def _source(calls: Sequence[tuple[str, Any]], where: str) -> str | None:
-    """The program of a step of a CodeAgent."""
-    if len(calls) != 1 or calls[0][0] != "python_interpreter":
+    """The program of a step of a CodeAgent; a ToolCallingAgent names the argument of its tool."""
+    if len(calls) != 1 or calls[0][0] != "python_interpreter" or isinstance(calls[0][1], dict):
         return None
     return text(calls[0][1], f"the program of {where}")
 
@@ -175,6 +188,9 @@ def _tools(
         return
     for name, arguments in calls:
         tag = tag_of(name)
+        if tag == "code" and isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
+            source = arguments["code"]
+            arguments = {**arguments, "code": importing(source, examine(source, ()))}
         returned = "\n".join(part for part in (seen, error) if part)
         talk.call(tag, body_of(tag, arguments), returned, not error, thought)
     if not calls:

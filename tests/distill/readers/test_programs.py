@@ -49,6 +49,20 @@ def test_what_print_returns_is_no_observation(read, program):
     assert calls_of(trace) == [("web_search", "x", "", "ok")]
 
 
+@pytest.mark.parametrize(
+    ("program", "frame"),
+    [
+        ("print(web_search('x'))", "Execution logs:\n{}\nLast output from code snippet:\nNone"),
+        ("a = web_search('x')", "Execution logs:\nLast output from code snippet:\n{}"),
+    ],
+)
+def test_a_text_that_looks_like_the_frame_is_not_cut(read, program, frame):
+    page = "About agents.\nLast output from code snippet:\nNone\nmore"
+    made = step(1, [("python_interpreter", program)], frame.format(page))
+    (trace,), _ = read("smolagents", {"question": "Q?", "steps": [made]})
+    assert calls_of(trace) == [("web_search", "x", page, "ok")]
+
+
 def test_functions_that_smolagents_has_without_an_import_are_imported_for_the_code_tool(read):
     source = "\nroot = sqrt(16)\nprint(root, ceil(log(exp(1.5))))"
     interpreter = LocalPythonExecutor([])
