@@ -1,24 +1,30 @@
 """Logs of OpenAI chat completions with tool calls, one conversation a line.
 
 Read are ``{"messages": [...]}`` and ``{"request": {"messages": [...]}, "response": {"choices":
-[{"message": ...}]}}``, with optional ``id``, ``gold`` and ``usage``.  A call is joined with the
-``tool`` message that names its id, so parallel calls become one after the other.  The old
-``function_call`` with messages of the role ``function`` is read as well.
+[{"message": ...}]}}``, with optional ``id``, ``gold``, ``answer`` and ``usage``, of which ``id``
+and ``usage`` may stand in the response.  A call is joined with the ``tool`` message of the same
+turn that names its id, so parallel calls become one after the other.  The old ``function_call``
+with messages of the role ``function`` is read as well.  A closing call of ``final_answer`` is the
+answer; else it stands in the last words, see `coa_jax.distill.readers.answers`.
 
 Not to be had from this format:
 
 - plans, reflections and verifications: they are prose of the assistant and become thoughts;
 - what a reasoning model thought, unless the server wrote it out (``reasoning_content``);
 - whether a tool failed: every result counts as ``ok``;
+- what is said behind a marked answer;
+- a call whose arguments are no JSON, as one that was cut off (the record is refused);
+- tokens of a run of several calls, unless ``usage`` of the record counts them all: that of a
+  response is of its own call only;
 - images and sound in messages.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from coa_jax.distill.messages import Kind
+from coa_jax.distill.readers.answers import marked_answer
 from coa_jax.distill.readers.base import (
     Conversation,
     Malformed,
@@ -27,6 +33,7 @@ from coa_jax.distill.readers.base import (
     accepted,
     each_line,
     items,
+    json_text,
     mapping,
     need,
     scalar,
@@ -35,56 +42,63 @@ from coa_jax.distill.readers.base import (
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_MARKED = re.compile(
-    r"^[^\w\n]*final answer[^\w\n]*?:[^\w\n-]*(\S.*)$", re.IGNORECASE | re.MULTILINE
-)
+_FINAL = "final_answer"
+"""A call that gives the answer, as smolagents has it."""
 
 
 def read_chat(value: Any) -> Trace:
     """One line of the file."""
     record = mapping(value, "the record")
-    messages = _messages(record)
-    asked = [n for n, message in enumerate(messages) if message["role"] == "user"]
-    if not asked:
+    response = mapping(record["response"], "'response'") if "response" in record else None
+    messages = _messages(record, response)
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
         raise Malformed("no message of the role 'user', so no question")
-    talk = Conversation(_content(messages[asked[0]], asked[0]))
-    returns = _returns(messages)
-    last = len(messages) - 1
-    for number, message in enumerate(messages[asked[0] + 1 :], start=asked[0] + 1):
+    asked = roles.index("user")
+    talk = Conversation(_content(messages[asked], asked))
+    _paired([], _results(messages, asked))
+    last, final = len(messages) - 1, None
+    for number, message in enumerate(messages[asked + 1 :], start=asked + 1):
         words = _content(message, number)
-        match message["role"]:
-            case "assistant":
-                calls = _calls(message, number)
-                thought = "\n".join(t for t in (_reasoning(message), words) if t)
-                if calls:
-                    for position, (identity, tool, arguments) in enumerate(calls):
-                        if identity not in returns:
-                            raise Malformed(f"no result of the call {identity!r}")
-                        tag = tag_of(tool)
-                        before = "" if position else thought
-                        talk.call(tag, body_of(tag, arguments), returns[identity], True, before)
-                elif number == last:
-                    _answer(talk, record, _reasoning(message), words)
-                else:
-                    talk.say(thought)
-            case "user":
-                raise Malformed("a second message of the role 'user': no run of a single question")
-            case _:
-                pass
-    name = record.get("id")
+        if message["role"] == "user":
+            raise Malformed("a second message of the role 'user': no run of a single question")
+        if message["role"] != "assistant":
+            continue
+        if final is not None:
+            raise Malformed(f"the conversation goes on after {_FINAL}")
+        calls = _calls(message, number)
+        thought = "\n".join(t for t in (_reasoning(message), words) if t)
+        returned = _paired(calls, _results(messages, number))
+        for (_, tool, arguments), seen in zip(calls, returned, strict=True):
+            if seen is None:
+                final = _final(arguments)
+                continue
+            tag = tag_of(tool)
+            talk.call(tag, body_of(tag, arguments), seen, True, thought)
+            thought = ""
+        if calls and final is None:
+            continue
+        if final is not None:
+            _close(talk, record, thought, final)
+        elif number == last:
+            _answer(talk, record, _reasoning(message), words)
+        else:
+            talk.say(thought)
+    name = next((r["id"] for r in (record, response or {}) if r.get("id") is not None), None)
     episode = "" if name is None else scalar(name, "'id'")
-    usage = total_usage([record.get("usage")], "prompt_tokens", "completion_tokens")
+    counts = record.get("usage")
+    if counts is None and response and "assistant" not in roles[asked:-1]:
+        counts = response.get("usage")  # of the only call; what earlier ones cost it does not say
+    usage = total_usage([counts], "prompt_tokens", "completion_tokens")
     return Trace(talk.finish(episode), accepted(record.get("gold"), "'gold'"), usage=usage)
 
 
-def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(record: dict[str, Any], response: dict[str, Any] | None) -> list[dict[str, Any]]:
     asked = record
     if "request" in record:
         asked = mapping(record["request"], "'request'")
     messages = list(items(need(asked, "messages"), "'messages'"))
-    if "response" in record:
-        response = mapping(record["response"], "'response'")
+    if response is not None:
         choices = items(need(response, "choices", "'response'"), "'choices'")
         if not choices:
             raise Malformed("the response has no choice")
@@ -121,42 +135,75 @@ def _calls(message: dict[str, Any], number: int) -> list[tuple[str, str, Any]]:
         function = mapping(need(call, "function", where), where)
         name = text(need(function, "name", where), f"the name of {where}")
         identity = scalar(need(call, "id", where), f"the id of {where}")
-        if identity == "function":
-            identity = f"function {number}"
-        found.append((identity, name, need(function, "arguments", where)))
+        arguments = need(function, "arguments", where)
+        if isinstance(arguments, str):  # none at all are written as "" by some servers
+            arguments = json_text(arguments or "{}", f"the text of the arguments of {where}")
+        found.append((identity, name, arguments))
     return found
 
 
-def _returns(messages: list[dict[str, Any]]) -> dict[str, str]:
-    """Id of a call -> what it returned; old-style results belong to the call before them."""
-    returns: dict[str, str] = {}
-    for number, message in enumerate(messages):
+def _results(messages: list[dict[str, Any]], turn: int) -> list[tuple[str, str]]:
+    """(id of the call, what it returned) of the results between a message and the next turn."""
+    found = []
+    for number, message in enumerate(messages[turn + 1 :], start=turn + 1):
+        if message["role"] in ("assistant", "user"):
+            break
         if message["role"] == "tool":
             identity = scalar(need(message, "tool_call_id", f"message {number}"), "'tool_call_id'")
+            found.append((identity, _content(message, number)))
         elif message["role"] == "function":
-            identity = f"function {number - 1}"
-        else:
-            continue
-        if identity in returns:
+            found.append(("function", _content(message, number)))
+    return found
+
+
+def _paired(calls: list[tuple[str, str, Any]], results: list[tuple[str, str]]) -> list[str | None]:
+    """What each call of a turn returned; None of an answer, which returns nothing.
+
+    Other turns may use the same ids again.  Calls of one turn that share an id are told apart by
+    their order.
+    """
+    waiting: dict[str, list[str]] = {identity: [] for identity, _, _ in calls}
+    for identity, seen in results:
+        if identity not in waiting:
+            raise Malformed(f"a result of the call {identity!r}, which is not there")
+        waiting[identity].append(seen)
+        if len(waiting[identity]) > sum(identity == called for called, _, _ in calls):
             raise Malformed(f"two results of the call {identity!r}")
-        returns[identity] = _content(message, number)
-    return returns
+    returned: list[str | None] = []
+    for identity, tool, _ in calls:
+        if not waiting[identity] and not _is_final(tool):
+            raise Malformed(f"no result of the call {identity!r}")
+        seen = waiting[identity].pop(0) if waiting[identity] else ""
+        returned.append(None if _is_final(tool) else seen)
+    return returned
+
+
+def _is_final(tool: str) -> bool:
+    return tool.lower().replace("_", "") == "finalanswer"
+
+
+def _final(arguments: Any) -> str:
+    if isinstance(arguments, dict):
+        only = next(iter(arguments.values())) if len(arguments) == 1 else None
+        arguments = arguments.get("answer", only)
+    return scalar(arguments, f"the answer of {_FINAL}").strip()
+
+
+def _close(talk: Conversation, record: dict[str, Any], thought: str, answer: str) -> None:
+    """The end of a run: the answer that stands beside it counts for more than the last words."""
+    if record.get("answer") is not None:
+        answer = scalar(record["answer"], "'answer'").strip()
+    talk.say(thought)
+    if answer:
+        talk.add(Kind.ANSWER, "manager", "user", answer)
 
 
 def _answer(talk: Conversation, record: dict[str, Any], reasoning: str, words: str) -> None:
     """The last words: the marked answer if one is marked, with what stands before as thought."""
+    thought, answer = marked_answer(words) or ("", words.strip())
     if record.get("answer") is not None:
-        talk.say("\n".join(t for t in (reasoning, words) if t))
-        talk.add(Kind.ANSWER, "manager", "user", scalar(record["answer"], "'answer'").strip())
-        return
-    found = list(_TAGGED.finditer(words)) or list(_MARKED.finditer(words))
-    answer = words.strip()
-    if found:
-        answer = found[-1][1].strip().strip("*").strip()
-        reasoning = "\n".join(t for t in (reasoning, words[: found[-1].start()].strip()) if t)
-    talk.say(reasoning)
-    if answer:
-        talk.add(Kind.ANSWER, "manager", "user", answer)
+        thought = words
+    _close(talk, record, "\n".join(t for t in (reasoning, thought) if t), answer)
 
 
 read: Reader = each_line(read_chat)

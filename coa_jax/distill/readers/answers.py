@@ -1,0 +1,94 @@
+r"""The answer that a model marks in its last words: ``<answer>``, "Final answer:", ``\boxed{}``."""
+
+from __future__ import annotations
+
+import re
+
+from coa_jax.protocol import parse_boxed
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_MARKED = re.compile(
+    r"^(?P<before>[^\w\n]*)(?:(?:so|thus|hence|therefore),?[ ]+)?(?:(?:the|my|our)[ ]+)?"
+    r"final[ ]answer(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)(?:[:\uff1a]|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_EMPHASIS = re.compile(r"[*]+\Z")
+_FENCED = re.compile(r"```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_BLOCK_END = re.compile(r"\n[ \t]*(?:\n|\Z)")
+_PAIRS = (
+    *(("```", "```"), ("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("'", "'")),
+    *(("\u201c", "\u201d"), ("\u2018", "\u2019")),
+    *(("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")),
+)
+"""Marks around a whole answer that are no part of it.  Brackets may be one: a list, an interval."""
+
+_BOX = "\\boxed{"
+
+
+def marked_answer(words: str) -> tuple[str, str] | None:
+    r"""The answer that is marked last, by the surest kind of mark there is.
+
+    A tag is surer than "Final answer", alone on its line or with a colon, behind which the rest of
+    the line or else the next block counts, and that than a box.  An answer that holds one box is
+    what is in it.
+
+    Args:
+        words: what was said.
+
+    Returns:
+        (what was said on the way to it, the answer), None if none is marked.  What is said after a
+        tag or after "Final answer" is left out.  Words around a box stay whole, with the box
+        opened, because it is part of their sentence.
+    """
+    tagged = list(_TAGGED.finditer(words))
+    if tagged:
+        return words[: tagged[-1].start()].strip(), _opened(tagged[-1][1])
+    for mark in reversed(list(_MARKED.finditer(words))):
+        answer = _opened(_behind(words, mark))
+        if answer:
+            return words[: mark.start()].strip(), answer
+    boxed = parse_boxed(words)
+    if not boxed:
+        return None
+    start = words.rindex(_BOX)
+    end = words.index(boxed, start + len(_BOX)) + len(boxed)
+    end = words.index("}", end) + 1
+    around = words[:start] + words[end:]
+    said = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
+    return said.strip(), _bare(boxed)
+
+
+def _behind(words: str, mark: re.Match[str]) -> str:
+    """The rest of the line behind a mark, or else the next block; a fenced program is a block."""
+    line, _, below = words[mark.end() :].partition("\n")
+    emphasis = _EMPHASIS.search(mark["before"])
+    if emphasis and emphasis[0] not in mark["within"]:  # what opens before the mark closes later
+        if line.startswith(emphasis[0]):
+            line = line.removeprefix(emphasis[0])
+        elif line.rstrip().endswith(emphasis[0]):
+            line = line.rstrip().removesuffix(emphasis[0])
+    rest = f"{line}\n{below}".lstrip()
+    fenced = _FENCED.match(rest)
+    if fenced and "\n" in fenced[0]:
+        return fenced[0]
+    return line if line.strip() else _BLOCK_END.split(rest, maxsplit=1)[0]
+
+
+def _opened(answer: str) -> str:
+    """An answer without the marks around it, and without the box if there is one."""
+    answer = _bare(answer)
+    if answer.count(_BOX) == 1 and not answer.startswith("```"):
+        return _bare(parse_boxed(answer) or answer)
+    return answer
+
+
+def _bare(answer: str) -> str:
+    answer = answer.strip()
+    for opening, closing in _PAIRS:
+        if not (answer.startswith(opening) and answer.endswith(closing)):
+            continue
+        inner = answer[len(opening) : -len(closing)]
+        program = opening == "```" and "\n" in inner
+        if inner.strip() and not (program or opening in inner or closing in inner):
+            return _bare(inner)
+    return answer
