@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -258,7 +258,9 @@ class McpTool:
             detail = self._shown({"exception": f"{type(error).__name__}: {error}"})
             text = f"The {self.name} tool is not available at the moment."
             return Observation(text, False, "fault", time.monotonic() - start, detail)
-        return self._seen(_text(result) or "(no content)", not result.is_error, start)
+        parts = [(item.type, getattr(item, "text", None)) for item in result.content or []]
+        text = result_text(parts, result.structured_content)
+        return self._seen(text, not result.is_error, start)
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
         text = clip(self._shown(text), self._config.max_chars)
@@ -313,14 +315,17 @@ def _body_hint(schema: Mapping[str, Any]) -> str:
     return f"The body is a JSON object with {'; '.join(fields)}."
 
 
-def _text(result: Any) -> str:
-    parts = []
-    for item in result.content or []:
-        text = getattr(item, "text", None)
-        parts.append(text if text is not None else f"[{item.type}]")
-    if not parts and result.structured_content is not None:
-        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    return "\n".join(parts)
+def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str:
+    """What is shown of a result.
+
+    Args:
+        parts: (type, text or None) of each part of its content.
+        structured: its structured content, shown where there is no part; None for none.
+    """
+    shown = [f"[{kind}]" if text is None else text for kind, text in parts]
+    if not shown and structured is not None:
+        shown = [json.dumps(structured, ensure_ascii=False)]
+    return "\n".join(shown) or "(no content)"
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -9,7 +9,7 @@ Not to be had from this format:
 
 - the question, the answer and every thought: MCP is spoken between a client and its tools, and
   the model's words are not part of it;
-- results other than text.
+- results other than text, and structured content beside text.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from coa_jax.distill.readers.base import (
     text,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
+from coa_jax.tools.mcp_tool import result_text
 
 T = TypeVar("T")
 
@@ -42,8 +43,9 @@ T = TypeVar("T")
 class _Session:
     """What has been read of a session.
 
-    `others` are the ids of requests that are no tool calls, `begin` and `end_line` its first and
-    last line, `last` the last one that counts.
+    `others` are the ids of requests that are no tool calls, of the client and of the server, and
+    whether they still wait for their response; `begin` and `end_line` its first and last line,
+    `last` the last one that counts.
     """
 
     name: str
@@ -52,7 +54,7 @@ class _Session:
     gold: tuple[str, ...] = ()
     calls: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     returns: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
-    others: set[str] = dataclasses.field(default_factory=set)
+    others: dict[str, bool] = dataclasses.field(default_factory=dict)
     begin: int = 0
     end_line: int = 0
     last: int = 0
@@ -118,11 +120,12 @@ def _message(session: _Session, value: Any) -> bool:
         session.calls[identity] = (tag, body_of(tag, params.get("arguments") or {}))
         return True
     if "method" in message:
-        session.others.add(identity)
-        return False  # handshake, notifications
+        session.others[identity] = True
+        return False  # handshake, notifications, what the server asks of the client
+    if _answers_another(session, identity, message):
+        session.others[identity] = False
+        return False
     if identity not in session.calls:
-        if identity in session.others:
-            return False
         raise Malformed(f"a result of the request {identity}, which is not there")
     if identity in session.returns:
         raise Malformed(f"two results of the call {identity}")
@@ -131,13 +134,36 @@ def _message(session: _Session, value: Any) -> bool:
         session.returns[identity] = scalar(error.get("message", ""), "an error"), False
         return True
     result = mapping(need(message, "result", "a message"), "'result'")
+    structured = result.get("structuredContent")
     parts = []
-    for part in items(need(result, "content", "a result"), "'content'"):
+    content = (
+        result.get("content") if structured is not None else need(result, "content", "a result")
+    )
+    for part in items([] if content is None else content, "'content'"):
         if mapping(part, "a part of a result").get("type") != "text":
             raise Malformed("a result holds something besides text")
-        parts.append(text(part.get("text"), "a part of a result"))
-    session.returns[identity] = "\n".join(parts), not result.get("isError", False)
+        parts.append(("text", text(part.get("text"), "a part of a result")))
+    session.returns[identity] = result_text(parts, structured), not result.get("isError", False)
     return True
+
+
+def _answers_another(session: _Session, identity: str, message: dict[str, Any]) -> bool:
+    """Whether a response belongs to a request that is no tool call.
+
+    Client and server count their requests each for itself, so one of the server's may have the id
+    of a call; then the result says which of them it answers.
+    """
+    if identity not in session.calls:
+        return identity in session.others
+    if not session.others.get(identity):
+        return False
+    if identity in session.returns:
+        return True
+    if "error" in message:
+        raise Malformed(f"an error of {identity}, which is both a call and a request of the server")
+    result = mapping(need(message, "result", "a message"), "'result'")
+    returned = isinstance(result.get("content"), list) or "structuredContent" in result
+    return not returned or "role" in result or "action" in result
 
 
 def _whole(record: dict[str, Any]) -> Trace:

@@ -219,6 +219,36 @@ def test_two_runs_in_one_session_do_not_melt_into_one(read, field):
     assert f"a second {field} in the session" in reasons(report)
 
 
+def test_ids_of_the_server_are_not_those_of_the_client(read):
+    asked = [rpc(id=1, method="roots/list"), rpc(id=1, result={"roots": []})]
+    sampled = {"role": "assistant", "content": {"type": "text", "text": "x"}, "model": "m"}
+    asked += [rpc(id=1, method="sampling/createMessage"), rpc(id=1, result=sampled)]
+    messages = [mcp_call(1, "search", {"query": "Peru"}), *asked, mcp_result(1, "Lima")]
+    record = {"question": "Q?", "answer": "Lima"}
+    (trace,), _ = read("mcp", {**record, "messages": messages})
+    assert calls_of(trace) == CALLS[:1]
+    (trace,), _ = read("mcp", {**record, "messages": [messages[0], messages[-1], *asked]})
+    assert calls_of(trace) == CALLS[:1]
+    failed = rpc(id=1, error={"code": -32601, "message": "no roots"})
+    _, report = read("mcp", {**record, "messages": [messages[0], asked[0], failed]})
+    assert "both a call and a request of the server" in reasons(report)
+
+
+@pytest.mark.parametrize(
+    ("result", "seen"),
+    [
+        ({"content": []}, "(no content)"),
+        ({"content": [], "structuredContent": {"a": 1}}, '{"a": 1}'),
+        ({"structuredContent": {"a": 1}}, '{"a": 1}'),
+        ({"content": [{"type": "text", "text": "x"}], "structuredContent": {"a": 1}}, "x"),
+    ],
+)
+def test_a_result_without_text_is_what_the_harness_shows(read, result, seen):
+    messages = [mcp_call(1, "search", {"query": "Peru"}), rpc(id=1, result=result)]
+    (trace,), _ = read("mcp", {"question": "Q?", "answer": "Lima", "messages": messages})
+    assert calls_of(trace) == [("web_search", "Peru", seen, "ok")]
+
+
 # --- smolagents ----------------------------------------------------------------------------
 
 
@@ -258,6 +288,29 @@ def test_a_managed_agent_whose_steps_are_not_there_is_refused(read):
     assert "step 1 asks a managed agent whose run is not in the file" in reasons(report)
 
 
+def test_two_tasks_in_one_memory_do_not_melt_into_one(read):
+    for record in ([*STEPS, *STEPS], {"question": "Q?", "steps": [*STEPS, *STEPS]}):
+        traces, report = read("smolagents", record)
+        assert traces == []
+        assert "a second task in the same memory" in reasons(report)
+
+
+def test_the_interpreter_of_a_tool_calling_agent_is_the_code_tool(read):
+    ran = step(1, [("python_interpreter", {"code": "print(sqrt(16))"})], "Stdout:\n4.0")
+    (trace,), _ = read("smolagents", [STEPS[0], ran, STEPS[3]])
+    source = "from math import sqrt\nprint(sqrt(16))"
+    assert calls_of(trace) == [("code", f"```py\n{source}\n```", "Stdout:\n4.0", "ok")]
+
+
+def test_facts_beside_a_plan_are_its_thought(read):
+    facts = "Here are the facts that I know so far:\n```\nPeru is given.\n```"
+    (trace,), _ = read("smolagents", [STEPS[0], {"plan": "1. Search", "facts": facts}, *STEPS[2:]])
+    assert (trace.log.messages[1].content, trace.log.messages[1].thought) == (
+        "1. Search",
+        "Peru is given.",
+    )
+
+
 # --- our own -------------------------------------------------------------------------------
 
 
@@ -285,6 +338,42 @@ def test_a_damaged_log_of_ours_is_named(read):
     traces, report = read("messages", *rows)
     assert len(traces) == 1
     assert [p.line for p in report.problems] == [1, 2, 3, 4]
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+def test_lines_in_a_file_that_is_called_json_are_read(tmp_path):
+    path = tmp_path / "log.json"
+    rows = file_of({"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT})
+    path.write_bytes(rows)
+    assert read_traces(path, "openai")[1].used == 3
+    path.write_bytes(rows[9:])  # the first line is damaged
+    report = read_traces(path, "openai")[1]
+    assert (report.used, [problem.line for problem in report.problems]) == (2, [1])
+    path.write_bytes(json.dumps({"messages": CHAT}, indent=1).encode()[:-9])
+    report = read_traces(path, "openai")[1]
+    assert (report.records, len(report.problems)) == (1, 1)
+
+
+def test_a_list_of_records_is_read_as_records(tmp_path):
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps([{"messages": CHAT}, 3, {"messages": CHAT}]))
+    traces, report = read_traces(path, "openai")
+    assert [trace.line for trace in traces] == [1, 3]
+    assert (report.records, [problem.line for problem in report.problems]) == (3, [2])
+    for runs in ([{"steps": STEPS}] * 2, [STEPS] * 2):
+        path.write_text(json.dumps(runs))
+        assert read_traces(path, "smolagents")[1].used == 2
+    rows = [{"session": "x", "question": "Q?"}, *({"session": "x", "message": m} for m in SESSION)]
+    path.write_text(json.dumps(rows))
+    assert [calls_of(trace) for trace in read_traces(path, "mcp")[0]] == [CALLS]
+
+
+def test_a_name_that_looks_like_ours_is_not_given_twice(read):
+    traces, _ = read("openai", *({"id": i, "messages": CHAT} for i in ("a@4", "b", "a", "a")))
+    assert [trace.log.episode for trace in traces] == ["a@4", "b", "a", "a@4#2"]
+    assert [trace.task for trace in traces] == ["a@4", "b", "a", "a"]
 
 
 # --- parts ---------------------------------------------------------------------------------
