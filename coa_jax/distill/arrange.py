@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from coa_jax.distill.convert import convert
+from coa_jax.distill.convert import convert, same_answer, verdict_score
 from coa_jax.distill.messages import Kind, Message, MessageLog
 from coa_jax.distill.readers.base import Trace
 from coa_jax.protocol import (
@@ -21,14 +21,30 @@ from coa_jax.protocol import (
     format_double_check,
     format_reflection,
     get_protocol,
-    parse_double_check,
     parse_reflection,
     parse_solution,
 )
+from coa_jax.tasks.grading import normalize_answer, parse_number
+from coa_jax.tools.words import words
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 _SCORE = re.compile(r"score: (-?\d+(?:\.\d+)?)\s*\Z")
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+_SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
+_NO_END = re.compile(
+    r"(?:^\s*\d+|(?:^|[\s(])(?:[^\W\d_]|[ei]\.[eg]|approx|ca|cf|vs|etc|nos?|fig|eq|resp|dr|mrs?|ms"
+    r"|prof|st|sec|ch|pp|vol|al|incl|max|min|jr|sr|inc|u\.s))\.\Z",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Ends of list numbers, initials and abbreviations, behind which a sentence goes on."""
+
+_LIST_NUMBER = re.compile(r"^\s*\d+[.)](?=\s|\Z)", re.MULTILINE)
+_REVIEW_WORDS = 3
+_REWORDED = frozenset(
+    {"not", "isnt", "wasnt", "cannot", "no", "nor", "never", "neither", "none", "or", "either"}
+    | {"maybe", "perhaps", "but", "instead", "rather", "except", "without", "wrong", "incorrect"}
+)
+"""Words that make another statement of an answer that they are added to."""
+
 _SEARCH = ("web_search", "wiki_search")
 
 
@@ -45,7 +61,8 @@ class Completion:
         verification: an answer that nobody verified is suggested and passed with the best score:
             who gives an answer accepts it, and the correctness filter drops wrong ones.
         review: where a protocol reviews every result, the first sentence after a result that nobody
-            reviewed is the review, the rest leads to the next call.
+            reviewed is the review, with those after it until there are three words; the rest leads
+            to the next call.
         good_from, average_from: a process judge's score from 0 to 10 becomes one grade for all
             three criteria: good, average, or else poor.  A poor grade demands a new plan; where
             none follows it is written as average.
@@ -97,6 +114,43 @@ def trajectory_of(
     return log, record
 
 
+def _words(text: str) -> list[str]:
+    """Its words without the numbers of a list."""
+    return words(_LIST_NUMBER.sub("", text))
+
+
+def _first_sentence(text: str) -> tuple[str, str]:
+    """(the first sentence, with those after it until there are enough words, the rest)."""
+    count = begin = 0
+    for end in _SENTENCE.finditer(text):
+        at = end.start()
+        if "\n" not in end[0] and _NO_END.search(text, max(begin, at - 20), at):
+            continue
+        count += len(_words(text[begin:at]))
+        if count >= _REVIEW_WORDS:
+            return text[:at].strip(), text[end.end() :].strip()
+        begin = at
+    return text.strip(), ""
+
+
+def _rewords(suggested: str, answer: str) -> bool:
+    """Whether an answer is the suggested one in other words.
+
+    That is the same answer; or one holds all words of the other in a row, both are not numbers,
+    and what else it says is no negation or alternative: "Paris" and "It is Paris, in France.".
+    """
+    if same_answer(suggested, answer):
+        return True
+    if parse_number(suggested) and parse_number(answer):
+        return False
+    texts = (f" {normalize_answer(text)} " for text in (suggested, answer))
+    short, long = sorted(texts, key=len)
+    if not short.strip() or short not in long:
+        return False
+    before, _, behind = long.partition(short)
+    return not _REWORDED & {*before.split(), *behind.split()}
+
+
 class _Arranged:
     """The messages so far, and the last tag that they write."""
 
@@ -105,6 +159,7 @@ class _Arranged:
         self.messages: list[Message] = []
         self.last = START
         self.passed = False
+        self.suggested = ""
         self.spoken = 0  # messages of self.messages that tags already written have consumed
         self.reviews = rules.next_actions.get("code") == frozenset({"reflection"})
         self._tags = re.compile("|".join(f"</?{role}>" for role in rules.roles))
@@ -120,9 +175,10 @@ class _Arranged:
             case Kind.REFLECTION:
                 self._reflection(message, rest)
             case Kind.SUGGESTION:
+                self.suggested = message.content
                 self._put("suggested_answer", self._before_action(message))
             case Kind.VERDICT:
-                self.passed = (parse_double_check(message.content) or 0) >= self.rules.pass_score
+                self.passed = (verdict_score(message.content) or 0) >= self.rules.pass_score
                 self._put("double_check", message)
             case Kind.ANSWER:
                 self._answer(message)
@@ -188,6 +244,8 @@ class _Arranged:
             self._put("suggested_answer", made)
             body = format_double_check(4)
             self._put("double_check", Message(0, "verification", "manager", Kind.VERDICT, body))
+        elif "double_check" in rules.roles and not _rewords(self.suggested, message.content):
+            raise Unconvertible("the answer is another one than the suggested answer that passed")
         if rules.form(rules.answer) == "solution" and parse_solution(message.content) is None:
             boxed = f"\\boxed{{{message.content.strip()}}}"
             message = dataclasses.replace(message, content=boxed)
@@ -212,9 +270,13 @@ class _Arranged:
             words = self._unused(message.thought)
             if not words or not self.how.review:
                 raise Unconvertible("a result is not reviewed, and nothing is said about it")
-            first, *rest = _SENTENCE.split(words, maxsplit=1)
+            first, rest = _first_sentence(words)
+            if len(_words(first)) < _REVIEW_WORDS:
+                raise Unconvertible(
+                    f"a result is not reviewed: the words after it are fewer than {_REVIEW_WORDS}"
+                )
             self._put("reflection", Message(0, "reflection", "manager", Kind.REFLECTION, first))
-            return dataclasses.replace(bare, thought="".join(rest).strip())
+            return dataclasses.replace(bare, thought=rest)
         return message
 
     def _unused(self, last: str) -> str:

@@ -21,11 +21,13 @@ from coa_jax.protocol import (
     format_reflection,
     get_protocol,
     parse,
+    parse_boxed,
     parse_double_check,
     parse_reflection,
     quote_tool_text,
 )
 from coa_jax.rollout.observation import observation_text
+from coa_jax.tasks.grading import grade_answer
 from coa_jax.trajectory import (
     Author,
     DistilledRecord,
@@ -45,7 +47,11 @@ _DEFAULT_THOUGHT: Mapping[str, str] = {
     "double_check": "I check the suggested answer.",
     "answer": "The answer is settled.",
 }
-_SCORE = re.compile(r"[1-4](?!\d)")
+_OF_FOUR = re.compile(r"(?<![\d.,/-])([1-4])\s*(?:/|of|out of)\s*4\b(?![.,]\d)")
+_OWN_PLACE = re.compile(
+    r"\W*([1-4])(?![.,]\d)\s*(?:[-:;,.)*\u2013\u2014].*)?|.*[\s:=*]([1-4])[\s.!*]*", re.DOTALL
+)
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 class _Writer:
@@ -88,11 +94,36 @@ class _Writer:
             self.segments = []
 
 
-def _verdict_body(content: str) -> str:
+def verdict_score(content: str) -> int | None:
+    """Score from 1 to 4 of a verdict in any words; None where no number is clearly one.
+
+    Besides what the body of a double check may be: ``3 of 4``, or the only number of the text if
+    that begins or ends with it.
+    """
     score = parse_double_check(content)
-    if score is None:
-        found = _SCORE.search(content)
-        score = int(found[0]) if found else None
+    if score is not None:
+        return score
+    found = {int(score) for score in _OF_FOUR.findall(content)}
+    if len(found) == 1:
+        return found.pop()
+    alone = _OWN_PLACE.fullmatch(content)
+    if found or alone is None or len(_NUMBER.findall(content)) != 1:
+        return None
+    return int(alone[1] or alone[2])
+
+
+def same_answer(answer: str, other: str) -> bool:
+    """Whether two answers are the same but for case, punctuation, articles or a box around them.
+
+    Numbers are compared by their value, as graders do.
+    """
+    answer, other = (parse_boxed(text) or text for text in (answer, other))
+    same = " ".join(answer.split()) == " ".join(other.split())
+    return same or grade_answer(answer, (other,)) == 1.0 or grade_answer(other, (answer,)) == 1.0
+
+
+def _verdict_body(content: str) -> str:
+    score = verdict_score(content)
     return content if score is None else format_double_check(score)
 
 
@@ -158,12 +189,12 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
     pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
     for message in log.messages:
         if message.kind is Kind.SUGGESTION:
-            suggested = " ".join(message.content.split())
+            suggested = message.content
         elif message.kind is Kind.VERDICT:
-            score = parse_double_check(message.content)
+            score = verdict_score(message.content)
             if score is not None and score < pass_score:
                 low.append(suggested)
-    return any(answer != suggested for answer in low)
+    return any(not same_answer(answer, suggested) for answer in low)
 
 
 def convert(

@@ -2,7 +2,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from coa_jax.distill.convert import as_trajectory, convert
+from coa_jax.distill.convert import as_trajectory, convert, corrected_itself, verdict_score
 from coa_jax.distill.messages import Kind
 from coa_jax.errors import UserError
 from coa_jax.trajectory import part_violations
@@ -150,6 +150,45 @@ def test_an_unanswered_log_converts_without_an_answer():
 def test_an_unknown_protocol_is_the_users_mistake():
     with pytest.raises(UserError, match="generalist"):
         convert(log_of(*CAPITAL), "esperanto")
+
+
+@pytest.mark.parametrize(
+    ("words", "score"),
+    [
+        ("4", 4),
+        ("2: weak", 2),
+        ("**3**", 3),
+        ("I would say 3 of 4", 3),
+        ("Score: 1. Two sources disagree.", 1),
+        ("It deserves a 2.", 2),
+        ("Doubtful; seen in 2024 only", None),
+        ("Only 2 sources say so", None),
+        ("2 sources say so", None),
+        ("1.5", None),
+        ("3 of 4, or 2 of 4", None),
+        ("5", None),
+    ],
+)
+def test_a_number_is_a_score_only_where_it_is_meant_as_one(words, score):
+    assert verdict_score(words) == score
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "corrected"),
+    [
+        ("Paris", "paris.", False),
+        ("1,000", "1000", False),
+        ("\\boxed{7}", "7", False),
+        ("", "", False),
+        ("Paris", "Lyon", True),
+        ("5", "-5", True),
+        ("1.5", "15", True),
+    ],
+)
+def test_an_answer_in_another_spelling_is_no_correction(first, second, corrected):
+    rows = [("plan", "1. look"), ("suggestion", first), ("verdict", "2 of 4"), ("plan", "1. again")]
+    rows += [("suggestion", second), ("verdict", "4"), ("answer", second)]
+    assert corrected_itself(log_of(*rows), "web") is corrected
 
 
 TEXT = st.text(alphabet="ab <>/\n|", max_size=12)

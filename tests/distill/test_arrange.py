@@ -1,0 +1,93 @@
+import pytest
+
+from coa_jax.distill.arrange import Unconvertible, arrange, trajectory_of
+from coa_jax.distill.messages import Kind
+from coa_jax.distill.readers.base import Trace
+from tests.distill.logs import log_of
+
+
+def reviewed(words):
+    """(review, thought before the answer) of a run of the code protocol."""
+    rows = [("plan", "1. compute"), ("call", "```py\n1\n```", "I do.", "code")]
+    rows += [("observation", "42", "", "code"), ("answer", "42", words)]
+    messages = arrange(log_of(*rows), "code").messages
+    (review,) = (m.content for m in messages if m.kind is Kind.REFLECTION)
+    return review, messages[-1].thought
+
+
+@pytest.mark.parametrize(
+    ("words", "review", "rest"),
+    [
+        ("It printed 42. Good.", "It printed 42.", "Good."),
+        ("1. The result is right.\n2. Done.", "1. The result is right.", "2. Done."),
+        ("It is approx. 42, as wanted. So.", "It is approx. 42, as wanted.", "So."),
+        ("As J. Smith says, e.g. here. So.", "As J. Smith says, e.g. here.", "So."),
+        ("Good. It works. So.", "Good. It works.", "So."),
+        ("It works as wanted", "It works as wanted", ""),
+        (
+            "\u7ed3\u679c\u6b63\u786e\u3002\u7b54\u6848\u662f",
+            "\u7ed3\u679c\u6b63\u786e\u3002",
+            "\u7b54\u6848\u662f",
+        ),
+    ],
+)
+def test_a_review_is_a_whole_sentence_that_says_something(words, review, rest):
+    assert reviewed(words) == (review, rest)
+
+
+@pytest.mark.parametrize("words", ["1.", "ok", "1. Good.", "\n...\n"])
+def test_words_that_say_nothing_are_no_review(words):
+    with pytest.raises(Unconvertible, match="a result is not reviewed"):
+        reviewed(words)
+
+
+def test_a_long_text_without_words_is_looked_through_once():
+    with pytest.raises(Unconvertible, match="a result is not reviewed"):
+        reviewed("! " * 100_000)
+
+
+def answered(suggested, answer, verdict="4"):
+    rows = [("plan", "1. look"), ("suggestion", suggested), ("verdict", verdict)]
+    return trajectory_of(Trace(log_of(*rows, ("answer", answer))), "web")[1].text
+
+
+@pytest.mark.parametrize(
+    ("suggested", "answer"),
+    [
+        ("Paris", "paris."),
+        ("1,000", "1000"),
+        ("Paris", "It is Paris, in France."),
+        ("Paris, the capital of France", "Paris"),
+        ("15 December 1832", "December 1832"),
+    ],
+)
+def test_an_answer_may_say_in_other_words_what_was_checked(suggested, answer):
+    text = answered(suggested, answer)
+    assert text.count("<suggested_answer>") == 1
+    assert text.endswith(f"<answer>{answer}</answer>")
+
+
+@pytest.mark.parametrize(
+    ("suggested", "answer"),
+    [
+        ("Paris", "Lyon"),
+        ("Lyon", "Paris, not Lyon"),
+        ("Paris or Lyon", "Paris"),
+        ("5", "5 million"),
+        ("5", "-5"),
+        ("Par", "Paris"),
+        ("", "Paris"),
+    ],
+)
+def test_an_answer_that_nobody_checked_is_refused_where_another_one_passed(suggested, answer):
+    with pytest.raises(Unconvertible, match="another one than the suggested answer that passed"):
+        answered(suggested, answer)
+
+
+def test_a_verdict_in_other_words_passes_the_answer():
+    assert answered("Paris", "Paris", "I would say 3 of 4").count("<double_check>") == 1
+
+
+def test_a_verdict_without_a_score_is_refused():
+    with pytest.raises(Unconvertible, match="breaks the protocol web"):
+        answered("Paris", "Paris", "Doubtful; seen in 2024 only")
