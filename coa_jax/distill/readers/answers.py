@@ -6,7 +6,7 @@ import re
 
 from coa_jax.protocol import parse_boxed
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _MARKED = re.compile(
     r"^(?P<before>[^\w\n]*)(?:(?:so|thus|hence|therefore),?[ ]+)?(?:(?:the|my|our)[ ]+)?"
     r"final[ ]answer(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)(?:[:\uff1a]|$)",
@@ -40,9 +40,11 @@ def marked_answer(words: str) -> tuple[str, str] | None:
         tag or after "Final answer" is left out.  Words around a box stay whole, with the box
         opened, because it is part of their sentence.
     """
-    tagged = list(_TAGGED.finditer(words))
+    tagged = _tagged(words)
     if tagged:
-        return words[: tagged[-1].start()].strip(), _opened(tagged[-1][1])
+        opening, closing = tagged
+        inside = words[opening.end() : closing.start()]
+        return words[: opening.start()].strip(), _opened(inside)
     for mark in reversed(list(_MARKED.finditer(words))):
         answer = _opened(_behind(words, mark))
         if answer:
@@ -56,6 +58,18 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     around = words[:start] + words[end:]
     said = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
     return said.strip(), _bare(boxed)
+
+
+def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
+    """The last pair of tags; found in one pass, whatever stands open."""
+    pair: tuple[re.Match[str], re.Match[str]] | None = None
+    opening: re.Match[str] | None = None
+    for tag in _TAG.finditer(words):
+        if not tag[1]:
+            opening = opening or tag
+        elif opening is not None:
+            pair, opening = (opening, tag), None
+    return pair
 
 
 def _behind(words: str, mark: re.Match[str]) -> str:

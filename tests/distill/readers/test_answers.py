@@ -31,6 +31,7 @@ PROGRAM = "```python\na = 1\n\nprint(a)\n```"
         ("Final answer: a\nFinal answer: b", "b"),
         ("<answer>**Paris**</answer>\nFinal answer: Lyon", "Paris"),
         ("<answer></answer>", ""),
+        ("<answer>a</answer> or <Answer>b</ANSWER> <answer>", "b"),
         ("So $x = \\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
     ],
 )
@@ -48,3 +49,7 @@ def test_what_stands_before_an_answer_is_the_way_to_it():
 @pytest.mark.parametrize("words", ["Paris", "It is my final answer", "\\boxed{", "\\boxed{}", ""])
 def test_where_no_answer_is_marked_there_is_none(words):
     assert marked_answer(words) is None
+
+
+def test_tags_that_stay_open_are_looked_through_once():
+    assert marked_answer("<answer>" * 200_000) is None
