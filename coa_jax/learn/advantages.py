@@ -27,7 +27,8 @@ def group_advantages(
         eps: keeps a standard score finite.
 
     Returns:
-        float32, one per reward; all zero where the graded rewards of a group do not differ.
+        float32, one per reward; all zero where the graded rewards of a group do not differ, except
+        for ``batch`` and ``gae``, which give them as they are.
     """
     graded = np.array([reward is not None for reward in rewards], bool)
     values = np.array([0.0 if reward is None else reward for reward in rewards], np.float64)

@@ -19,7 +19,7 @@ import numpy as np
 from coa_jax.trajectory import DistilledRecord
 
 _WORD = re.compile(r"[^\W\d_]+")
-_NUMBER = re.compile(r"\d[\d,]{2,}\d")
+_NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+|\d{4,}")
 _LOWER_SHARE = 0.2  # of the new names: values such as currencies are copied too
 
 

@@ -101,15 +101,18 @@ class Checkpoints:
         self._reader = _reader_alone()
 
     def _quality(self, metrics: Mapping[str, float]) -> float:
-        return self._sign * metrics[self.best_metric]
+        # Checkpoints of a run that had another metric before are worse than any.
+        return self._sign * metrics.get(self.best_metric, -self._sign * math.inf)
 
     def steps(self) -> list[int]:
         """Numbers of the complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
     def best(self) -> int | None:
-        """Number of the checkpoint with the best value of the metric."""
-        return self._manager.best_step() if self.best_metric else None
+        """Number of the checkpoint with the best value of the metric; None if none has one."""
+        step = self._manager.best_step() if self.best_metric else None
+        known = {} if step is None else self._manager.metrics(step) or {}
+        return step if self.best_metric in known else None
 
     def save(
         self,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch
@@ -139,23 +140,25 @@ def _estimate(batch: Batch, *, gamma: float, lam: float, kl: str, kl_coef: float
 
 def _explained_variance(parts: Parts) -> dict[str, float]:
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
-    sums = sum(
-        np.asarray(jax.device_get(_moments(batch)), np.float64)
-        for batches in parts
-        for batch in batches
-    )
-    count, *moments = np.asarray(sums)
-    returned, squared, error, squared_error = (m / max(count, 1.0) for m in moments)
-    variance = squared - returned**2
-    unexplained = squared_error - error**2
-    return {"critic/explained_variance": float(1 - unexplained / variance) if variance > 0 else 0.0}
+    all_batches = [batch for batches in parts for batch in batches]
+
+    def means(returned: float, error: float) -> np.ndarray:
+        about = [jax.device_get(_moments(b, returned, error)) for b in all_batches]
+        count, *moments = np.sum(np.asarray(about, np.float64), axis=0)
+        return np.asarray(moments) / max(count, 1.0)
+
+    # Around the means: of squares in float32 a small variance would not be left.
+    returned, error = means(0.0, 0.0)[[0, 2]]
+    _, variance, _, unexplained = means(returned, error)
+    known = variance > (1e-6 * returned) ** 2  # below that it is the rounding of the mean
+    return {"critic/explained_variance": float(1 - unexplained / variance) if known else 0.0}
 
 
 @jax.jit
-def _moments(batch: Batch) -> jax.Array:
+def _moments(batch: Batch, returned: ArrayLike, missed: ArrayLike) -> jax.Array:
     assert batch.returns is not None
     assert batch.value is not None
     on = batch.mask > 0
-    returns = jnp.where(on, batch.returns, 0.0)
-    error = jnp.where(on, batch.returns - batch.value, 0.0)
+    returns = jnp.where(on, batch.returns - returned, 0.0)
+    error = jnp.where(on, batch.returns - batch.value - missed, 0.0)
     return jnp.stack([jnp.sum(x) for x in (batch.mask, returns, returns**2, error, error**2)])

@@ -69,7 +69,9 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
     count = max(sum(float(np.sum(s[0])) for s in sums), 1.0)
     mean = sum(float(s[1]) for s in sums) / count
     around = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(mean))) for b in batches]
-    scale = 1.0 / np.sqrt(sum(float(s[2]) for s in around) / count + eps)
+    variance = sum(float(s[2]) for s in around) / count
+    # Below that it is the rounding of the mean.
+    scale = 1.0 / np.sqrt(variance + eps) if variance > (1e-6 * mean) ** 2 else 0.0
     return [
         b._replace(
             advantage=_standardise(b.advantage, b.mask, jnp.float32(mean), jnp.float32(scale))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-_BOUND = 20.0  # of a difference of log-probabilities; beyond it exp would overflow
+_LEAST = -20.0  # d of k3, whose exponential would overflow below
 
 
 def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
@@ -27,11 +27,12 @@ def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
     Returns:
         One estimate a token.
     """
-    d = jnp.clip(jnp.asarray(logp) - other, -_BOUND, _BOUND)
+    d = jnp.asarray(logp) - other
     if kind == "k1":
         return d
     if kind == "k2":
         return 0.5 * d * d
     if kind == "k3":
+        d = jnp.maximum(d, _LEAST)
         return jnp.expm1(-d) + d
     raise ValueError(f"no estimator {kind!r}")

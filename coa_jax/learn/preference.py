@@ -136,8 +136,9 @@ def make_pairs(
     long = 0
     for members in by_task.values():
         ranked = sorted(members, key=value, reverse=True)  # equal rewards stay in their order
-        for chosen, rejected in list(zip(ranked, ranked[::-1], strict=True))[:per_task]:
-            if value(chosen) - value(rejected) < min_gap:
+        most = len(pairs) + per_task
+        for chosen, rejected in zip(ranked, ranked[::-1], strict=True):
+            if len(pairs) == most or value(chosen) - value(rejected) < min_gap:
                 break
             if len(chosen.tokens) + len(rejected.tokens) > length:
                 long += 1

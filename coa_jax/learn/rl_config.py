@@ -132,11 +132,17 @@ class RLConfig:
                 f"rl config: optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
                 f"{self.updates} updates; give at least as many"
             )
-        if self.rollouts_ahead and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
+        older = self.rollouts_ahead or algorithm.learn_from == "signal"  # and its surplus
+        if older and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
+            why = "rollouts_ahead is 1" if self.rollouts_ahead else "surplus groups are kept"
             raise UserError(
-                "rl config: rollouts_ahead is 1 and algorithm.old_logp is 'trainer': nothing "
-                "corrects for the policy that sampled; give algorithm.tis_cap=2, or "
-                "algorithm.old_logp=sampler"
+                f"rl config: {why} and algorithm.old_logp is 'trainer': nothing corrects for the "
+                "policy that sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
+            )
+        if self.updates > self.groups:
+            raise UserError(
+                f"rl config: updates is {self.updates}, of {self.groups} groups; an update needs a "
+                "group: give at most as many"
             )
         if self.rollouts_ahead not in (0, 1):
             raise UserError(

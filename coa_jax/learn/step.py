@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,18 @@ class OptimizerConfig:
         if self.warmup_steps < 0:
             raise UserError(
                 f"optimizer.warmup_steps is {self.warmup_steps}; give 0 for none, or more"
+            )
+        bounds = {"learning_rate": math.inf, "final_ratio": math.inf, "b1": 1.0, "b2": 1.0}
+        for name, bound in bounds.items():
+            if not 0 <= getattr(self, name) < bound:
+                raise UserError(
+                    f"optimizer.{name} is {getattr(self, name):g}; give a finite number from 0"
+                    f"{' to less than 1' if bound == 1 else ''}"
+                )
+        if not 0 < self.eps < math.inf:
+            raise UserError(
+                f"optimizer.eps is {self.eps:g}, and what has no gradient would be divided by it; "
+                "give a positive number"
             )
         if not self.clip_norm > 0:
             raise UserError(

@@ -20,7 +20,9 @@ _BOUND = 20.0  # of a log-ratio; beyond it exp would overflow
 
 
 class Surrogate(NamedTuple):
-    """A loss for each token and whether a bound cut its gradient off.
+    """A loss for each token and whether its ratio lies beyond the bound that its advantage meets.
+
+    That cuts its gradient off, but not in CISPO, where the bound is one of the weight.
 
     Attributes:
         loss: float32 ``[R, T]``.

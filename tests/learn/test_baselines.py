@@ -61,6 +61,14 @@ def test_the_best_are_preferred_to_the_worst():
     assert make_pairs(both, 0.5, 9, 2 * len(both[0].tokens) - 1) == []
 
 
+def test_a_pair_that_is_too_long_takes_the_place_of_no_other():
+    best, *others = graded([1.0, 0.9, 0.1, 0.0])
+    none = np.zeros(900, np.int32)
+    long = dataclasses.replace(best, tokens=none, author=none, logp=none, segments=())
+    ((chosen, rejected),) = make_pairs([long, *others], 0.5, 1, 800)
+    assert (chosen.sample_id, rejected.sample_id) == (1, 2)
+
+
 def test_the_loss_of_pairs_is_that_of_the_paper():
     torch = pytest.importorskip("torch")
     pairs = [(a, b) for a, b in zip(*[iter([t for g in groups() for t in g])] * 2, strict=True)][:3]

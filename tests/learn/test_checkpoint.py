@@ -90,6 +90,18 @@ def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
     assert second.more["sampler"]["layers"][0]["w"].dtype == jnp.bfloat16
 
 
+def test_another_metric_than_the_earlier_checkpoints_have_may_decide(tmp_path):
+    with opened(tmp_path / "c", keep=1, best="loss") as checkpoints:
+        checkpoints.save(1, made(1), {}, metrics={"loss": 0.1})
+        checkpoints.wait()
+    with opened(tmp_path / "c", keep=1, best="reward/mean") as checkpoints:
+        assert checkpoints.best() is None
+        for step, reward in ((2, 0.7), (3, 0.2)):
+            checkpoints.save(step, made(step), {}, metrics={"reward/mean": reward})
+        checkpoints.wait()
+        assert (checkpoints.steps(), checkpoints.best()) == ([2, 3], 2)
+
+
 def test_the_newest_and_the_best_stay(tmp_path, caplog):
     losses = {1: 0.9, 2: 0.2, 3: float("nan"), 4: 0.5, 5: 0.4}
     with opened(tmp_path / "c", keep=2, best="validation/loss") as checkpoints:

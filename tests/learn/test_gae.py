@@ -68,6 +68,13 @@ def test_a_reward_at_the_end_without_values_is_the_advantage_of_every_action():
     np.testing.assert_allclose(advantages, wanted * batch.mask)
 
 
+@pytest.mark.parametrize("value", [0.1, 0.7, -0.3, 1.0, 100.0])
+def test_advantages_that_do_not_differ_become_nothing(value):
+    (batch,), _, _ = batches(members((9, 14)), length=30)
+    made = [batch._replace(advantage=np.full(batch.mask.shape, value, np.float32))] * 3
+    assert all(not np.any(b.advantage) for b in whiten(made))
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 3))
 def test_whitening_is_over_the_actions_of_all_batches(seed, parts):

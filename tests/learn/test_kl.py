@@ -48,6 +48,14 @@ def test_the_mean_gradient_of_k3_is_that_of_the_reverse_divergence():
     np.testing.assert_allclose(mean_slope("k3"), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_a_policy_that_is_far_above_the_reference_is_pulled_back(kind):
+    at = np.float32([0.0, 19.0, 21.0, 100.0])
+    slopes = jax.grad(lambda logp: jnp.sum(kl_estimate(kind, logp, np.zeros(4, np.float32))))(at)
+    expected = at if kind == "k2" else 1 - np.exp(-at)
+    np.testing.assert_allclose(slopes, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_far_policies_give_finite_estimates():
     for kind in ("k1", "k2", "k3"):
         assert np.isfinite(kl_estimate(kind, np.float32([-1e4, 0]), np.float32([0, -1e4]))).all()

@@ -83,6 +83,18 @@ def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:
     return {"rl": set(policy) | critic | explained, "dpo": set(preference) - {"loss"}}
 
 
+def test_a_critic_of_returns_that_do_not_differ_explains_nothing_and_not_less():
+    ones, noise = np.ones((4, 512), np.float32), np.random.default_rng(0).normal(0, 0.05, (4, 512))
+    batch = Batch(*[ones.astype(np.int32)] * 3, *[ones] * 3)._replace(
+        returns=0.7 * ones, value=(0.7 + noise).astype(np.float32)
+    )
+    name = "critic/explained_variance"
+    assert _explained_variance([[batch, batch]])[name] == 0.0
+    returns = (1000 + noise).astype(np.float32)
+    near = batch._replace(returns=returns, value=(1000 + 0.5 * noise).astype(np.float32))
+    assert _explained_variance([[near]])[name] == pytest.approx(0.75, abs=0.01)
+
+
 @pytest.mark.parametrize("phase", ["sft", "rl", "dpo"])
 def test_every_metric_is_documented_and_every_documented_metric_is_written(written, phase):
     names = {name for name, phases in documented().items() if phase in phases}

@@ -262,6 +262,8 @@ def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
             {"rollouts_ahead": 1, "algorithm": Algorithm("grpo", old_logp="trainer")},
             "nothing corrects for the policy that sampled; give algorithm.tis_cap=2",
         ),
+        ({"algorithm": Algorithm("dapo", old_logp="trainer", tis_cap=0.0)}, "surplus groups are"),
+        ({"updates": 3, "groups": 2}, "updates is 3, of 2 groups"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(folder, changes, message):

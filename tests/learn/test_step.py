@@ -104,10 +104,26 @@ def test_skipped_updates_of_a_critic_are_an_error_too():
     assert "algorithm.critic_learning_rate" in str(error)
 
 
-@pytest.mark.parametrize("name", ["total_steps", "max_skipped", "clip_norm"])
+@pytest.mark.parametrize("name", ["total_steps", "max_skipped", "clip_norm", "eps"])
 def test_an_optimiser_that_cannot_work_is_refused(name):
     with pytest.raises(UserError, match=f"optimizer.{name} is 0"):
         dataclasses.replace(OPTIMIZER, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -1e-3),
+        ("learning_rate", float("nan")),
+        ("b1", 1.0),
+        ("b2", 1.5),
+        ("final_ratio", -3.0),
+        ("eps", float("inf")),
+    ],
+)
+def test_a_number_that_would_spoil_every_parameter_is_refused(name, value):
+    with pytest.raises(UserError, match=f"optimizer.{name} is {value:g}"):
+        dataclasses.replace(OPTIMIZER, **{name: value})
 
 
 def test_a_negative_warm_up_is_refused():
