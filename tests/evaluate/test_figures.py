@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from coa_jax.evaluate.exposure import BLOCKED, exposure_of
@@ -71,8 +72,13 @@ def test_a_broken_sample_keeps_no_grade():
 
 
 def test_tokens_of_a_policy_behind_an_endpoint_are_those_that_its_server_counted():
-    found = sample_of(trajectory(usage={"completion": 70, "length": 900}))
+    untold = {name: np.zeros(0) for name in ("tokens", "author", "logp")}
+    usage = {"completion": 70, "length": 900}
+    found = sample_of(dataclasses.replace(trajectory(usage=usage), **untold, segments=()))
     assert (found.tokens, found.length) == (70, 900)
+    # Of a policy on this machine the tokens are told; what a task's metadata calls so is its own.
+    for own in (usage, "free"):
+        assert sample_of(trajectory(usage=own)).tokens == 4
     assert (sample_of(trajectory()).tokens, sample_of(trajectory()).length) == (4, 9)
 
 
