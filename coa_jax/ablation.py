@@ -10,6 +10,7 @@ has a run directory of its own.  A killed run continues when started again.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import time
@@ -70,9 +71,11 @@ class Ablation:
         unknown = sorted(set(self.config["references"]) - {UNFILTERED, *self.arms})
         if unknown:
             raise UserError(f"config.references: there is no arm {unknown[0]!r}")
-        seeds = self.config["seeds"]
-        if not 1 <= len(set(seeds)) == len(seeds) <= len(_T_975) + 1:
-            raise UserError(f"config.seeds: give 1 to {len(_T_975) + 1} seeds, each once")
+        if not 1 <= len(self.config["seeds"]) <= len(_T_975) + 1:
+            raise UserError(f"config.seeds: give 1 to {len(_T_975) + 1} seeds")
+        twice = [seed for seed, n in collections.Counter(self.config["seeds"]).items() if n > 1]
+        if twice:
+            raise UserError(f"config.seeds: {twice[0]} is there twice; give each seed once")
         evaluation = build(EvaluateConfig, self.config["evaluate"], "config.evaluate")
         self.evaluation = evaluation
         self.held_out = load_tasks(
@@ -144,7 +147,7 @@ class Ablation:
                     self.config["tools"],
                 )
                 took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
-                run.summary({"timings_s": took, "grades": _grades(outcome)})
+                run.summary({"grades": _grades(outcome), "timings_s": took})
         return files.read_json_object(folder / "summary.json")
 
     def _sft(self, seed: int, name: str) -> sft.SFTConfig:
@@ -306,7 +309,8 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 done = work.arm(seed, name)
                 sets[name].append(figures[name])
                 rows[name].append(done["grades"])
-                took[f"seed{seed}/{name}"] = sum(done["timings_s"].values())
+                # Older versions wrote the timings after the grades: a kill may have been between.
+                took[f"seed{seed}/{name}"] = sum(done.get("timings_s", {}).values())
                 block = done["policy"]
                 print(f"  pass@1 {block['pass_at_1']:.3f}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}

@@ -93,13 +93,14 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
     with RunDir(workdir) as run:
         run.write_config(config)
-        minds, model, endpoint = teacher.minds(), "scripted", None
+        minds, endpoint = teacher.minds(), None
+        model = asked = "scripted"
         if "endpoint" in config:
             limits = build(EndpointConfig, config.endpoint, "config.endpoint")
             endpoint = Endpoint(limits, workdir / "calls" / "team.jsonl")
-            minds, model = language_minds(endpoint), limits.model
+            minds, model, asked = language_minds(endpoint), limits.model, limits.label
         slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
-        made_by = {"minds": model, **slips, "tools": settings}
+        made_by = {"minds": asked, **slips, "tools": settings}
         journal = open_journal(workdir / "team.jsonl", made_by)
         known = sum(task.id in journal.done for task in tasks)
         with progress("team", total=len(tasks), initial=known) as bar:

@@ -7,7 +7,7 @@ r"""Makes questions with checked answers from a corpus.
 Writes ``questions.jsonl`` (read by ``coa_jax.tasks``), ``dropped.jsonl`` with every draft that was
 not kept and why, and ``summary.json`` with the counts of every stage.  ``runs.jsonl`` holds the
 runs with tools, ``closed_book.jsonl`` the answers without, ``calls/`` every exchange with a model:
-a killed run that is started again finds there what it has done, and pays for nothing twice.
+a killed run that is started again finds there what it has done, and pays for none of it twice.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from coa_jax.distill.synthesis.facts import FactsAuthor
 from coa_jax.distill.synthesis.language import LanguageAuthor
 from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
+from coa_jax.evaluate.policy import weights_name
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -79,6 +80,8 @@ async def _work(
     check = build(ClosedBookConfig, config.without_tools, "config.without_tools")
     asked = endpoints.get("solver", model)
     name, solver = closed_book(check, documents, asked, config.with_tools.concurrency)
+    if check.policy:  # one that was trained again in the same folder answers anew
+        name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
     wanted = how.atomic + sum(how.depth) + how.width
     with progress("synthesize", total=wanted) as bar:
@@ -147,7 +150,7 @@ def _with_tools(
         team.attempts,
         workdir / "runs.jsonl",
         {
-            "minds": "scripted" if model is None else model.config.model,
+            "minds": "scripted" if model is None else model.config.label,
             "tools": config.tools.to_dict(),
             "max_messages": team.max_messages,
         },

@@ -19,6 +19,7 @@ from coa_jax.ablation import (
 )
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.run_dir import RunDir
 from coa_jax.tasks import grade_answer
 from coa_jax.trajectory import read_records
 
@@ -131,6 +132,36 @@ def test_arms_that_do_the_same_do_not_differ():
 # --- the command ------------------------------------------------------------------------------
 
 
+def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch):
+    written = []
+    outcome = {"tasks": [{"samples": [{"value": 1.0}]}]}
+    work = Ablation(config(), tmp_path)
+    monkeypatch.setattr(work, "_sft", lambda seed, name: None)
+    monkeypatch.setattr("coa_jax.ablation.sft.train", lambda *args: None)
+    monkeypatch.setattr("coa_jax.ablation.evaluate_model", lambda *args: outcome)
+    keep = RunDir.summary
+    monkeypatch.setattr(
+        RunDir, "summary", lambda run, blocks: (written.append(set(blocks)), keep(run, blocks))
+    )
+    done = work.arm(3, "filtered")
+    assert done["grades"] == [1.0]
+    assert [names for names in written if "grades" in names] == [{"grades", "timings_s"}]
+
+
+def test_an_arm_without_timings_does_not_stop_the_report(tmp_path, monkeypatch):
+    figures = {"records": 5, "with_reflection": 0.5, "with_correction": 0.1, "dropped": {}}
+    names = (UNFILTERED, *Ablation(config(), tmp_path).arms)
+    monkeypatch.setattr(Ablation, "data", lambda work, seed: dict.fromkeys(names, figures))
+    for seed in TINY["seeds"]:
+        for name in names:
+            folder = tmp_path / f"seed{seed}" / name
+            folder.mkdir(parents=True)
+            done = {"grades": [1.0, 0.0, 1.0, 0.0], "policy": {"pass_at_1": 0.5}}
+            (folder / "summary.json").write_text(json.dumps(done))
+    summary = run_ablation(config(), tmp_path)
+    assert summary["timings_s"] == {f"seed{s}/{n}": 0 for s in TINY["seeds"] for n in names}
+
+
 @pytest.mark.slow
 def test_the_whole_runs_is_reported_and_goes_on(tmp_path, capsys):
     summary = run_ablation(config(), tmp_path)
@@ -163,6 +194,8 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
         Ablation(config(references=("filterd",)), tmp_path)
     with pytest.raises(UserError, match="1 to 10 seeds"):
         Ablation(config(seeds=tuple(range(11))), tmp_path)
+    with pytest.raises(UserError, match=r"config\.seeds: 3 is there twice"):
+        Ablation(config(seeds=(3, 4, 3)), tmp_path)
 
 
 @pytest.mark.parametrize(

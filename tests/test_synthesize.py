@@ -132,6 +132,30 @@ def test_the_solver_is_who_the_endpoint_is_where_it_says_nothing_else():
         solver_of(model="n", max_money=5.0)
 
 
+def test_a_policy_that_was_trained_again_answers_anew(tmp_path, monkeypatch):
+    asked = []
+
+    async def ignorant(tasks, samples):
+        asked.append(len(tasks))
+        return [[""] * samples for _ in tasks]
+
+    monkeypatch.setattr("coa_jax.synthesize.closed_book", lambda *args: ("policy", ignorant))
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    small = {"synthesis.atomic": 3, "synthesis.depth": (), "synthesis.width": 0}
+    changes = {**small, "without_tools.who": "policy", "without_tools.policy": str(policy)}
+
+    def run(weights):
+        (policy / "model.safetensors").write_bytes(weights)
+        asked.clear()
+        synthesize(load_config("configs/synthesize/factbook.py", changes), tmp_path / "run")
+        return sum(asked)
+
+    assert run(b"first") >= 3
+    assert run(b"first") == 0
+    assert run(b"other") >= 3
+
+
 # --- a model over a corpus of its own --------------------------------------------------------
 
 FOUNDERS = {f"Brell{k} Institute": f"Ina{k} Voss{k}" for k in range(24)}

@@ -62,18 +62,17 @@ def _describe(name: str, split: Split, seconds: float) -> str:
 SPLITS = ("train", "validation")
 
 
-def _files(folder: Path, name: str) -> tuple[Path, list[Path]]:
-    """File of a split, and those of the others: all have one budget."""
-    return folder / f"{name}.jsonl", [folder / f"{n}.jsonl" for n in SPLITS if n != name]
+def _others(folder: Path, name: str) -> list[Path]:
+    """The files of the other splits, with which one shares its budget."""
+    return [folder / f"{other}.jsonl" for other in SPLITS if other != name]
 
 
-def _endpoint(config: ml_collections.ConfigDict, workdir: Path, name: str) -> Endpoint | None:
-    """The model that the minds are made of, or None for the scripted minds."""
+def _endpoint(config: ml_collections.ConfigDict, folder: Path, name: str) -> Endpoint | None:
+    """The model that the minds of a split are made of, or None for the scripted minds."""
     if "endpoint" not in config:
         return None
-    record, beside = _files(workdir / "calls", name)
-    settings = build(EndpointConfig, config.endpoint, "config.endpoint")
-    return Endpoint(settings, record, beside=beside)
+    limits = build(EndpointConfig, config.endpoint, "config.endpoint")
+    return Endpoint(limits, folder / f"{name}.jsonl", beside=_others(folder, name))
 
 
 def _counter(config: ml_collections.ConfigDict) -> CountTokens | None:
@@ -129,12 +128,14 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
         run.write_config(config)
         for name in SPLITS:
             tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
-            file, beside = _files(workdir / "smolagents", name)
+            folder = workdir / "smolagents"
+            file = folder / f"{name}.jsonl"
             with progress(f"run {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
                 bind(file, fingerprint)
                 spent = run_smolagents(
-                    tasks, tools, lambda *_: model, file, how, limits, shown, beside
+                    *(tasks, tools, lambda *_: model, file, how, limits, shown),
+                    beside=_others(folder, name),
                 )
             traces = dataclasses.replace(traces, files=(str(file),))
             asked = {task.id: task for task in tasks}
@@ -156,9 +157,9 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         for name in SPLITS:
             tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
             start = time.monotonic()
-            endpoint = _endpoint(config, workdir, name)
+            endpoint = _endpoint(config, workdir / "calls", name)
             minds = None if endpoint is None else language_minds(endpoint)
-            model = "" if endpoint is None else endpoint.config.model
+            teacher_name = "" if endpoint is None else endpoint.config.label
             with progress(f"distil {name}", total=len(tasks)) as bar:
                 shown = functools.partial(_show, bar)
                 split = distill_split(
@@ -171,7 +172,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                     shown,
                     minds,
                     count,
-                    model,
+                    teacher_name,
                     endpoint,
                 )
             seconds = time.monotonic() - start

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from coa_jax.distill.filters import Run
 from coa_jax.distill.messages import Kind
@@ -21,6 +22,10 @@ from coa_jax.tools.words import words
 MIRRORS = (
     "huggingface.co/datasets",
     "huggingface.co/spaces",
+    "huggingface.co/api/datasets",
+    "hf.co/datasets",
+    "hf.co/spaces",
+    "hf.co/api/datasets",
     "datasets-server.huggingface.co",
     "hf-mirror.com",
     "paperswithcode.com",
@@ -28,14 +33,26 @@ MIRRORS = (
 )
 """Addresses under which copies of benchmarks are found."""
 
-_NAME = re.compile(r"[A-Z][\w'-]*(?:(?: (?:of|the|de|la|and))? [A-Z][\w'-]*)*|\d+")
-# An address may stand inside another: an archive, a proxy.
-_URL = re.compile(r"(?=https?://([^\s|)\"'<>]+))", re.IGNORECASE)
-_HOST = re.compile(r"(?:[^/@]*@)?(?:www\.)?([^/:?#]*?)\.?(?::\d*)?(?=[/?#]|\Z)")
+# A number with its separators, initials with their dots, a word; what else stands between them.
+_PIECE = re.compile(
+    r"(?P<number>\d+(?:[.,]\d+)*)|(?P<word>(?:[^\W\d_]\.)+[^\W\d_]\b|[^\W\d_][\w'\u2019-]*)|\S"
+)
+_POSSESSIVE = re.compile(r"(?:['\u2019]s|['\u2019])\Z", re.IGNORECASE)
+_INITIALS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
+_LINKS = frozenset(("of", "the", "de", "la", "and"))
+_URL = re.compile(r"https?://([^\s|)\"'<>]+)")
+_HOST = re.compile(r"(?:.*@)?(.*?)\.*(?::\d*)?")
 _OPENING = re.compile(
     r"(?:what|which|who|whose|whom|when|where|why|how|in|of|on|at|the|an?|is|are|was|were|did|does|"
     r"do|name|give|tell|find|list)\b\s*",
     re.IGNORECASE,
+)
+_FUNCTION_WORDS = frozenset(
+    words(
+        "a an and are as at be by did do does find for from give has have he her his how in is it "
+        "its list me name of on or s she tell that the their they this to was were what when where "
+        "which who whom whose why will with you"
+    )
 )
 
 
@@ -49,14 +66,51 @@ def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
 
 def entities(question: str) -> frozenset[str]:
     """Names (runs of capitalised words) and numbers of a question, normalised."""
-    names = set()
-    for match in _NAME.finditer(" ".join(question.split())):
-        name = match[0]
-        while opening := _OPENING.match(name):  # a capital that only begins the sentence
-            name = name[opening.end() :]
-        if name[:1].isdigit() or name[:1].isupper():
-            names.add(normalize_answer(name))
-    return frozenset(names)
+    names, found = [], []
+    name: list[str] = []
+    linked: list[str] = []  # words that belong to a name if another capital follows them
+
+    def close() -> None:
+        if name:
+            names.append(" ".join(name))
+        name.clear()
+        linked.clear()
+
+    for piece in _PIECE.finditer(unicodedata.normalize("NFC", question)):
+        word = piece["word"] or ""
+        if word[:1].isupper():
+            plain = _POSSESSIVE.sub("", word)
+            name += [*linked, plain]
+            linked.clear()
+            if plain != word:
+                close()
+        elif name and not linked and word in _LINKS:
+            linked.append(word)
+        elif piece[0] != "." or not _INITIALS.fullmatch(name[-1] if name else ""):
+            close()
+            found += [piece["number"]] if piece["number"] else []
+    close()
+    for text in names:
+        while opening := _OPENING.match(text):  # a capital that only begins the sentence
+            text = text[opening.end() :]
+        if text[:1].isupper():
+            found.append(text)
+    return frozenset(map(normalize_answer, found))
+
+
+def content_words(question: str) -> frozenset[str]:
+    """The words of a question that are not of its grammar (in English)."""
+    return frozenset(words(question)) - _FUNCTION_WORDS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Indexed:
+    """An evaluation question: how many runs of words it has, and what it is compared by."""
+
+    runs: int
+    entities: frozenset[str]
+    content: frozenset[str]
+    answers: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +121,17 @@ class Contamination:
         ngram: length of the runs of words that are compared.
         share: part of a question's runs from which on it counts as shown.
         entity_share: part of a question's entities from which on another question with the same
-            answer counts as the same; 0 compares no entities.
+            answer counts as the same; a question with fewer than two is compared by these and by
+            that part of its `content_words`; 0 compares neither.
         shown: run of words -> questions that have it.
-        questions: for each question: (runs of words, entities, normalised answers).
+        questions: the evaluation questions.
     """
 
     ngram: int
     share: float
     entity_share: float
     shown: dict[tuple[str, ...], list[int]]
-    questions: list[tuple[int, frozenset[str], frozenset[str]]]
+    questions: list[_Indexed]
 
     def in_text(self, text: str) -> bool:
         """Whether a text shows an evaluation question."""
@@ -86,19 +141,25 @@ class Contamination:
             for run in _exact_ngrams(text, n):
                 for question in self.shown.get(run, ()):
                     found[question] += 1
-        return any(count >= self.share * self.questions[q][0] for q, count in found.items())
+        return any(count >= self.share * self.questions[q].runs for q, count in found.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
-        """Whether a question has the entities and the answer of an evaluation question."""
+        """Whether a question speaks of the same as an evaluation question and has its answer."""
         if not self.entity_share:
             return False
-        named, answers = entities(question), {normalize_answer(text) for text in gold}
-        return any(
-            len(theirs) >= 2
-            and len(theirs & named) >= self.entity_share * len(theirs)
-            and not answers.isdisjoint(accepted)
-            for _, theirs, accepted in self.questions
-        )
+        named, said = entities(question), content_words(question)
+        answers = {normalize_answer(text) for text in gold}
+        plain = f" {normalize_answer(question)} "
+
+        def alike(theirs: _Indexed) -> bool:
+            if len(theirs.entities) >= 2:
+                return len(theirs.entities & named) >= self.entity_share * len(theirs.entities)
+            if not all(name in named or f" {name} " in plain for name in theirs.entities):
+                return False
+            known = theirs.content
+            return len(known) >= 2 and len(known & said) >= self.entity_share * len(known)
+
+        return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
     def __call__(self, run: Run) -> bool:
         """Whether a run shows an evaluation question, by itself or in what a tool returned."""
@@ -126,27 +187,70 @@ def contamination(
         for run in runs:
             shown[run].append(number)
         answers = frozenset(normalize_answer(text) for text in task.gold)
-        questions.append((len(runs), entities(task.question), answers))
+        named, said = entities(task.question), content_words(task.question)
+        questions.append(_Indexed(len(runs), named, said, answers))
     return Contamination(ngram, share, entity_share, dict(shown), questions)
 
 
 def opens_blocked(run: Run, blocked: Sequence[str]) -> bool:
-    """Whether a call of a run goes to an address of a block list.
+    """Whether a call of a run has an address that names a page of a block list.
+
+    An address may stand inside another, whole or without its ``https://``, in the path or in the
+    query: an archive, a proxy.  So a host and the beginning of a path are looked for at every
+    place; what only mentions a blocked page in such a form is taken for it.
 
     Args:
         run: the run.
-        blocked: beginnings of addresses without ``https://``, e.g. ``huggingface.co/datasets``.
+        blocked: hosts (those below them are meant, too) and beginnings of paths on them, without
+            ``https://``, e.g. ``huggingface.co/datasets``.
     """
-    starts = tuple(text.lower().rstrip("/") for text in blocked)
-    addresses = [a for _, arguments in run.log.calls for a in _addresses(arguments)]
+    pages = [tuple(text.lower().strip("/").split("/")) for text in blocked]
+    hosts = {page[0] for page in pages}
+    found = [a for _, arguments in run.log.calls for a in _addresses(arguments, hosts)]
     return any(
-        address.startswith(start) and address[len(start) : len(start) + 1] in ("", *"/?#")
-        for address in addresses
-        for start in starts
+        segments[at + 1 : at + len(page)] == page[1:] and _is_at(page[0], segments[at])
+        for segments in found
+        for page in pages
+        for at in range(len(segments))
     )
 
 
-def _addresses(arguments: str) -> list[str]:
-    """The addresses in a call, those of one page in one form: without port, user and ``www``."""
-    found = _URL.findall(urllib.parse.unquote(arguments).lower())
-    return [re.sub("/+", "/", _HOST.sub(r"\1", address, count=1)) for address in found]
+def _is_at(host: str, segment: str) -> bool:
+    return segment == host or segment.endswith(f".{host}")
+
+
+def _addresses(arguments: str, hosts: Collection[str]) -> set[tuple[str, ...]]:
+    """The addresses in a call, those of one page in one form.
+
+    Args:
+        arguments: of the call.
+        hosts: segments that ``..`` does not leave, as a host never is.
+
+    Returns:
+        Segments: an address is cut at every sign between parts of a path or of a query; ports,
+        users, empty segments and dots are gone.
+    """
+    found = set()
+    text, before = arguments.lower(), ""
+    while text != before:  # an encoded address may be encoded again
+        for address in _URL.findall(text):
+            found.add(_segments(_decoded(address), hosts))
+        text, before = urllib.parse.unquote(text), text
+    return found
+
+
+def _decoded(address: str) -> str:
+    while (plain := urllib.parse.unquote(address)) != address:
+        address = plain
+    return address.lower()
+
+
+def _segments(address: str, hosts: Collection[str]) -> tuple[str, ...]:
+    path: list[str] = []
+    for part in re.split(r"[/\\?&=#;,\s]+", address):
+        if part == "..":
+            if path and not any(_is_at(host, path[-1]) for host in hosts):
+                path.pop()
+        elif part and part != "." and (segment := _HOST.fullmatch(part)):
+            path.append(segment[1])
+    return tuple(path)

@@ -1,7 +1,8 @@
 """A language model behind an OpenAI-compatible endpoint, with a budget, and paid for once.
 
 Every exchange is appended to a file before its reply is used.  A killed run that is started again
-finds the replies there, so nothing is asked for twice, not even inside an unfinished task.
+finds the replies there, so that nothing recorded is asked for twice, not even inside an unfinished
+task; calls that were under way when the process was killed are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from coa_jax import jsonl
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
+from coa_jax.settings import one_of
 from coa_jax.tools.net.secrets import Secret
 
 T = TypeVar("T")
@@ -43,13 +45,16 @@ class EndpointConfig:
         key_variable: environment variable with the key; a local server needs none.
         temperature: of sampling.
         max_tokens: longest reply.
+        max_tokens_name: what the server calls that limit; OpenAI's reasoning models want
+            ``max_completion_tokens`` (and a temperature of 1).
         json_mode: ask the server for replies that are JSON objects; not all servers can.
         timeout_s: seconds for one attempt.
         retries: further attempts after a failure that may pass (no connection, 429, 5xx).
         backoff_s: longest wait before the first of them; doubles with each, up to a minute.
         prices: (model, money per million prompt tokens, per million completion tokens).
         max_calls, max_total_tokens, max_money: the run stops before a call once so much has been
-            spent, also by earlier processes; 0 for no limit.
+            spent, also by earlier processes; 0 for no limit.  The last two need a server that
+            counts tokens.
     """
 
     base_url: str = ""
@@ -57,6 +62,7 @@ class EndpointConfig:
     key_variable: str = "OPENAI_API_KEY"
     temperature: float = 0.7
     max_tokens: int = 1024
+    max_tokens_name: str = "max_tokens"
     json_mode: bool = False
     timeout_s: float = 120.0
     retries: int = 6
@@ -73,11 +79,12 @@ class EndpointConfig:
             where: what the error calls the settings.
 
         Raises:
-            UserError: an address is missing, a price is not a triple, or the one that
+            UserError: an address is missing, a price or a limit is none, or the price that
                 ``max_money`` needs is unknown.
         """
         if not self.base_url or not self.model:
             raise UserError(f"give {where}.base_url and {where}.model")
+        one_of(self, f"{where}.", ("max_tokens", "max_completion_tokens"), "max_tokens_name")
         form = "(model, per million prompt tokens, per million completion tokens)"
         for price in self.prices:
             if not _is_price(price):
@@ -85,6 +92,9 @@ class EndpointConfig:
                     f"{where}.prices holds {price!r}, which is no {form}; give such as "
                     "(('NAME', 1.0, 2.0),)"
                 )
+        for name in ("max_calls", "max_total_tokens", "max_money"):
+            if not _is_amount(value := getattr(self, name)):
+                raise UserError(f"{where}.{name} is {value!r}; give a limit, or 0 for none")
         if self.max_money and not any(self.price or ()):
             raise UserError(
                 f"{where}.max_money needs the price of {self.model!r}, which is "
@@ -96,6 +106,25 @@ class EndpointConfig:
     def price(self) -> tuple[float, float] | None:
         """Money per million tokens of prompts and of completions, if it is known."""
         return next(((p, c) for name, p, c in self.prices if name == self.model), None)
+
+    @property
+    def label(self) -> str:
+        """The model and how it is asked: what its replies depend on."""
+        return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
+
+
+def _is_price(price: Any) -> bool:
+    return (
+        isinstance(price, Sequence)
+        and len(price) == 3
+        and isinstance(price[0], str)
+        and all(map(_is_amount, price[1:]))
+    )
+
+
+def _is_amount(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
 
 
 class RequestRefusedError(Exception):
@@ -114,31 +143,40 @@ class Spent:
     completion: int = 0
     money: float = 0.0
     unmetered: int = 0
-    by_episode: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def add(self, prompt: int, completion: int, price: tuple[float, float] | None) -> None:
-        """Adds tokens, and what they cost."""
-        self.prompt += prompt
-        self.completion += completion
-        money = price or (0.0, 0.0)
-        self.money += (prompt * money[0] + completion * money[1]) / 1e6
-
-    def with_(self, other: Spent) -> Spent:
-        """The totals of both."""
-        names = ("calls", "prompt", "completion", "money", "unmetered")
-        return Spent(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def to_json(self) -> dict[str, Any]:
         """The totals as JSON values."""
-        total = dataclasses.asdict(self)
-        del total["by_episode"]
-        return total
+        return dataclasses.asdict(self)
+
+    def add(self, row: Mapping[str, Any], price: tuple[float, float] | None) -> None:
+        """Counts an exchange (its ``prompt`` and ``completion``) at a price."""
+        prompt, completion = row["prompt"] or 0, row["completion"] or 0
+        per_prompt, per_completion = price or (0.0, 0.0)
+        self.calls += 1
+        self.unmetered += None in (row["prompt"], row["completion"])
+        self.prompt += prompt
+        self.completion += completion
+        self.money += (prompt * per_prompt + completion * per_completion) / 1e6
 
 
 def check_budget(
     limits: EndpointConfig, spent: Spent, inside: int = 0, where: str = "config.endpoint"
 ) -> None:
-    """Raises UserError if a limit of `where` has been reached; `inside` calls are under way."""
+    """Raises UserError if a limit of `where` has been reached, or if nobody can tell.
+
+    Args:
+        limits: what may be spent.
+        spent: so far.
+        inside: calls that are under way.
+        where: what the error calls the settings.
+    """
+    metered = next((n for n in ("max_total_tokens", "max_money") if getattr(limits, n)), None)
+    if metered and spent.unmetered:
+        raise UserError(
+            f"{where}.{metered} cannot be kept: {spent.unmetered} replies came without a count of "
+            f"tokens; set {where}.{metered}=0 and limit {where}.max_calls, or have the server "
+            "report usage"
+        )
     for name, value, limit in (
         ("max_calls", spent.calls + inside, limits.max_calls),
         ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
@@ -151,15 +189,8 @@ def check_budget(
             )
 
 
-def _is_price(price: Any) -> bool:
-    """Whether it is (model, money, money)."""
-    if not isinstance(price, Sequence) or isinstance(price, str) or len(price) != 3:
-        return False
-    return all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in price[1:])
-
-
 def _exchange(row: Any) -> dict[str, Any]:
-    names = ("key", "episode", "reply", "prompt", "completion")
+    names = ("key", "reply", "prompt", "completion")
     return {name: row[name] for name in names}
 
 
@@ -179,7 +210,8 @@ class Endpoint:
             config: the model, and what may be spent.
             record: file of the exchanges.
             where: what errors call the settings.
-            beside: records of other parts of the same work, which have the same budget.
+            beside: records of other parts of the same run, as far as they exist: what they have
+                cost counts against the budget, too.
 
         Raises:
             UserError: openai is not installed, the settings cannot be used (see
@@ -200,20 +232,16 @@ class Endpoint:
             max_retries=0,
             timeout=config.timeout_s,
         )
-        for file in (record, *beside):
-            jsonl.append_lines(file, [])  # creates it, or cuts off an unfinished last line
+        jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
         self._inside, self._stopping = 0, False
         self._answered = False  # by this process: an earlier one may have had other settings
         self._trial: asyncio.Future[str] | None = None
-        self._replies: dict[str, str]
-        self._elsewhere = Spent()
-        for file in beside:
-            self._load(file)
-            self._elsewhere = self._elsewhere.with_(self.spent)
-        self._load(record)
-
-    def _load(self, record: Path) -> None:
-        self.spent, self._replies = Spent(), {}
+        self._replies: dict[str, str] = {}
+        self._total = Spent()
+        for other in filter(Path.exists, beside):
+            rows = {row["key"]: row for row in jsonl.read_lines(other, _exchange, growing=True)}
+            for row in rows.values():
+                self._total.add(row, config.price)
         for row in jsonl.read_lines(record, _exchange):
             self._account(row)
 
@@ -233,14 +261,7 @@ class Endpoint:
         key = self._key(chat, episode, turn)
         if key in self._replies:
             return self._replies[key]
-        spent = self.spent.with_(self._elsewhere)
-        wanted = "max_money" if self.config.max_money else "max_total_tokens"
-        if getattr(self.config, wanted) and spent.unmetered == spent.calls > 0:
-            raise UserError(
-                f"{self.config.base_url} tells no token counts, so {self._where}.{wanted} would "
-                "limit nothing; use max_calls, and 0 for it"
-            )
-        check_budget(self.config, spent, self._inside, self._where)
+        check_budget(self.config, self._total, self._inside, self._where)
         self._inside += 1
         call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
         try:
@@ -325,12 +346,8 @@ class Endpoint:
         if row["key"] in self._replies:
             return
         self._replies[row["key"]] = row["reply"]
-        prompt, completion, spent = row["prompt"] or 0, row["completion"] or 0, self.spent
-        spent.calls += 1
-        spent.unmetered += row["prompt"] is None
-        spent.add(prompt, completion, self.config.price)
-        tokens = prompt + completion
-        spent.by_episode[row["episode"]] = spent.by_episode.get(row["episode"], 0) + tokens
+        for spent in (self.spent, self._total):
+            spent.add(row, self.config.price)
 
     async def _ask(self, chat: Chat) -> tuple[str, int | None, int | None]:
         openai, problem = self._openai, ""
@@ -371,7 +388,7 @@ class Endpoint:
         )
 
     async def _once(self, chat: Chat) -> tuple[str, int | None, int | None]:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {self.config.max_tokens_name: self.config.max_tokens}
         if self.config.json_mode:
             options["response_format"] = {"type": "json_object"}
         response = await self._client.chat.completions.create(
@@ -379,7 +396,6 @@ class Endpoint:
             # One half of a surrogate pair, from an earlier reply, could not be sent at all.
             messages=[{name: clean(text) for name, text in m.items()} for m in chat],  # type: ignore[misc]
             temperature=self.config.temperature,
-            max_tokens=self.config.max_tokens,
             **options,
         )
         content = response.choices[0].message.content

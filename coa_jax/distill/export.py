@@ -34,6 +34,7 @@ from absl import flags
 from coa_jax import files, jsonl
 from coa_jax.cli import run_main
 from coa_jax.distill.card import card
+from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.trajectory import DistilledRecord, read_records
@@ -268,15 +269,19 @@ def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledR
 
 
 def _example(record: DistilledRecord) -> dict[str, Any]:
+    """A record as TFDS stores it: UTF-8, which has no halves of surrogate pairs.
+
+    They become U+FFFD, which is what our tokenizers read in their place; JSON can hold them.
+    """
     return {
-        "id": record.id,
-        "question": record.question,
+        "id": clean(record.id),
+        "question": clean(record.question),
         "protocol": record.protocol,
-        "answer": record.answer,
+        "answer": clean(record.answer),
         "metadata": jsonl.dumps(record.metadata),
-        "gold": list(record.gold),
+        "gold": list(map(clean, record.gold)),
         "authors": [author for author, _ in record.parts],
-        "texts": [text for _, text in record.parts],
+        "texts": [clean(text) for _, text in record.parts],
     }
 
 

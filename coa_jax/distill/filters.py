@@ -104,16 +104,16 @@ def has_no_fault(run: Run) -> bool:
 def repeats_no_call(run: Run) -> bool:
     """Whether no tool was called twice with the same arguments.
 
-    Blanks of a query do not count; those of a program do, but for the ends of its lines.
+    Blanks do not count, but in a program (at its ends and those of its lines): there a corrected
+    indentation is another call.
     """
-    calls = [(tool, _same(tool, arguments)) for tool, arguments in run.log.calls]
+    calls = [(tool, _without_blanks(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
 
 
-def _same(tool: str, arguments: str) -> str:
-    """What two calls that are the same have in common."""
+def _without_blanks(tool: str, arguments: str) -> str:
     if tool == "code":
-        return "\n".join(line.rstrip() for line in arguments.strip("\n").splitlines()).rstrip()
+        return "\n".join(line.rstrip() for line in arguments.strip().splitlines())
     return " ".join(arguments.split())
 
 
@@ -121,7 +121,8 @@ def notices_mistakes(run: Run) -> bool:
     """Whether every deliberately wrong call was followed by a reflection.
 
     A wrong query may find the answer by luck; as a training example it would teach the mistake
-    without the correction.
+    without the correction.  That a call was wrong is known of the scripted minds alone, who say so
+    themselves: of a run of a model, or of another system, this filter drops nothing.
     """
     messages = run.log.messages
     for message in messages:

@@ -21,8 +21,8 @@ from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_
 
 T = TypeVar("T")
 
-_THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # of a model that reasons first
-_DECODER = json.JSONDecoder(strict=False)
+_THOUGHT = re.compile(r"\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False)
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
 _PYTHON = frozenset({"", "py", "python", "python3"})
 _FORMS = {
@@ -64,23 +64,35 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": asked}]
 
 
+def without_thought(reply: str) -> str:
+    """A reply without the ``<think>`` that a reasoning model begins with; nothing if it never ends.
+
+    What is in it is a draft, and no reply.
+    """
+    return _THOUGHT.sub("", reply, count=1) if reply.lstrip().startswith("<think>") else reply
+
+
 def read_object(reply: str) -> dict[str, Any]:
-    """The last JSON object of a reply, whatever words are around it; of a thought before, none.
+    """The JSON object in a reply, the last if there are several, whatever words are around it.
 
     Raises:
         ValueError: there is none; the message is for the model.
     """
-    reply, last, why = _THOUGHT.sub("", reply), None, "the reply holds no JSON object"
-    place = reply.find("{")
-    while place >= 0:
+    text = without_thought(reply)
+    found: dict[str, Any] | None = None
+    problem: Exception | None = None
+    start = text.find("{")
+    while start >= 0:
         try:
-            last, end = _DECODER.raw_decode(reply, place)
+            found, start = _JSON.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
-            why, end = f"the reply is not valid JSON ({error})", place + 1
-        place = reply.find("{", end)
-    if last is None:
-        raise ValueError(why)
-    return dict(last)
+            problem, start = problem or error, start + 1
+        start = text.find("{", start)
+    if found is not None:
+        return found
+    if problem is not None:
+        raise ValueError(f"the reply is not valid JSON ({problem})")
+    raise ValueError("the reply holds no JSON object")
 
 
 def read_action(reply: str, view: AgentView) -> Action:

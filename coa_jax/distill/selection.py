@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 
 from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked
@@ -15,20 +16,30 @@ from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, Run, SetFilter
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
-from coa_jax.tools.words import words
+from coa_jax.tools.words import WORD, words
 
 _EVASIVE = re.compile(
-    r"\W*(?:(?:(?:the |my )?answer|it|this) (?:is|was|remains) )?(?:"
-    r"unknown|unclear|uncertain|n/?a|none|not (?:known|found|available|sure|clear)|unable to .*|"
+    r"\W*(?:(?:(?:i am |i'm )?sorry|unfortunately|apologies)\W+(?:but )?)?"
+    r"(?:(?:the |my )?(?:answer|data|evidence|information|it|results?|this)"
+    r"(?: (?:is|was|are|were|remains))? )?(?:"
+    r"unknown|unclear|uncertain|undetermined|indeterminate|inconclusive|unspecified|n/?a|none|"
+    r"not (?:known|found|available|sure|clear|applicable|specified|stated|given|provided)|"
+    r"(?:not |im)possible to .*|unable to .*|"
     r"(?:i am|i'm) (?:not sure|unsure|unable)\b.*|i (?:do not|don't) know\b.*|"
     r"(?:(?:i|we|it|this|the answer) )?(?:cannot|can't|could not|couldn't) (?:be )?"
     r"(?:answer|confirm|determin|establish|f[io]u?nd|identif|locate|say|said|tell|verif)\w*\b.*|"
-    r"(?:there (?:is|was) )?(?:not enough|insufficient|no) (?:definite |clear )?"
+    r"(?:there (?:is|was) )?(?:not enough|insufficient|no) (?:definite |definitive |clear )?"
     r"(?:answer|data|evidence|information|results?)(?: (?:about|available|found|is|on|to|was)\b.*)?"
     r")\W*",
     re.IGNORECASE | re.DOTALL,
 )
 _SEARCHES = ("web_search", "wiki_search")
+# A sign before or behind a word is part of it: -5, -site, C++, C#.
+_TERM = re.compile(rf"(?:(?<![^\s\"'(\[])[-+])?(?:{WORD})(?:\+\+|#)?")
+_DIRECTION = frozenset(
+    words("from to into than by before after since until versus vs over under with without not")
+)
+"""Words that say which part the words behind them play."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +47,9 @@ class SelectionConfig:
     """Thresholds of the further filters; 0 or a tuple of blank names turns one off.
 
     Attributes:
-        near_query: two searches with one tool whose words are as similar as this (Jaccard) repeat
-            each other.  Programs and addresses differ by a single sign, so only the same one is a
-            repetition.
+        near_query: two searches with one tool whose terms (see `query_terms`) are as similar as
+            this (Jaccard) repeat each other.  Programs and addresses differ by a single sign, so
+            only the same one is a repetition.
         max_tokens: longest trajectory in tokens, environment's text included.
         max_answer_words: an answer of more words, or one that evades and is not word for word an
             accepted one, breaks the instruction to answer in short and definite words.
@@ -48,8 +59,8 @@ class SelectionConfig:
             in its split ``test``.
         evaluation_size: tasks of each of them.
         ngram, ngram_share, entity_share: see `coa_jax.distill.contamination`.
-        blocked: beginnings of addresses that no call may open; ``mirrors`` stands for the known
-            mirrors of benchmarks.
+        blocked: hosts, and beginnings of paths on them, that no address in a call may name;
+            ``mirrors`` stands for the known mirrors of benchmarks.
         near_duplicate: two runs as similar as this (Jaccard of runs of three words) are one; the
             first is kept.
     """
@@ -130,10 +141,26 @@ def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
     return (SetFilter("near_duplicate", drops),)
 
 
+def query_terms(query: str) -> frozenset[tuple[str, str]]:
+    """What searches are compared by: each word with the last word of direction before it.
+
+    Their order does not count otherwise, nor do case, width and composition of the letters.  So
+    "capital Peru" is "Peru capital", and a flight from Paris to London is not the one back; words
+    of direction are known of English.  Signs belong to words: C++ is not C#, -5 is not 5.
+    """
+    text = unicodedata.normalize("NFKC", query).casefold().replace("\u2212", "-")
+    terms, direction = set(), ""
+    for term in _TERM.findall(unicodedata.normalize("NFKC", text)):
+        if term in _DIRECTION:
+            direction = term
+        terms.add((direction, term))
+    return frozenset(terms)
+
+
 def _near_repeat(run: Run, threshold: float) -> bool:
-    calls = [(tool, frozenset(words(text))) for tool, text in run.log.calls if tool in _SEARCHES]
+    calls = [(tool, query_terms(text)) for tool, text in run.log.calls if tool in _SEARCHES]
     return any(
-        tool == other and similarity(asked, before) >= threshold
+        tool == other and asked and similarity(asked, before) >= threshold
         for number, (tool, asked) in enumerate(calls)
         for other, before in calls[:number]
     )
@@ -141,5 +168,8 @@ def _near_repeat(run: Run, threshold: float) -> bool:
 
 def _is_definite(run: Run, longest: int) -> bool:
     answer = run.record.answer
-    evades = _EVASIVE.fullmatch(answer) and run.reward.parts.get("exact_match") != 1.0
+    evades = (
+        _EVASIVE.fullmatch(answer.replace("\u2019", "'"))
+        and run.reward.parts.get("exact_match") != 1.0
+    )
     return len(answer.split()) <= longest and not evades

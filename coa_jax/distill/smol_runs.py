@@ -49,7 +49,7 @@ def endpoint_model(config: EndpointConfig) -> Any:
         api_key=os.environ.get(config.key_variable) or "none",
         client_kwargs={"timeout": config.timeout_s, "max_retries": config.retries},
         temperature=config.temperature,
-        max_tokens=config.max_tokens,
+        **{config.max_tokens_name: config.max_tokens},
     )
 
 
@@ -102,7 +102,8 @@ def run_smolagents(
         config: how the agents work.
         limits: its budget is looked at before each task, so tasks in flight can pass it.
         on_done: called with the number of finished tasks.
-        beside: files of runs of the same work, which have the same budget.
+        beside: files of other runs, as far as they exist: what they have cost counts against the
+            budget, too.
 
     Returns:
         What all runs of the file have cost, by their own counts; a call is a step of an agent.
@@ -115,32 +116,23 @@ def run_smolagents(
         UserError: the budget is spent, or the endpoint cannot be used or refuses the plain question
             too; finished runs are kept.
     """
-    for file in (path, *beside):
-        jsonl.append_lines(file, [])  # creates it, or cuts off an unfinished last line
-    spent, lock = Spent(), threading.Lock()
+    jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
+    spent, total, lock = Spent(), Spent(), threading.Lock()
     usable = False  # known of this process: an earlier one may have had other settings
     done: set[str] = set()
     asked = {task.id: task.question for task in tasks}
 
-    def pay(dump: dict[str, Any], spent: Spent) -> None:
-        steps = [*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])]
-        counts = (step.get("token_usage") for step in steps)
-        usage = total_usage(counts, "input_tokens", "output_tokens")
-        spent.calls += sum(step.get("model_output_message") is not None for step in steps)
-        spent.unmetered += not usage
-        spent.add(usage.get("prompt", 0), usage.get("completion", 0), limits.price)
-
     def account(dump: dict[str, Any]) -> None:
-        pay(dump, spent)
+        for each in (spent, total):
+            _add(each, dump, limits.price)
         if asked.get(dump["task_id"]) == dump["question"]:
             done.add(dump["task_id"])
 
-    elsewhere = Spent()
-    for file in beside:
-        for row in jsonl.read_lines(file, _dump):
-            pay(row, elsewhere)
     for row in jsonl.read_lines(path, _dump):
         account(row)
+    for other in filter(Path.exists, beside):
+        for row in jsonl.read_lines(other, _dump, growing=True):
+            _add(total, row, limits.price)
     lost = _connection_errors()
     waiting = iter([task for task in tasks if task.id not in done])
     stop = threading.Event()
@@ -167,7 +159,7 @@ def run_smolagents(
             if task is None:
                 return
             try:
-                check_budget(limits, spent.with_(elsewhere))
+                check_budget(limits, total)
                 dump = solve(task, config.max_steps)
                 with lock:  # one trial is enough
                     if dump["state"] == REFUSED and not usable:
@@ -196,6 +188,15 @@ def run_smolagents(
         finally:
             stop.set()  # Ctrl-C: tasks in flight are finished, no other is begun
     return spent
+
+
+def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) -> None:
+    """Counts the calls of a run, which are steps of its agents."""
+    for step in (*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])):
+        if step.get("model_output_message") is not None:
+            usage = total_usage([step.get("token_usage")], "input_tokens", "output_tokens")
+            counts = {name: usage.get(name) for name in ("prompt", "completion")}
+            spent.add(counts, price)
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:

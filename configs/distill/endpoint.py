@@ -10,7 +10,7 @@ are in flight at once.
 Gives: the files of configs/distill/factbook.py and ``calls/SPLIT.jsonl`` with every prompt and
 reply.  The run stops before a call that a limit forbids (``endpoint.max_calls``,
 ``max_total_tokens``, ``max_money`` by ``endpoint.prices``; the price below is an example: put in
-that of your provider) and goes on when started again; no reply is paid for twice.
+that of your provider) and goes on when started again; no recorded reply is paid for twice.
 """
 
 from __future__ import annotations

@@ -13,17 +13,17 @@ class Server(ThreadingHTTPServer):
 
     `reply` maps the messages of a request to the content of the reply; an int is an HTTP status
     instead, None a response that is no chat completion, and ``...`` a reply whose content is null.
-    `seen` holds the requests.  Replies tell token counts while it is `metered`.
+    `seen` holds the requests.  Tokens are counted if `metered`.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, reply):
+    def __init__(self, reply, metered=True):
         super().__init__(("127.0.0.1", 0), Handler)
         self.reply, self.seen, self.lock = reply, [], threading.Lock()
+        self.metered = metered
         self.inside = self.most_inside = 0
-        self.metered = True
 
     @property
     def url(self):
@@ -58,8 +58,8 @@ class Handler(BaseHTTPRequestHandler):
         usage["total_tokens"] = sum(usage.values())
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         head = {"id": "x", "object": "chat.completion", "created": 0, "model": request["model"]}
-        told = {"usage": usage} if server.metered else {}
-        return self.send(200, {**head, "choices": [choice], **told})
+        counted = {"usage": usage} if server.metered else {}
+        return self.send(200, {**head, "choices": [choice], **counted})
 
     def send(self, status, body):
         data = json.dumps(body).encode()
@@ -74,9 +74,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(reply):
+def serving(reply, metered=True):
     """A server that answers until the block is left."""
-    server = Server(reply)
+    server = Server(reply, metered)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
+from coa_jax.distill.__main__ import distill
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig, RequestRefusedError
-from coa_jax.distill.llm import chat_of, language_minds, read_action
-from coa_jax.distill.messages import Ending, Kind, Message
-from coa_jax.distill.minds import AgentView
+from coa_jax.distill.llm import language_minds
+from coa_jax.distill.messages import Ending
 from coa_jax.distill.pipeline import run_teacher
 from coa_jax.errors import UserError
 from tests.distill.chat_server import serving
@@ -174,34 +175,9 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
         assert len(server.seen) == calls
 
 
-def test_parts_of_one_work_have_one_budget(tmp_path):
-    one, other = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
-    with serving(lambda chat: "x") as server:
-        config = config_of(server, max_calls=3)
-        ask(Endpoint(config, one, beside=[other]), "a", "b")
-        endpoint = Endpoint(config, other, beside=[one])
-        with pytest.raises(UserError, match=r"max_calls=3 is spent \(3\)"):
-            ask(endpoint, "c", "d")
-        assert endpoint.spent.calls == 1  # its own
-        assert len(server.seen) == 3
-
-
-@pytest.mark.parametrize("limit", ["max_money", "max_total_tokens"])
-def test_a_limit_that_nobody_counts_for_is_refused(tmp_path, limit):
-    with serving(lambda chat: "x") as server:
-        server.metered = False
-        config = config_of(server, prices=(("m", 1.0, 1.0),), **{limit: 100.0})
-        with pytest.raises(UserError, match=f"tells no token counts, so config.endpoint.{limit}"):
-            ask(Endpoint(config, tmp_path / "calls.jsonl"), *"abc")
-        assert len(server.seen) == 1
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prices": (("m", "1", "2"),)}, "config.solver.prices holds ("),
-        ({"prices": (("m", 1.0, -2.0),)}, "config.solver.prices holds ("),
-        ({"prices": (("m", 1.0, float("nan")),)}, "config.solver.prices holds ("),
         ({"model": ""}, "give config.solver.base_url and config.solver.model"),
         ({"max_money": 1.0}, "config.solver.max_money needs the price of 'm', which is missing"),
         (
@@ -209,6 +185,12 @@ def test_a_limit_that_nobody_counts_for_is_refused(tmp_path, limit):
             "the price of 'm', which is 0: it would limit nothing; give it in config.solver.prices",
         ),
         ({"prices": ("m", 1.0, 2.0)}, "config.solver.prices holds 'm', which is no"),
+        ({"prices": (("m", "1", "2"),)}, "config.solver.prices holds ('m', '1', '2'), which is no"),
+        ({"prices": (("m", -1.0, 2.0),)}, "config.solver.prices holds ('m', -1.0, 2.0), which is"),
+        ({"prices": (("m", 1.0, float("nan")),)}, "config.solver.prices holds ('m', 1.0, nan)"),
+        ({"max_money": float("nan")}, "config.solver.max_money is nan; give a limit, or 0 for"),
+        ({"max_calls": -1}, "config.solver.max_calls is -1; give a limit, or 0 for none"),
+        ({"max_tokens_name": "length"}, "config.solver.max_tokens_name is 'length': use one of"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change, message):
@@ -217,79 +199,74 @@ def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change
         Endpoint(config, tmp_path / "calls.jsonl", "config.solver")
 
 
+@pytest.mark.parametrize("limit", [{"max_total_tokens": 10}, {"max_money": 7.5e-6}])
+def test_a_budget_that_nobody_meters_stops_the_run(tmp_path, limit):
+    prices = (("m", 1.0, 1.0),)
+    with serving(lambda chat: "x", metered=False) as server:
+        endpoint = Endpoint(config_of(server, prices=prices, **limit), tmp_path / "calls.jsonl")
+        with pytest.raises(UserError, match=f"{next(iter(limit))} cannot be kept: 1 replies came"):
+            ask(endpoint, *"ab")
+        assert len(server.seen) == 1
+        config = config_of(server, prices=prices, max_calls=3)
+        with pytest.raises(UserError, match="max_calls=3 is spent"):
+            ask(Endpoint(config, tmp_path / "calls.jsonl"), *"abcd")
+        assert len(server.seen) == 3
+
+
+def test_a_command_has_one_budget_for_all_its_splits(tmp_path):
+    # No reply is a move, so that each run is given up after three calls.
+    with serving(lambda chat: "x") as server:
+
+        def run(limit):
+            settings = {"base_url": server.url, "model": "m", "backoff_s": 0.001}
+            changes = {f"endpoint.{key}": value for key, value in settings.items()}
+            changes |= {"tasks.train": 2, "tasks.validation": 2, "endpoint.max_calls": limit}
+            return distill(load_config("configs/distill/endpoint.py", changes), tmp_path)
+
+        for limit, calls in ((8, 8), (8, 8), (9, 9)):
+            with pytest.raises(UserError, match=f"max_calls={limit} is spent"):
+                run(limit)
+            assert len(server.seen) == calls
+        # What the second split has cost counts when the first goes on.
+        (tmp_path / "calls/train.jsonl").unlink()
+        (tmp_path / "journal/train.jsonl").unlink()
+        with pytest.raises(UserError, match="max_calls=5 is spent"):
+            run(5)
+        assert len(server.seen) == 9 + 2
+        summary = run(12)
+    assert [data["spent"]["calls"] for data in summary["data"].values()] == [6, 6]
+
+
+def test_runs_of_a_model_that_is_asked_otherwise_are_of_another_configuration(tmp_path):
+    with serving(lambda chat: "x") as server:
+
+        def run(temperature):
+            settings = {"base_url": server.url, "model": "m", "temperature": temperature}
+            changes = {f"endpoint.{key}": value for key, value in settings.items()}
+            changes |= {"tasks.train": 1, "tasks.validation": 1}
+            distill(load_config("configs/distill/endpoint.py", changes), tmp_path)
+
+        run(0.7)
+        run(0.7)
+        with pytest.raises(UserError, match=r"temperature 0\.7.* there, .*temperature 0\.2"):
+            run(0.2)
+        assert len(server.seen) == 6
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_limit_of_a_reply_has_the_name_that_the_server_wants(tmp_path, name):
+    with serving(lambda chat: "x") as server:
+        config = config_of(server, max_tokens=77, max_tokens_name=name)
+        ask(Endpoint(config, tmp_path / "calls.jsonl"), "a")
+        sent = {key: value for key, value in server.seen[0].items() if key.startswith("max_")}
+    assert sent == {name: 77}
+
+
 def test_a_budget_that_is_spent_is_named(tmp_path):
     with serving(lambda chat: "x") as server:
         endpoint = Endpoint(config_of(server, max_calls=1), tmp_path / "a.jsonl", "config.solver")
         with pytest.raises(UserError, match=r"the budget config\.solver\.max_calls=1 is spent"):
             ask(endpoint, "a", "b")
-
-
-# --- minds ---------------------------------------------------------------------------------
-
-
-def view_of(role, tools=()):
-    question = Message(0, "user", "manager", Kind.QUESTION, "Capital of Peru?")
-    return AgentView(role, "Capital of Peru?", "generalist", "e", (question,), tools)
-
-
-@pytest.mark.parametrize(
-    ("role", "reply", "why"),
-    [
-        ("manager", "Sure!", "no JSON object"),
-        ("manager", "{'to': 'user'}", "not valid JSON"),
-        ("manager", '{"to": "user", "kind": 3, "content": "x"}', "'kind' is missing or not text"),
-        ("manager", '{"to": "user", "kind": "plan", "content": "x"}', "is not allowed"),
-        ("manager", '{"to": "user", "kind": "answer", "content": " "}', "'content' is empty"),
-        ("verification", '{"to": "manager", "kind": "verdict", "content": "7"}', "no score"),
-        ("reflection", '{"to": "manager", "kind": "reflection", "content": "ok"}', "three grades"),
-        ("search", '{"to": "code", "kind": "call", "content": "x"}', "is not allowed"),
-        ("manager", "", "no JSON object"),
-    ],
-)
-def test_nonsense_is_told_apart_from_a_move(role, reply, why):
-    with pytest.raises(ValueError, match=why):
-        read_action(reply, view_of(role, ("wiki_search",)))
-
-
-PROGRAM = "print(6 * 7)"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        PROGRAM,
-        f"```py\n{PROGRAM}\n```",
-        f"```\n{PROGRAM}\n```",
-        f"```python3\n{PROGRAM}\n```",
-        f"I multiply:\n```py\n{PROGRAM}\n```\nIt prints 42.",
-    ],
-)
-def test_a_program_is_taken_out_of_its_fence_and_the_words_around_it(content):
-    reply = json.dumps({"to": "code", "kind": "call", "content": content})
-    assert read_action(reply, view_of("code", ("code",))).content == f"```py\n{PROGRAM}\n```"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        f"```py\n{PROGRAM}",
-        f"First:\n```py\n{PROGRAM}\n```\nor\n```py\n{PROGRAM}\n```",
-        "This is it:\n```json\n{}\n```",
-    ],
-)
-def test_what_may_be_several_programs_or_none_is_asked_for_again(content):
-    reply = json.dumps({"to": "code", "kind": "call", "content": content})
-    with pytest.raises(ValueError, match="must be one Python program"):
-        read_action(reply, view_of("code", ("code",)))
-
-
-def test_a_move_is_read_out_of_the_words_around_it():
-    reply = 'Here:\n```json\n{"to": "code", "kind": "call", "content": "print(6 * 7)"}\n```'
-    action = read_action(reply, view_of("code", ("code",)))
-    assert (action.recipient, action.content) == ("code", "```py\nprint(6 * 7)\n```")
-    assert "Allowed (to, kind): (code, call); (manager, report)" in str(
-        chat_of(view_of("code", ("code",)))[0]
-    )
 
 
 # --- a whole run ---------------------------------------------------------------------------

@@ -172,6 +172,20 @@ def test_tfds_and_grain_give_every_record_back(out):
     assert "tensorflow" not in sys.modules
 
 
+def test_half_a_surrogate_pair_is_what_our_tokenizers_read_in_tfds(tmp_path):
+    whole = record_of(1)
+    parts = tuple((author, text.replace("and so", "and \ud83d so")) for author, text in whole.parts)
+    half = dataclasses.replace(whole, question="q \ud83d", parts=parts)
+    export([half], tmp_path, "train")
+    builder = tfds.builder_from_directory(str(tmp_path / "tfds/coa/1.0.0"))
+    (found,) = map(from_tfds, builder.as_data_source(split="train"))
+    assert found.question == "q \ufffd"
+    assert found.text == half.text.replace("\ud83d", "\ufffd")
+    assert (mask_of(found) == mask_of(half)).all()
+    row = json.loads((tmp_path / "train_messages.jsonl").read_text())
+    assert "".join(part["text"] for part in row["parts"]) == half.text
+
+
 def test_a_second_export_replaces_the_first(tmp_path):
     export(RECORDS, tmp_path, "train", ("tfds",))
     export(RECORDS[:3], tmp_path, "train", ("tfds",))

@@ -5,7 +5,6 @@ import pytest
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.dataset import statistics_of
 from coa_jax.distill.filters import (
-    _same,
     copies,
     first_failure,
     plain_share,
@@ -46,13 +45,6 @@ def test_each_filter_drops_what_it_names():
     assert failure(GOOD, min_interactions=7) is None
 
 
-def test_a_program_whose_indentation_was_mended_is_no_repetition():
-    wrong, right = "for i in a:\n  x()\ny()", "for i in a:\n  x()\n  y()"
-    assert _same("code", wrong) != _same("code", right)
-    assert _same("code", right) == _same("code", f"\n{right}  \n")
-    assert _same("wiki_search", "capital of Peru") == _same("wiki_search", " capital  of Peru\n")
-
-
 def test_a_wrong_call_that_happened_to_work_is_no_example():
     slipped = [dataclasses.replace(m, slip="query") if m.index == 2 else m for m in GOOD.messages]
     lucky = dataclasses.replace(GOOD, messages=tuple(slipped))
@@ -68,6 +60,18 @@ def test_the_same_arguments_to_two_tools_are_no_repetition():
         ("observation", "Lima.", "", "wiki_search"),
     ]
     assert failure(log_of(START[0], *calls, *END)) is None
+
+
+def test_a_program_with_another_indentation_is_no_repetition():
+    def run(again):
+        program = "```py\nfor i in range(3):\n    print(i)\nprint(9)\n```"
+        rows = []
+        for body in (program, again(program)):
+            rows += [("call", body, "", "code"), ("observation", "[EXECUTED]\n0", "", "code")]
+        return log_of(START[0], *rows, *END)
+
+    assert failure(run(lambda text: text.replace("\nprint", "\n    print"))) is None
+    assert failure(run(lambda text: text.replace(":\n", ":  \n") + "\n")) == "repeated_call"
 
 
 def test_the_answer_of_the_code_protocol_is_read_from_its_box():

@@ -173,6 +173,15 @@ PLANTED = {
             "It is unclear.",
             "no information available",
             "one of many things that are hard to name in short",
+            "I don’t know",
+            "Information not found",
+            "The data is not available",
+            "Sorry, I could not find it",
+            "Undetermined",
+            "Inconclusive",
+            "Data not available",
+            "Not applicable",
+            "It is not possible to say",
         )
     ],
     "few_calls": [only_call],
@@ -189,6 +198,16 @@ PLANTED = {
             "https://web.archive.org/web/2024/https://huggingface.co/datasets/{}",
             "https://proxy.example/?u=https%3A%2F%2Fhf-mirror.com%2Fdatasets%2F{}",
             "https://ok.example/{0} | https://answers.example/keys/{0}",
+            "https://hf.co/datasets/{}",
+            "https://huggingface.co/api/datasets/{}",
+            "https://m.kaggle.com/datasets/{}",
+            "https://r.jina.ai/huggingface.co/datasets/{}",
+            "https://web.archive.org/web/2024/huggingface.co/datasets/{}",
+            "https://proxy.example/?u=https%253A%252F%252Fhf-mirror.com%252Fdatasets%252F{}",
+            "https://proxy.example/?q=a%20b&u=huggingface.co%2Fdatasets%2F{}",
+            "https://huggingface.co/./datasets/{}",
+            "https://huggingface.co/blog/../datasets/{}",
+            "https://huggingface.co/../datasets/{}",
         )
     ],
     "contaminated": [
@@ -217,7 +236,8 @@ CLEAN = {
         for address in (
             "https://huggingface.co/papers/{}",
             "https://huggingface.co/datasetsearch/{}",
-            "https://example.com/huggingface.co/datasets/{}",
+            "https://example.com/nothuggingface.co/datasets/{}",
+            "https://huggingface.co.example.com/datasets/{}",
             "https://answers.example/keysmith/{}",
         )
     ],

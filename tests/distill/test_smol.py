@@ -194,6 +194,43 @@ def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path,
         bind(path, other)
 
 
+def test_the_runs_of_a_file_beside_count_against_the_budget(tmp_path, tools, dumps):
+    task, log, _, _ = dumps[0]
+    other, begun = dumps[1][0], []
+
+    def model_of(task, role):
+        begun.append(task.id)
+        return {"manager": Manager, "search": Searcher}[role](log)
+
+    config = SmolConfig(planning_interval=10, concurrency=1)
+    first, second = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
+    spent = run_smolagents([task], tools, model_of, first, config, EndpointConfig())
+    limits = EndpointConfig(max_calls=spent.calls)
+    with pytest.raises(UserError, match=f"max_calls={spent.calls} is spent"):
+        run_smolagents([other], tools, model_of, second, config, limits, beside=[first])
+    assert set(begun) == {task.id}
+    assert run_smolagents([], tools, model_of, second, config, limits, beside=[first]).calls == 0
+
+
+def test_a_budget_of_tokens_needs_models_that_count_them(tmp_path, tools, dumps):
+    class Silent(Manager):
+        def generate(self, *args, **options):
+            return dataclasses.replace(super().generate(*args, **options), token_usage=None)
+
+    tasks, logs = [task for task, *_ in dumps[:2]], {task.id: log for task, log, _, _ in dumps}
+
+    def model_of(task, role):
+        return {"manager": Silent, "search": Searcher}[role](logs[task.id])
+
+    path, config = tmp_path / "runs.jsonl", SmolConfig(planning_interval=0, concurrency=1)
+    limits = EndpointConfig(max_total_tokens=10**9)
+    with pytest.raises(
+        UserError, match=r"max_total_tokens cannot be kept: \d replies came without"
+    ):
+        run_smolagents(tasks, tools, model_of, path, config, limits)
+    assert len(path.read_text().splitlines()) == 1
+
+
 class Refused(Exception):
     """What a client of an endpoint raises for one request."""
 

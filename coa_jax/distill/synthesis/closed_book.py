@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
-from coa_jax.distill.llm import read_object
+from coa_jax.distill.llm import read_object, without_thought
 from coa_jax.distill.synthesis.drafts import Document
 from coa_jax.distill.synthesis.facts import fact_of
 from coa_jax.distill.together import gather
@@ -154,16 +154,25 @@ class Remembers:
                     reply = await self.endpoint.complete(chat, task.id, f"closed/{number}")
                 except RequestRefusedError:
                     return ""
-            try:
-                answer = read_object(reply).get("answer")
-            except ValueError:
-                return reply.strip()
-            if isinstance(answer, list):
-                return " | ".join(map(str, answer))
-            return reply.strip() if answer is None or isinstance(answer, dict) else str(answer)
+            return _answer_of(reply)
 
         replies = await gather(one(task, k) for task in tasks for k in range(samples))
         return [replies[i : i + samples] for i in range(0, len(replies), samples)]
+
+
+def _answer_of(reply: str) -> str:
+    """The answer in a reply; numbers and lists count as what they say, any other words as they are.
+
+    A reader who is strict about the form would take what the model knows for what it does not.
+    """
+    try:
+        answer = read_object(reply).get("answer")
+    except ValueError:
+        return without_thought(reply).strip()
+    several = answer if isinstance(answer, list) else [answer]
+    if several and all(isinstance(one, str | int | float) for one in several):
+        return "|".join(map(str, several))
+    return without_thought(reply).strip()
 
 
 class Policy:
@@ -224,4 +233,4 @@ def closed_book(
         return f"policy/{config.policy}/{sampling}", Policy(config)
     if endpoint is None:
         raise UserError("without_tools.who=endpoint needs config.endpoint or config.solver")
-    return f"endpoint/{endpoint.config.model}", Remembers(endpoint, concurrency)
+    return f"endpoint/{endpoint.config.label}", Remembers(endpoint, concurrency)

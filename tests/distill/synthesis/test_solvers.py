@@ -98,20 +98,32 @@ def test_the_prior_guesses_what_is_common():
 
 
 def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path):
-    replies = iter(['{"answer": "Lima"}', "Lima", "It may be Quito.", '{"answer": 4}'])
+    said = {
+        '{"answer": "Lima"}': "Lima",
+        "Lima": "Lima",
+        "It may be Quito.": "It may be Quito.",
+        '{"answer": 1912}': "1912",
+        '{"answer": ["Lima"]}': "Lima",
+        '{"answer": ["Lima", 3.5]}': "Lima|3.5",
+        '{"answer": {"a": 1}}': '{"answer": {"a": 1}}',
+        '<think>Is it {Quito}, as in {"answer": "Quito"}?</think>\n{"answer": "Lima"}': "Lima",
+        "<think>Perhaps {Lima}.</think>Lima": "Lima",
+        '{"answer": "Lima"} (I am {sure})': "Lima",
+    }
+    replies = iter(said)
 
     async def work(server):
         config = EndpointConfig(base_url=server.url, model="m")
         endpoint = Endpoint(config, tmp_path / "calls.jsonl")
-        answers = await Remembers(endpoint, 1)([LIMA], 4)
-        again = await Remembers(endpoint, 1)([LIMA], 4)
+        answers = await Remembers(endpoint, 1)([LIMA], len(said))
+        again = await Remembers(endpoint, 1)([LIMA], len(said))
         await endpoint.close()
         return answers, again
 
     with serving(lambda chat: next(replies)) as server:
         answers, again = asyncio.run(work(server))
-        assert len(server.seen) == 4
-    assert answers == again == [["Lima", "Lima", "It may be Quito.", "4"]]
+        assert len(server.seen) == len(said)
+    assert answers == again == [list(said.values())]
 
 
 def test_a_spent_budget_is_one_line(tmp_path):
