@@ -10,6 +10,7 @@ import setuptools
 CORE = [
     "jax>=0.10.2",
     "numpy>=2.4",
+    "scipy>=1.17",
     "ml_dtypes>=0.6",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",

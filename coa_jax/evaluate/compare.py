@@ -7,7 +7,7 @@ Both must be of the same tasks; those that are graded in only one of them are le
 The difference is the mean over tasks of B's rate minus A's.  Its p-value is that of the paired
 permutation test: under the null hypothesis each task's difference might as well have the other
 sign.  The test is exact, and with one sample a task it is McNemar's exact test.  The interval is
-that of a bootstrap over tasks.
+that of a bootstrap over tasks; there is none for fewer than 10 tasks, or where all differ alike.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from coa_jax.evaluate.figures import FORMAT
 from coa_jax.evaluate.metrics import standard_error
 
 _RESAMPLES = 10_000
+_FEWEST = 10  # tasks of an interval: resampling fewer makes it far too narrow
 _MOST_CELLS = 20_000_000  # of the exact distribution; beyond it signs are drawn
 _DRAWS = 100_000
 
@@ -44,7 +45,7 @@ class Comparison:
         rate_a, rate_b: pass@1 over the common tasks.
         difference: ``rate_b - rate_a``.
         se: standard error of the difference, paired by task; None for fewer than two tasks.
-        ci95: bootstrap interval of the difference (percentiles, seed 0).
+        ci95: bootstrap interval of the difference (percentiles, seed 0); None where there is none.
         better, worse, same: tasks whose rate is higher, lower, or the same in B.
         p: two-sided p-value of the paired permutation test.
         test: how it was computed.
@@ -57,7 +58,7 @@ class Comparison:
     rate_b: float
     difference: float
     se: float | None
-    ci95: tuple[float, float]
+    ci95: tuple[float, float] | None
     better: int
     worse: int
     same: int
@@ -143,15 +144,21 @@ def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, 
     return min(1.0, exact), name
 
 
-def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float] | None:
     """95 % interval of the mean of paired differences, by resampling tasks.
 
     Args:
         differences: float64 ``[tasks]``.
         seed: of the resampling.
+
+    Returns:
+        (low, high), or None where resampling cannot tell: of fewer than 10 tasks, or of tasks that
+        all differ by the same.
     """
     random = np.random.default_rng(seed)
     n = len(differences)
+    if n < _FEWEST or np.ptp(differences) == 0:
+        return None
     means = [float(differences[random.integers(0, n, n)].mean()) for _ in range(_RESAMPLES)]
     low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)
@@ -164,18 +171,25 @@ def load(path: str) -> dict[str, Any]:
         UserError: it is none.
     """
     outcome = files.read_json_object(Path(path))
-    if outcome.get("format") != FORMAT or "tasks" not in outcome:
+    if outcome.get("format") != FORMAT:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
+    try:
+        rates(outcome)
+        whole = isinstance(outcome["stage"], str) and isinstance(outcome["settings"], dict)
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path}: a damaged result file; run coa_jax.evaluate again")
     return outcome
 
 
 def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
     """The comparison for a terminal."""
-    low, high = found.ci95
+    span = f"95 % {found.ci95[0]:+.3f} to {found.ci95[1]:+.3f}" if found.ci95 else "no interval"
     lines = [
         f"A {a['stage']}: pass@1 {found.rate_a:.3f}",
         f"B {b['stage']}: pass@1 {found.rate_b:.3f}",
-        f"B - A: {found.difference:+.3f} (95 % {low:+.3f} to {high:+.3f}, n {found.tasks})",
+        f"B - A: {found.difference:+.3f} ({span}, n {found.tasks})",
         f"{found.test}: p = {found.p:.4g}",
         f"B is better at {found.better} tasks, worse at {found.worse}, the same at {found.same}",
     ]

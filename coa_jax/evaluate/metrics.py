@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the standard normal distribution."""
@@ -43,16 +44,30 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     return low, high
 
 
-def mean_interval(rates: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of per-task rates; tasks, not samples, are independent.
+def student_t(n: int) -> float:
+    """Two-sided 95 % quantile of Student's t for the mean of n values, n - 1 degrees of freedom."""
+    return float(special.stdtrit(n - 1, 0.975))
 
-    With one sample a task the rates are 0 or 1 and the interval is Wilson's.
+
+def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
+    """95 % interval of the mean over tasks of the rate within a task.
+
+    Tasks, not samples, are independent: Student's t over their rates.  Few tasks may have the same
+    rate by chance, so the interval is never narrower than that of samples which were independent
+    (Wilson's); with one sample a task it is that.
+
+    Args:
+        groups: for each task, of each graded sample whether it is right; tasks without one count
+            for nothing.
     """
-    n = len(rates)
-    if n < 2 or all(rate in (0.0, 1.0) for rate in rates):
-        return wilson_interval(sum(rates), n)
-    mean, half = float(np.mean(rates)), Z95 * (standard_error(rates) or 0.0)
-    return max(0.0, mean - half), min(1.0, mean + half)
+    groups = [group for group in groups if group]
+    rates = [mean(group) for group in groups]
+    n, samples, value = len(rates), sum(map(len, groups)), mean(rates)
+    low, high = wilson_interval(value * samples, samples)
+    if n < 2 or n == samples:
+        return low, high
+    half = student_t(n) * (standard_error(rates) or 0.0)
+    return max(0.0, min(low, value - half)), min(1.0, max(high, value + half))
 
 
 def standard_error(rates: Sequence[float]) -> float | None:
@@ -77,7 +92,7 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
     return {
         "pass_at_1": mean(rates),
         "se": standard_error(rates),
-        "ci95": list(mean_interval(rates)),
+        "ci95": list(mean_interval(groups)),
         "n": len(rates),
     }
 

@@ -71,6 +71,11 @@ def test_the_interval_is_that_of_a_bootstrap_over_tasks():
     assert ours == pytest.approx(tuple(theirs.confidence_interval), abs=5e-3)
 
 
+@pytest.mark.parametrize("differences", [[1.0], [0.5, -0.5, 1.0] * 3, [0.0] * 200, [1.0] * 12])
+def test_too_few_tasks_and_tasks_that_all_differ_alike_have_no_interval(differences):
+    assert bootstrap_interval(np.array(differences)) is None
+
+
 A = outcome({"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [None, None]}, "old", seed=0)
 B = outcome({"a": [1.0, 1.0], "b": [1.0, None], "c": [0.0, 1.0], "e": [1.0, 1.0]}, "new", seed=0)
 
@@ -82,10 +87,14 @@ def test_only_tasks_that_both_have_grades_of_are_compared():
     assert found.difference == pytest.approx(1 / 3)
     assert (found.better, found.worse, found.same) == (2, 1, 0)
     assert found.se == pytest.approx(np.std([0.5, 1.0, -0.5], ddof=1) / 3**0.5)
-    low, high = found.ci95
-    assert low < found.difference < high
+    assert found.ci95 is None  # of three tasks
     with pytest.raises(UserError, match="no graded task in common"):
         compare(A, outcome({"z": [1.0]}))
+
+
+def write(path, value):
+    path.write_text(json.dumps(value))
+    return str(path)
 
 
 def test_the_command_compares_two_files(tmp_path):
@@ -101,10 +110,23 @@ def test_the_command_compares_two_files(tmp_path):
 
     done = run(tmp_path / "a.json", tmp_path / "b.json", f"--out={tmp_path}/out.json")
     assert done.returncode == 0, done.stderr
-    assert "B - A: +0.333" in done.stdout and "note: the two differ in sampling too" in done.stdout
+    assert (
+        "B - A: +0.333 (no interval, n 3)" in done.stdout
+        and "note: the two differ in sampling too" in done.stdout
+    )
     assert json.loads((tmp_path / "out.json").read_text())["tasks"] == 3
     wrong = run(tmp_path / "a.json", tmp_path / "c.json")
     assert wrong.returncode == 2 and "not a result file" in wrong.stderr
+    damaged = [
+        {**A, "tasks": [{**A["tasks"][0], "samples": [{}]}]},
+        {**A, "tasks": ["a"]},
+        {**A, "tasks": [{**A["tasks"][0], "id": []}]},
+        {**A, "settings": None},
+        {key: value for key, value in A.items() if key != "stage"},
+    ]
+    for value in damaged:
+        with pytest.raises(UserError, match="damaged result file"):
+            module.load(write(tmp_path / "d.json", value))
     for out in (tmp_path, tmp_path / "none" / "out.json"):
         wrong = run(tmp_path / "a.json", tmp_path / "b.json", f"--out={out}")
         assert wrong.returncode == 2 and wrong.stdout == ""

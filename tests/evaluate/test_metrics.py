@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from coa_jax.evaluate.metrics import (
     at_k,
@@ -74,12 +75,23 @@ def test_no_trials_say_nothing():
     assert at_k([]) == {}
 
 
-def test_the_interval_of_rates_counts_tasks_and_not_samples():
-    rates = [0.25, 0.75, 0.5, 1.0, 0.0]
-    spread = 1.959964 * np.std(rates, ddof=1) / 5**0.5
-    assert mean_interval(rates) == pytest.approx((0.5 - spread, 0.5 + spread), rel=1e-5)
-    assert mean_interval([1.0, 0.0, 1.0]) == wilson_interval(2, 3)
-    assert mean_interval([0.5]) == wilson_interval(0.5, 1)
+def test_the_interval_counts_tasks_and_not_samples():
+    groups = [[True] * right + [False] * (8 - right) for right in (2, 6, 4, 8, 0, 3, 5)]
+    rates = np.mean(groups, axis=1)
+    theirs = stats.t.interval(0.95, 6, rates.mean(), stats.sem(rates))
+    assert mean_interval(groups) == pytest.approx(theirs, rel=1e-9)
+    assert mean_interval([[True], [False], [True], []]) == wilson_interval(2, 3)
+    assert mean_interval([[True, False]]) == wilson_interval(1, 2)
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=4), max_size=6))
+def test_the_interval_holds_the_rate_and_is_never_that_of_more_samples_than_there_are(groups):
+    low, high = mean_interval(groups)
+    rates = [np.mean(group) for group in groups if group]
+    samples = sum(map(len, groups))
+    assert 0.0 <= low <= np.mean(rates or [0.5]) <= high <= 1.0
+    at_least = wilson_interval(np.mean(rates or [0.0]) * samples, samples)
+    assert low <= at_least[0] and high >= at_least[1]
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2, max_size=8))
