@@ -1,9 +1,9 @@
 """Checkpoints of a run: everything that its next step depends on.
 
 A checkpoint is written in the background while the run goes on, and appears under its number only
-when it is whole.  It carries a fingerprint of its arrays, taken on their devices before the save:
-what was damaged later (a torn file after a power cut, a flipped bit, a copy cut short) is told from
-what was saved, on any mesh, and the checkpoint before it is used.
+when it is whole.  It carries fingerprints of its arrays, taken on their devices before the save,
+and of what else it holds: what was damaged later (a torn file after a power cut, a flipped bit, a
+copy cut short) is told from what was saved, on any mesh, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
+import json
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,7 @@ class Checkpoints:
         self.wait()
         trees = {_STATE: state, **(more or {})}
         marks = {name: fingerprint(tree) for name, tree in trees.items()}
+        marks[_EXTRA] = [_digest(extra)]
         value = (metrics or {}).get(self.best_metric, math.nan)
         if self.best_metric and self.best_metric not in (metrics or {}):
             near = difflib.get_close_matches(self.best_metric, metrics or {})
@@ -245,6 +248,9 @@ class Checkpoints:
             for name, tree in likes.items()
             if fingerprint(read[name]) != read[_FINGERPRINT][name]
         ]
+        # Checkpoints of earlier versions have no fingerprint of it.
+        if read[_FINGERPRINT].get(_EXTRA, [_digest(read[_EXTRA])]) != [_digest(read[_EXTRA])]:
+            fault = Damaged("its cursor or trajectories are not those that were saved")
         if torn:
             fault = Damaged(f"the arrays of its {torn[0]} are not those that were saved")
         self._agree(fault)
@@ -373,6 +379,11 @@ def _leaves(tree: Any) -> dict[str, str]:
 def fingerprint(tree: Any) -> list[int]:
     """Checksums of the leaves of a tree; they depend on every bit and on no sharding."""
     return [int(value) for value in np.asarray(_fingerprints(_plain(tree)))]
+
+
+def _digest(extra: Any) -> int:
+    """Checksum of a JSON value."""
+    return zlib.crc32(json.dumps(extra, sort_keys=True).encode())
 
 
 @jax.jit

@@ -155,6 +155,11 @@ def empty_json(folder):
     (folder / "extra" / "metadata").write_bytes(b"")
 
 
+def another_cursor(folder):
+    path = folder / "extra" / "metadata"
+    path.write_text(path.read_text().replace("2", "3"))
+
+
 def empty_tree(folder):
     (folder / "state" / "_METADATA").write_bytes(b"")
 
@@ -168,7 +173,7 @@ def wrong_print(folder):
 
 @pytest.mark.parametrize(
     "harm",
-    [truncate, flip, lose_data, empty_json, empty_tree, wrong_print],
+    [truncate, flip, lose_data, empty_json, another_cursor, empty_tree, wrong_print],
     ids=lambda f: f.__name__,
 )
 def test_a_damaged_checkpoint_is_never_used(tmp_path, caplog, harm):
