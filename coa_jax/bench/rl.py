@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -152,6 +153,7 @@ def measure(
         (engine,) = engines
         times = [time.perf_counter()]
         publish_all(engines, state.params)
+        jax.block_until_ready(engine.params)
         times.append(time.perf_counter())
         engine.restart()
         trajectories = run_workload(engine, workload)

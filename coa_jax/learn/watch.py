@@ -13,7 +13,8 @@ from typing import Any
 Row = Mapping[str, Any]
 
 QUIET = 5
-"""Rows without a fault after which a rule may warn again: noise around a bound warns once."""
+"""Rows with its metric and without a fault after which a rule may warn again: noise around a bound
+warns once."""
 _FIRST = 5  # rows whose mean is what a policy began with
 
 
@@ -31,7 +32,9 @@ class Watch:
     def see(self, row: Row) -> list[str]:
         """The warnings that this row is the first to deserve."""
         texts = []
-        for rule in RULES:
+        for rule, metric in RULES.items():
+            if metric not in row:
+                continue  # a metric of some steps only, which is no sign that all is well again
             text = rule(self, row)
             name = rule.__name__
             if text is None:
@@ -182,21 +185,22 @@ def overfitting(watch: Watch, row: Row) -> str | None:
 
 def diverged(watch: Watch, row: Row) -> str | None:
     # JSON has no NaN; `RunDir.metrics` writes null.
-    if "loss" not in row or _value(row, "loss") is not None:
+    if _value(row, "loss") is not None:
         return None
     return "the loss is not a number: lower the learning rate, or look for a broken record"
 
 
 Rule = Callable[[Watch, Row], str | None]
-RULES: tuple[Rule, ...] = (
-    cut_off,
-    no_tools,
-    broken_tools,
-    all_solved,
-    all_failed,
-    ungraded,
-    entropy_collapse,
-    mismatch,
-    overfitting,
-    diverged,
-)
+RULES: dict[Rule, str] = {
+    cut_off: "len/cut_off_frac",
+    no_tools: "tool/calls",
+    broken_tools: "tool/fail_frac",
+    all_solved: "group/frac_all_pass",
+    all_failed: "group/frac_all_fail",
+    ungraded: "reward/masked_frac",
+    entropy_collapse: "policy/entropy",
+    mismatch: "mismatch/abs_logp_mean",
+    overfitting: "validation/loss",
+    diverged: "loss",
+}
+"""Each rule and the metric that it judges."""

@@ -11,7 +11,9 @@ from coa_jax.model.tokenizer import decode_ids
 from coa_jax.trajectory import Author, StopReason, Trajectory
 
 # What these stop depends on a clock or on a fault, not on the tokens: a replay may go on.
-STOPPED_FROM_OUTSIDE = frozenset({StopReason.DEADLINE, StopReason.TOOL_TIME, StopReason.FAULT})
+STOPPED_FROM_OUTSIDE = frozenset(
+    {StopReason.DEADLINE, StopReason.TOOL_TIME, StopReason.FAULT, StopReason.CANCELLED}
+)
 
 _BEFORE, _AFTER = 16, 8  # tokens shown around a difference
 

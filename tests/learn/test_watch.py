@@ -56,6 +56,14 @@ def test_what_is_bad_beside_the_beginning_is_warned_of(rows, step, words):
     assert (found, words in text) == (step, True), text
 
 
+def test_rows_without_a_metric_are_no_sign_that_all_is_well_again():
+    watch = Watch()
+    losses = [1.0, 1.2, 1.3, 1.4]
+    rows = [row for x in losses for row in [{"validation/loss": x}, *[{"loss": 0.5}] * 2 * QUIET]]
+    texts = [text for row in rows for text in watch.see({**row, "step": 1})]
+    assert len(texts) == 1 and "validation loss is 1.2" in texts[0]
+
+
 def test_a_tiny_mismatch_may_grow():
     assert warnings_of(steady("mismatch/abs_logp_mean", *[1e-7] * 5, 9e-4)) == []
 
