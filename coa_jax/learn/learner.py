@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from absl import logging
+
 from coa_jax.engine.engine import make_engines, publish_all
 from coa_jax.engine.layout import cut, join
 from coa_jax.engine.memory import engine_memory
@@ -87,10 +89,7 @@ class Learner:
             return
         self.state, self.step = restored.state, restored.step
         self.cursor = int(restored.extra["cursor"])
-        self.surplus = [
-            [Trajectory.from_json(row) for row in group]
-            for group in restored.extra.get("surplus", ())
-        ]
+        self.surplus = self._still_learnable(restored.extra)
         self.critic = restored.more.get("critic", self.critic)
         self.publish()
         if "sampler" in restored.more:
@@ -98,6 +97,28 @@ class Learner:
             parts = cut(restored.more["sampler"], self.model.config)
             for engine, part in zip(self.engines, parts, strict=True):
                 engine.publish(part)
+
+    def _still_learnable(self, extra: dict[str, Any]) -> list[list[Trajectory]]:
+        """The groups that a checkpoint kept, without those that other settings have sampled."""
+        groups = [
+            [Trajectory.from_json(row) for row in group] for group in extra.get("surplus", ())
+        ]
+        rules = self._constraint
+
+        def fits(trajectory: Trajectory) -> bool:
+            constrained = trajectory.metadata["rollout"].get("constrain", False)
+            if rules is None:
+                return not constrained
+            return constrained and trajectory.protocol in rules.start
+
+        kept = [group for group in groups if all(map(fits, group))]
+        if len(kept) < len(groups):
+            logging.warning(
+                "%d groups that were left over are not learned: they were sampled under another "
+                "rollout.constrain or protocol",
+                len(groups) - len(kept),
+            )
+        return kept
 
     def publish(self) -> None:
         """Gives the engines the policy as it is now."""

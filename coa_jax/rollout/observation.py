@@ -13,6 +13,10 @@ def observation_text(protocol: Protocol, text: str) -> str:
     return f"\n<{protocol.observation}>\n{text}\n</{protocol.observation}>\n\n"
 
 
+_LONG = 32
+"""Characters of a token, far above what texts have on average."""
+
+
 def encode_observation(
     tokenizer: Any, protocol: Protocol, text: str, max_tokens: int
 ) -> tuple[list[int], str]:
@@ -25,7 +29,11 @@ def encode_observation(
     """
     head, tail = _frame(tokenizer, protocol)
     text = quote_tool_text(protocol, text)
-    body = encode_plain(tokenizer, text)
+    # Nobody waits for all of a text of which little is kept; tokens are hardly ever so long.
+    beginning = text[: _LONG * (max_tokens + _LONG)]
+    body = encode_plain(tokenizer, beginning)
+    if len(beginning) < len(text) and len(body) <= max_tokens + _LONG:
+        body = encode_plain(tokenizer, text)
     if len(body) > max_tokens:
         body = body[:max_tokens]
         text = decode_ids(tokenizer, body)

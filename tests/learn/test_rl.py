@@ -158,6 +158,18 @@ def test_groups_that_are_left_over_are_learnt_by_the_next_step_and_outlive_an_in
         assert_same_run(whole, interrupt(folder, "surplus-parts", after))
 
 
+def test_groups_left_over_from_other_rules_are_dropped_with_a_word(folder, caplog):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "assemble", leave_one_over)
+        one, two = (OptimizerConfig(learning_rate=1e-3, total_steps=n) for n in (1, 2))
+        (row,) = rows(train(folder, "changed", optimizer=one), "rl")
+        assert row["group/surplus"] == 1
+        rules = RolloutConfig(192, 3, 48, constrain=True, strict=True)
+        train(folder, "changed", optimizer=two, rollout=rules)
+    assert "1 groups that were left over are not learned" in caplog.text
+    assert [row["step"] for row in rows(folder / "changed", "rl")] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("useful", "surplus", "sampled", "used", "left"),
     [
