@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -116,22 +117,51 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
                 inner = ", ".join(f.name for f in dataclasses.fields(types[name]))
                 raise UserError(f"{where}.{name} is {value!r}; it is a group of settings: {inner}")
             value = build(types[name], value, f"{where}.{name}")
+        elif types[name] in _LISTS:
+            value = _parts(value, types[name], f"{where}.{name}")
         elif isinstance(value, list):
             value = tuple(value)  # frozen dataclasses are static arguments and must hash
-        elif isinstance(value, str) and types[name] in _LISTS:
-            value = _split(value, types[name], f"{where}.{name}")
         arguments[name] = value
     return cls(**arguments)
 
 
-def _split(text: str, kind: Any, where: str) -> tuple[Any, ...]:
-    """The parts of a text with commas."""
+def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
+    """A tuple of texts or numbers from what a config file or a command line gives for it.
+
+    A command line makes one text of ``a,b``, or a tuple of that one text where the config had a
+    tuple, and one text of ``('a', 'b')`` where it had an empty one.
+    """
     convert, number, example = _LISTS[kind]
-    parts = list(filter(None, map(str.strip, text.split(","))))
+    refused = UserError(f"{where} is {value!r}; give {number}, such as {example}")
+    if isinstance(value, tuple | list) and len(value) == 1 and isinstance(value[0], str):
+        (value,) = value
+    if isinstance(value, str):
+        text = value.strip()
+        value = _literal(text) or list(filter(None, map(str.strip, text.split(","))))
+        if text.startswith("(") and isinstance(value, list):
+            raise refused  # quotes that a shell took away
+    if not isinstance(value, tuple | list):
+        raise refused
     try:
-        return tuple(map(convert, parts))
-    except ValueError as error:
-        raise UserError(f"{where} is {text!r}; give {number}, such as {example}") from error
+        parts = tuple(map(convert, value))
+    except (TypeError, ValueError, OverflowError):
+        raise refused from None
+    # What conversion changes was of another kind: 0.5 is no whole number, and 3 is no word.
+    pairs = [(old, new) for old, new in zip(value, parts, strict=True) if not isinstance(old, str)]
+    if any(old != new or isinstance(old, bool) for old, new in pairs):
+        raise refused
+    return parts
+
+
+def _literal(text: str) -> tuple[Any, ...] | None:
+    """The tuple or list that a text is in Python, as a tuple; None if it is neither."""
+    if not text.startswith(("(", "[")):
+        return None
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return None  # "[::1]" is a host
+    return tuple(value) if isinstance(value, tuple | list) else None
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:

@@ -115,6 +115,9 @@ def test_a_seed_that_no_key_holds_is_refused_for_the_check_without_tools():
 class Window:
     steps: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    hosts: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ("mirror.example",)
+    buckets: tuple[int, ...] = (32, 128)
 
 
 def from_command_line(monkeypatch, *arguments: str) -> Window:
@@ -130,6 +133,40 @@ def test_a_command_line_gives_numbers_to_a_tuple_that_is_empty_by_default(monkey
     assert from_command_line(monkeypatch) == Window()
     given = from_command_line(monkeypatch, "--config.steps=3,5", "--config.shares=0.5, 1")
     assert given == Window((3, 5), (0.5, 1.0))
+
+
+@pytest.mark.parametrize("text", ["a.b,c.d", "('a.b','c.d')", '["a.b", "c.d"]', " a.b , c.d "])
+@pytest.mark.parametrize("name", ["hosts", "blocked"])
+def test_a_list_of_words_is_the_same_whatever_form_and_default_it_has(monkeypatch, name, text):
+    assert getattr(from_command_line(monkeypatch, f"--config.{name}={text}"), name) == (
+        "a.b",
+        "c.d",
+    )
+
+
+def test_a_list_of_one(monkeypatch):
+    given = from_command_line(
+        monkeypatch, "--config.hosts=[::1]", "--config.blocked=a.b", "--config.buckets=64"
+    )
+    assert (given.hosts, given.blocked, given.buckets) == (("[::1]",), ("a.b",), (64,))
+    assert build(Window, {"buckets": "64,256"}).buckets == (64, 256)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"buckets": (64, "x")}, r"config\.buckets is \(64, 'x'\); give whole numbers"),
+        ({"buckets": (64, 0.5)}, "give whole numbers with commas"),
+        ({"buckets": (64, True)}, "give whole numbers with commas"),
+        ({"buckets": 64}, r"config\.buckets is 64; give whole numbers with commas"),
+        ({"blocked": ("a", 3)}, "give words with commas"),
+        ({"shares": ("half",)}, "give numbers with commas"),
+        ({"hosts": "(a,b)"}, "give words with commas, such as a,b"),
+    ],
+)
+def test_a_list_with_something_of_another_kind_is_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        build(Window, values)
 
 
 @pytest.mark.parametrize(
