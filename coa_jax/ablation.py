@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import files
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
@@ -77,7 +77,7 @@ class Ablation:
         evaluation = build(EvaluateConfig, self.config["evaluate"], "config.evaluate")
         self.evaluation = evaluation
         self.held_out = load_tasks(
-            evaluation.tasks, evaluation.split, evaluation.num_tasks, evaluation.seed
+            evaluation.tasks, evaluation.split, evaluation.num_tasks or None, evaluation.seed
         )
 
     def data(self, seed: int) -> dict[str, dict[str, Any]]:
@@ -323,7 +323,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/ablation/factbook.py")
-    flags.DEFINE_string("workdir", "runs/ablation", "where the runs are written")
+    workdir_flag("where the runs are written", "runs/ablation")
 
 
 def main(argv: list[str]) -> None:

@@ -4,7 +4,7 @@ An entry point defines its flags in a function and hands both to `run_main`:
 
     def define_flags() -> None:
         config_flag("configs/sft/factbook.py")
-        flags.DEFINE_string("workdir", None, "where the run is written", required=True)
+        workdir_flag("where the run is written")
 
     def main(argv: list[str]) -> None:
         train(flags.FLAGS.config, flags.FLAGS.workdir)
@@ -220,6 +220,27 @@ def config_flag(default: str) -> None:
         f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})",
         sys_argv=_config_argv,
     )
+
+
+def workdir_flag(what: str, default: str | None = None) -> None:
+    """Defines `--workdir=DIR`.
+
+    Args:
+        what: is in the directory, for `--help`.
+        default: None where a user must name one.
+    """
+    flags.DEFINE_string("workdir", default, what, required=default is None)
+    flags.register_validator("workdir", _is_directory_name)
+
+
+def _is_directory_name(value: str | None) -> bool:
+    if value is not None and not value.strip():
+        raise flags.ValidationError("it is empty; name a directory (is a variable not set?)")
+    if value is not None and value.startswith("~"):
+        raise flags.ValidationError(
+            "shells do not expand ~ behind a flag; write $HOME, or the whole path"
+        )
+    return True
 
 
 def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_collections.ConfigDict:

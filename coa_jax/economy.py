@@ -17,7 +17,7 @@ import ml_collections
 from absl import flags
 
 from coa_jax import jsonl
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.economy import policy_economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.journal import open_journal
@@ -70,7 +70,7 @@ def tasks_of(config: ml_collections.ConfigDict, traces: list[Trajectory]) -> lis
     Raises:
         UserError: the trajectories are of other tasks.
     """
-    loaded = load_tasks(config.source, config.split, config.num_tasks, config.seed)
+    loaded = load_tasks(config.source, config.split, config.num_tasks or None, config.seed)
     by_id = {task.id: task for task in loaded}
     wanted = list(dict.fromkeys(trace.task_id for trace in traces))
     missing = next((name for name in wanted if name not in by_id), None)
@@ -88,9 +88,10 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     traces = read_traces(config.traces, config.phase)
     tokenizer = load_tokenizer(config.model)
     check_tokenizer(tokenizer, traces[0], config.model)
-    tasks = tasks_of(config.tasks, traces)[: config.number]
     settings = config.tools.to_dict()
+    # Before the tasks, which may name the protocol that tools bring.
     tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
+    tasks = tasks_of(config.tasks, traces)[: config.number]
     with RunDir(workdir) as run:
         run.write_config(config)
         minds, endpoint = teacher.minds(), None
@@ -151,7 +152,7 @@ def describe(told: dict[str, Any]) -> str:
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/economy/factbook.py")
-    flags.DEFINE_string("workdir", None, "where the results are written", required=True)
+    workdir_flag("where the results are written")
 
 
 def main(argv: list[str]) -> None:

@@ -21,7 +21,7 @@ import jax
 from absl import flags
 
 from coa_jax import files
-from coa_jax.cli import run_main
+from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.learn.abstract import abstract_params, abstract_state
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
@@ -153,7 +153,7 @@ def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mappi
 
 def define_flags() -> None:
     """The flags of the command."""
-    flags.DEFINE_string("workdir", None, "directory of the run", required=True)
+    workdir_flag("directory of the run")
     flags.DEFINE_string("output", None, "directory to write", required=True)
     flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has several")
     flags.DEFINE_integer("step", None, "of the checkpoint (default: the newest)")

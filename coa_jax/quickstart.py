@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 from absl import flags
 
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.evaluate.figures import table
@@ -32,7 +32,7 @@ from coa_jax.progress import Bar, progress
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import MAX_SEED, build
-from coa_jax.tasks import load_tasks
+from coa_jax.tasks import load_splits, load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import read_records
 
@@ -58,8 +58,8 @@ class Pipeline:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
         source = self.config["distill"]
         named = {tool.name: tool for tool in self.tools}
-        for split in ("train", "validation"):
-            tasks = load_tasks(source["tasks"], split, source[split], source["seed"])
+        sizes = {split: source[split] for split in ("train", "validation")}
+        for split, tasks in load_splits(source["tasks"], sizes, source["seed"]).items():
             with progress(f"distil {split}", total=len(tasks)) as bar:
                 distill_split(
                     split,
@@ -165,7 +165,7 @@ def _summary(run: RunDir) -> dict[str, Any]:
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/quickstart/factbook.py")
-    flags.DEFINE_string("workdir", "runs/quickstart", "where the run is written")
+    workdir_flag("where the run is written", "runs/quickstart")
     flags.DEFINE_integer(
         "seed", None, "short for the seeds of data, policy, SFT and RL", 0, MAX_SEED
     )
@@ -181,7 +181,8 @@ def main(argv: list[str]) -> None:
     for stage in ("teacher", "base", "sft", "rl"):
         block = summary[stage]
         low, high = block["ci95"]
-        print(f"{stage:8} pass@1 {block['pass_at_1']:.3f}  95 % {low:.3f}-{high:.3f}")
+        share = "unknown" if block["pass_at_1"] is None else f"{block['pass_at_1']:.3f}"
+        print(f"{stage:8} pass@1 {share}  95 % {low:.3f}-{high:.3f}")
     print(f"report -> {Path(flags.FLAGS.workdir) / 'report' / 'index.html'}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -22,7 +22,7 @@ from coa_jax.trajectory import read_records
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/scratch/factbook.py")
-    flags.DEFINE_string("workdir", None, "where the policy is written", required=True)
+    workdir_flag("where the policy is written")
 
 
 def main(argv: list[str]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import jsonl
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig
@@ -37,6 +37,7 @@ from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
 from coa_jax.evaluate.policy import weights_name
 from coa_jax.progress import progress
+from coa_jax.protocol import get_protocol
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks.judge import Judge, JudgeConfig
@@ -77,6 +78,7 @@ async def _work(
         FactsAuthor(documents, how.seed) if model is None else LanguageAuthor(model, how.text)
     )
     with_tools = _with_tools(config, tools, model, workdir)
+    get_protocol(how.protocol)  # an unknown one is refused before anything is asked for
     check = build(ClosedBookConfig, config.without_tools, "config.without_tools")
     asked = endpoints.get("solver", model)
     name, solver = closed_book(check, documents, asked, config.with_tools.concurrency)
@@ -143,6 +145,8 @@ def _with_tools(
     """The team that solves with tools: language minds, or the scripted ones without a model."""
     team = config.with_tools
     judge = build(JudgeConfig, config.judge, "config.judge")
+    if team.attempts < 1:
+        raise UserError(f"config.with_tools.attempts is {team.attempts}; give at least 1")
     return WithTools(
         {tool.name: tool for tool in make_tools(tools)},
         scripted_minds() if model is None else language_minds(model),
@@ -192,7 +196,7 @@ def describe(summary: dict[str, Any]) -> str:
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/synthesize/factbook.py")
-    flags.DEFINE_string("workdir", None, "where the questions are written", required=True)
+    workdir_flag("where the questions are written")
 
 
 def main(argv: list[str]) -> None:

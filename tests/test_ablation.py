@@ -184,6 +184,14 @@ def test_the_whole_runs_is_reported_and_goes_on(tmp_path, capsys):
         run_ablation(config(**{"sft.batch_size": 1}), tmp_path)
 
 
+def test_all_held_out_tasks_are_asked_for_with_0(tmp_path):
+    rows = [{"question": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(5)]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    every = config(**{"evaluate.num_tasks": 0, "evaluate.tasks": str(path)})
+    assert len(Ablation(every, tmp_path / "run").held_out) == 5
+
+
 def test_mistakes_of_the_user_are_explained(tmp_path):
     changed = config()
     with changed.unlocked():

@@ -170,6 +170,21 @@ def test_a_full_disk_is_named(command):
     assert "run the same command again" in line
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"), [("", "it is empty; name a directory"), ("~/runs/a", "write $HOME")]
+)
+def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given, advice):
+    flag = f"--workdir={given}"
+    line = refused(
+        subprocess.run(
+            [sys.executable, "-m", "coa_jax.report", flag],
+            capture_output=True, text=True, cwd=REPOSITORY, timeout=60,
+        )
+    )  # fmt: skip
+    assert flag in line and advice in line
+    assert not (REPOSITORY / "~").exists()
+
+
 def test_a_full_disk_reported_by_a_library_names_the_workdir(command):
     line = refused(command("--then=cause", "--workdir=runs/a"))
     assert line.startswith("error: disk full: runs/a (No space left on device)")

@@ -76,6 +76,16 @@ def test_the_team_solves_the_tasks_of_the_trajectories_and_its_runs_are_kept(giv
     assert (tmp_path / "run" / "team.jsonl").read_bytes() == runs
 
 
+def test_an_evaluation_of_all_tasks_is_named_as_such(given, tmp_path):
+    changes, _ = given
+    some = load_tasks(TASKS["source"], TASKS["split"], TASKS["num_tasks"], TASKS["seed"])
+    path = tmp_path / "questions.jsonl"
+    keys = [{"id": t.id, "question": t.question, "answer": t.gold[0]} for t in some]
+    path.write_text("".join(json.dumps({**row, "split": "test"}) + "\n" for row in keys))
+    changes |= {"tasks.source": str(path), "tasks.num_tasks": 0, "number": 2}
+    assert measure(config_of(changes), tmp_path / "run")["tasks"] == 2
+
+
 def test_the_teams_answers_are_judged_as_its_configuration_says(given, tmp_path, monkeypatch):
     asked = []
 

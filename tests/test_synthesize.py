@@ -38,6 +38,19 @@ def whole(tmp_path_factory):
     return workdir, synthesize(load_config("configs/synthesize/factbook.py", SMALL), workdir)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("with_tools.attempts", 0, r"config\.with_tools\.attempts is 0; give at least 1"),
+        ("synthesis.protocol", "generalits", "protocol 'generalits' is unknown"),
+    ],
+)
+def test_what_no_question_could_be_checked_with_is_refused_at_once(tmp_path, name, value, message):
+    with pytest.raises(UserError, match=message):
+        synthesize(load_config("configs/synthesize/factbook.py", {name: value}), tmp_path)
+    assert not (tmp_path / "questions.jsonl").exists()
+
+
 def test_every_stage_gives_what_is_wanted_and_accounts_for_every_draft(whole):
     workdir, summary = whole
     wanted = {"atomic": 40, "depth_2": 15, "depth_3": 5, "width": 3}

@@ -23,7 +23,7 @@ from typing import Any
 import ml_collections
 from absl import flags
 
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.economy import CountTokens, economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
@@ -37,7 +37,7 @@ from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.tasks import Task, load_tasks
+from coa_jax.tasks import Task, load_splits
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -126,8 +126,8 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     }
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name in SPLITS:
-            tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
+        sizes = {name: config.tasks[name] for name in SPLITS}
+        for name, tasks in load_splits(config.tasks.source, sizes, config.tasks.seed).items():
             folder = workdir / "smolagents"
             file = folder / f"{name}.jsonl"
             with progress(f"run {name}", total=len(tasks)) as bar:
@@ -154,8 +154,9 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name in SPLITS:
-            tasks = load_tasks(config.tasks.source, name, config.tasks[name], config.tasks.seed)
+        # All of them first: what is wrong with one is no news after the other was paid for.
+        sizes = {name: config.tasks[name] for name in SPLITS}
+        for name, tasks in load_splits(config.tasks.source, sizes, config.tasks.seed).items():
             start = time.monotonic()
             endpoint = _endpoint(config, workdir / "calls", name)
             minds = None if endpoint is None else language_minds(endpoint)
@@ -195,7 +196,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/distill/factbook.py")
-    flags.DEFINE_string("workdir", None, "where the data set is written", required=True)
+    workdir_flag("where the data set is written")
 
 
 def main(argv: list[str]) -> None:

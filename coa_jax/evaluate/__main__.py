@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.cli import config_flag, run_main
+from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, settings
@@ -30,7 +30,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/evaluate/factbook.py")
-    flags.DEFINE_string("workdir", None, "where the results are written", required=True)
+    workdir_flag("where the results are written")
     flags.DEFINE_bool("fresh", False, "drop the samples of the stage that are there")
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from absl import flags
 
-from coa_jax.cli import config_flag
+from coa_jax.cli import config_flag, workdir_flag
 from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -27,7 +27,7 @@ def define_flags(config: str) -> None:
         config: the file that is taken without ``--config``.
     """
     config_flag(config)
-    flags.DEFINE_string("workdir", None, "where the run is written", required=True)
+    workdir_flag("where the run is written")
     flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from absl import flags
 
-from coa_jax.cli import run_main
+from coa_jax.cli import run_main, workdir_flag
 from coa_jax.report.build import TRACES_PER_STAGE, build_report
 
 
 def define_flags() -> None:
     """Defines the flags of this command."""
-    flags.DEFINE_string("workdir", None, "directory of the run", required=True)
+    workdir_flag("directory of the run")
     flags.DEFINE_integer(
         "traces_per_stage", TRACES_PER_STAGE, "most traces shown of each stage", lower_bound=0
     )

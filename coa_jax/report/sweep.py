@@ -21,7 +21,7 @@ from typing import Any
 from absl import flags
 
 from coa_jax import files
-from coa_jax.cli import run_main
+from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
 from coa_jax.report.page import as_number, fixed, series_of, step_of, whole_page
@@ -273,7 +273,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def define_flags() -> None:
     """Defines the flags of this command."""
-    flags.DEFINE_string("workdir", None, "directory whose subdirectories are runs", required=True)
+    workdir_flag("directory whose subdirectories are runs")
 
 
 def main(argv: list[str]) -> None:

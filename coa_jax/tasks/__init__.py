@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from absl import logging
+
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
 from coa_jax.tasks.benchmark_files import is_benchmark, load_benchmark
@@ -18,6 +22,7 @@ __all__ = [
     "Task",
     "grade",
     "grade_answer",
+    "load_splits",
     "load_tasks",
     "normalize_answer",
 ]
@@ -66,3 +71,37 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
         f"unknown task source {source!r}; known are {', '.join(SOURCES)}, paths of .jsonl, .json"
         f" and .parquet files, and NAME:PATH with a name of {', '.join(BENCHMARKS)}"
     )
+
+
+def load_splits(
+    source: str, sizes: Mapping[str, int | None], seed: int = 0
+) -> dict[str, list[Task]]:
+    """Tasks of several splits, each of them in one only.
+
+    Questions of a file that names no splits belong to all of them: those that validate are then
+    taken out of ``train``, which has fewer.
+
+    Args:
+        source, seed: as for `load_tasks`.
+        sizes: how many tasks of each split, None for all; one with 0 need not exist.
+
+    Raises:
+        UserError: as for `load_tasks`, or nothing is left to train on.
+    """
+    splits = {
+        name: [] if size == 0 else load_tasks(source, name, size, seed)
+        for name, size in sizes.items()
+    }
+    held_out = {task.id for name, tasks in splits.items() if name != "train" for task in tasks}
+    train = splits.get("train", [])
+    splits = {**splits, "train": [task for task in train if task.id not in held_out]}
+    if train and not splits["train"]:
+        raise UserError(f"{source}: all of its training tasks validate too; ask for fewer of those")
+    if len(splits["train"]) < len(train):
+        logging.warning(
+            "%s: %d tasks of the training split validate; %d are left to train on",
+            source,
+            len(train) - len(splits["train"]),
+            len(splits["train"]),
+        )
+    return splits

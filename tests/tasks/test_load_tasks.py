@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tasks import SPLITS, grade_answer, load_tasks
+from coa_jax.tasks import SPLITS, grade_answer, load_splits, load_tasks
 from coa_jax.tasks.graders import generator_score
 
 
@@ -23,6 +23,30 @@ def write(path, *rows):
     lines = (row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
     path.write_text("".join(lines))
     return str(path)
+
+
+def test_what_validates_is_not_trained_on(tmp_path, caplog):
+    rows = [{"id": str(i), "question": f"{i}?", "answer": "a"} for i in range(20)]
+    path = write(tmp_path / "q.jsonl", *rows)
+    splits = load_splits(path, {"train": 15, "validation": 5}, seed=3)
+    assert (len(splits["train"]), len(splits["validation"])) == (10, 5)
+    assert not {t.id for t in splits["train"]} & {t.id for t in splits["validation"]}
+    assert "5 tasks of the training split validate; 10 are left to train on" in caplog.text
+    assert splits["validation"] == load_tasks(path, "validation", 5, 3)
+    with pytest.raises(UserError, match="all of its training tasks validate too"):
+        load_splits(path, {"train": 5, "validation": None})
+
+
+def test_a_split_of_which_nothing_is_wanted_need_not_exist(tmp_path):
+    rows = [{"question": f"{i}?", "answer": "a", "split": "train"} for i in range(3)]
+    path = write(tmp_path / "q.jsonl", *rows)
+    splits = load_splits(path, {"train": None, "validation": 0})
+    assert (len(splits["train"]), splits["validation"]) == (3, [])
+    with pytest.raises(UserError, match="validation"):
+        load_splits(path, {"train": 3, "validation": 1})
+    built_in = {"train": 5, "validation": 5}
+    parts = load_splits("factbook:hops=1", built_in, 1)
+    assert parts == {k: load_tasks("factbook:hops=1", k, n, 1) for k, n in built_in.items()}
 
 
 def test_question_files_are_read(tmp_path):
