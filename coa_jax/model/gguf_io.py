@@ -71,6 +71,11 @@ class GgufFile:
         self._metadata = {
             key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")
         }
+        parts = int(self.metadata("split.count", 0))
+        if parts > 1:
+            raise UserError(
+                f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`"
+            )
         self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
         self.config = self._read_config()
         self.shapes: Mapping[str, tuple[int, ...]] = {

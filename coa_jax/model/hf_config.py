@@ -7,6 +7,7 @@ Only what the forward pass computes exactly is accepted: a key that would change
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,29 +166,44 @@ def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where
         raise UserError(
             f"{where}: quantization_config is present: use the unquantised model (bfloat16)"
         )
-    if _uses_sliding_window(hf, architecture):
+    if _uses_sliding_window(hf, architecture, where):
         raise UserError(
             f"{where}: sliding window attention is not supported: set use_sliding_window to false "
             "if the weights were trained without it"
         )
 
 
-def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture) -> bool:
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, where: str) -> bool:
+    kinds = hf.get("layer_types") or ()
+    if not isinstance(kinds, Sequence):
+        raise UserError(f"{where}: layer_types {kinds!r} is not a list")
+    if any(kind != "full_attention" for kind in kinds):
         return True
     if architecture == "llama" or not hf.get("use_sliding_window"):
         return False
     # Layers from max_window_layers on have the window; released Qwen2 configs name a window and
     # put that number at the layer count, so that none has.
     window = hf.get("sliding_window", 4096)
-    return window is not None and hf.get("max_window_layers", 28) < hf.get("num_hidden_layers", 0)
+    first = hf.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise UserError(f"{where}: max_window_layers is {first!r}, which is not a whole number")
+    return window is not None and first < _integer(hf, "num_hidden_layers", where)
 
 
 def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"{where}: rope_parameters {rope!r} is not an object")
-    theta = _number({**hf, **rope}, "rope_theta", where, default=10_000.0)
+    rope: Mapping[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = hf.get(key) or rope
+        if not isinstance(given, Mapping):
+            raise UserError(f"{where}: {key} {given!r} is not an object")
+        rope = rope or given
+        # The older key is where people ask for a longer context; transformers goes by it.
+        if _scaling(given) != _scaling(rope):
+            raise UserError(
+                f"{where}: rope_parameters and rope_scaling differ; keep the one that holds"
+            )
+    bases = {**hf, **(hf.get("rope_parameters") or {}), **rope}
+    theta = _number(bases, "rope_theta", where, default=10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(f"{where}: rope type {kind!r} is not supported: only default and llama3")
@@ -204,12 +220,18 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
     )
 
 
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope entry without its base, its type under one name."""
+    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    return {"rope_type": rope.get("type", "default"), **rest}
+
+
 def _number(hf: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
         raise UserError(f"{where}: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"{where}: {key} is {value!r}, which is not a positive number")
     return float(value)
 

@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
+import math
 import os
 import pickle
 import signal
@@ -131,8 +132,16 @@ def join() -> None:
     """
     global _joined
     seconds = _number("COA_JAX_LOST_SECONDS", 60.0)
+    if not 0 < seconds < math.inf:
+        raise UserError(f"COA_JAX_LOST_SECONDS is {seconds}; give seconds above 0")
     explicit: dict[str, Any] = {}
     if "COA_JAX_COORDINATOR" in os.environ:
+        host, _, port = os.environ["COA_JAX_COORDINATOR"].rpartition(":")
+        if not host or not port.isdecimal():
+            raise UserError(
+                f"COA_JAX_COORDINATOR is {os.environ['COA_JAX_COORDINATOR']!r}; give HOST:PORT of "
+                "process 0"
+            )
         explicit = {
             "coordinator_address": os.environ["COA_JAX_COORDINATOR"],
             "num_processes": int(_number("COA_JAX_NUM_PROCESSES")),
@@ -145,11 +154,18 @@ def join() -> None:
             )
     # JAX itself gives a silent process up later and ends the others without naming it.
     # At its end a process waits for all others, of which the first may write a large model.
-    jax.distributed.initialize(
-        **explicit,
-        heartbeat_timeout_seconds=int(2 * seconds) + 30,
-        shutdown_timeout_seconds=3600,
-    )
+    try:
+        jax.distributed.initialize(
+            **explicit,
+            heartbeat_timeout_seconds=int(2 * seconds) + 30,
+            shutdown_timeout_seconds=3600,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"cannot join the other processes ({reason}); outside of a cluster that JAX knows set "
+            "COA_JAX_COORDINATOR, COA_JAX_NUM_PROCESSES and COA_JAX_PROCESS_ID for each of them"
+        ) from error
     # The service's client has no public name.  This is the only place that takes it; Orbax does
     # the same.
     from jax._src import distributed

@@ -69,7 +69,7 @@ def add_tokenizer(writer, tokenizer, pre) -> None:
     writer.add_eos_token_id(tokenizer.eos_token_id)
 
 
-def write_gguf(reference, path, extra=(), pre="") -> None:
+def write_gguf(reference, path, extra=(), pre="", parts=0) -> None:
     config, arch = reference.torch_model.config, reference.torch_model.config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, arch)
@@ -95,6 +95,8 @@ def write_gguf(reference, path, extra=(), pre="") -> None:
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
         writer.add_tensor(name, tensor.numpy())
+    if parts:
+        writer.add_uint16("split.count", parts)
     if pre:
         add_tokenizer(writer, load_tokenizer(reference.path), pre)
     for name in extra:
@@ -121,6 +123,14 @@ def test_scaled_rotary_positions_are_refused(references, tmp_path):
     write_gguf(references["llama-tied"], tmp_path / "m.gguf", extra=["rope_freqs.weight"])
     with pytest.raises(UserError, match="rotary scaling in GGUF"):
         load_model(tmp_path / "m.gguf")
+
+
+def test_one_part_of_several_is_told_from_a_damaged_file(references, tmp_path):
+    write_gguf(references["llama-tied"], tmp_path / "m-00001-of-00002.gguf", parts=2)
+    with pytest.raises(UserError, match=r"is one of 2 parts: join them with `llama-gguf-split"):
+        load_model(tmp_path / "m-00001-of-00002.gguf")
+    write_gguf(references["llama-tied"], tmp_path / "whole.gguf", parts=1)
+    assert GgufFile(tmp_path / "whole.gguf").config.num_layers
 
 
 def test_damaged_and_missing_files_are_named(references, tmp_path):

@@ -74,6 +74,16 @@ def test_old_and_new_rope_forms_agree():
         ({"mlp_bias": True}, "mlp_bias true"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+            "rope_parameters and rope_scaling differ; keep the one that holds",
+        ),
+        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn' is not an object"),
+        ({"layer_types": 3}, "layer_types 3 is not a list"),
+        ({"num_hidden_layers": float("inf")}, "num_hidden_layers is inf"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -93,6 +103,8 @@ def test_what_the_forward_pass_does_not_compute_is_refused_by_name(change, messa
 def test_a_window_in_use_is_refused():
     with pytest.raises(UserError, match="sliding window"):
         config_from_hf({**QWEN25, "max_window_layers": 21})
+    with pytest.raises(UserError, match="max_window_layers is None, which is not a whole number"):
+        config_from_hf({**QWEN25, "max_window_layers": None})
     assert config_from_hf({**QWEN25, "max_window_layers": 21, "use_sliding_window": False})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +66,36 @@ def run(tmp_path, case, grace=60):
 
 def lines(text, process):
     return [line[4:] for line in text.splitlines() if line.startswith(f"[{process}] ")]
+
+
+JOIN = """
+from coa_jax.errors import UserError
+from coa_jax.parallel import processes
+try:
+    processes.join()
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"COA_JAX_COORDINATOR": "node01"}, "COA_JAX_COORDINATOR is 'node01'; give HOST:PORT"),
+        ({"COA_JAX_COORDINATOR": ":80"}, "COA_JAX_COORDINATOR is ':80'; give HOST:PORT"),
+        ({"COA_JAX_COORDINATOR": "a:b"}, "COA_JAX_COORDINATOR is 'a:b'; give HOST:PORT"),
+        ({"COA_JAX_LOST_SECONDS": "inf"}, "COA_JAX_LOST_SECONDS is inf; give seconds above 0"),
+        ({"COA_JAX_LOST_SECONDS": "0"}, "COA_JAX_LOST_SECONDS is 0.0; give seconds above 0"),
+        ({}, "cannot join the other processes (coordinator_address should be defined"),
+    ],
+)
+def test_an_environment_in_which_nobody_can_join_is_explained(variables, message):
+    rest = {"COA_JAX_NUM_PROCESSES": "2", "COA_JAX_PROCESS_ID": "0", "TPU_SKIP_MDS_QUERY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN],
+        capture_output=True, text=True, env={**os.environ, **rest, **variables}, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.startswith(message), done.stdout + done.stderr
 
 
 IMPORTS = """
