@@ -21,10 +21,6 @@ import jax.numpy as jnp
 from coa_jax.model.attention import paged
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.products import project, row_sum
-
-MASKED = -1e30
-"""Score of a key that a query may not see; finite, so that nothing becomes NaN."""
 
 
 class LayerCache(NamedTuple):
@@ -182,39 +178,18 @@ def _attend(
     q: jax.Array, layer: LayerCache, table: jax.Array, positions: jax.Array, dtype: Any
 ) -> jax.Array:
     """`attend` as the reference does it."""
-    b, t, n, g, width = q.shape
-    page_size = layer.keys.shape[3]
-    # The queries of a group are rows of one product with their head's keys.
-    q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
-    ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
-    inside = positions < table.shape[1] * page_size
-    count = jnp.max(jnp.where(inside, positions // page_size + 1, 0))
 
-    def read(buffer: jax.Array, scales: jax.Array | None, index: jax.Array, axis: int) -> jax.Array:
-        page = table[:, index]
-        part = buffer.at[page].get(mode="promise_in_bounds")
+    def part(buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int) -> jax.Array:
+        values = buffer.at[page].get(mode="promise_in_bounds")
         if scales is None:
-            return part
+            return values
         scale = scales.at[page].get(mode="promise_in_bounds")
-        return part.astype(jnp.float32) * jnp.expand_dims(scale, axis)
+        return values.astype(jnp.float32) * jnp.expand_dims(scale, axis)
 
-    def fold(
-        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest, total, attended = carry
-        k = read(layer.keys, layer.key_scales, index, 2)
-        v = read(layer.values, layer.value_scales, index, 3)
-        visible = index * page_size + jnp.arange(page_size) <= ends
-        scores = jnp.where(visible, project("bnqk,bnks->bnqs", q, k, dtype), MASKED)
-        larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-        weights = jnp.exp(scores - larger)
-        keep = jnp.exp(largest - larger)
-        total = total * keep + row_sum(weights)[..., None]
-        new = project("bnqs,bnsk->bnqk", weights, v, dtype)
-        return larger, total, attended * keep + new
+    def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (
+            part(layer.keys, layer.key_scales, page, 2),
+            part(layer.values, layer.value_scales, page, 3),
+        )
 
-    empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
-    start = (empty + MASKED, empty, jnp.zeros(q.shape, jnp.float32))
-    _, total, attended = jax.lax.fori_loop(0, count, fold, start)
-    attended = attended / total
-    return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
+    return paged.walk(q, read, table, layer.keys.shape[3], positions, dtype)

@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.attention.choice import Attention, split_over
-from coa_jax.model.products import project
+from coa_jax.model.products import project, row_sum
+
+_MASKED = -1e30
+"""Score of a key that a query may not see; finite, so that nothing becomes NaN."""
 
 Pages = tuple[jax.Array, ...]
 """The pool of one layer:
@@ -94,22 +97,6 @@ def write_pages(
     )
 
 
-def gather_pages(
-    implementation: str, pages: Pages, table: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values ``[B, C * S, N, K]`` of the sequences of a table ``[B, C]``."""
-    b = table.shape[0]
-    if implementation == "ragged_paged":
-        rows = pages[0][table]  # [B, C, S, 2N, K]
-        pairs = rows.reshape(b, -1, rows.shape[3] // 2, 2, rows.shape[4])
-        return pairs[..., 0, :], pairs[..., 1, :]
-    keys, values = (
-        jnp.moveaxis(pool[:, table], 0, 3).reshape(b, -1, pool.shape[0], pool.shape[3])
-        for pool in pages
-    )
-    return keys, values
-
-
 def attend_paged(
     attention: Attention,
     q: jax.Array,
@@ -120,8 +107,8 @@ def attend_paged(
 ) -> jax.Array:
     """Attention of new tokens, already written, to all positions up to their own.
 
-    ``pallas_gpu`` has a kernel for one token a sequence; for several it gathers the pages: there
-    the products count, not the reading.
+    ``pallas_gpu`` has a kernel for one token a sequence; for several it goes over the pages like
+    the reference: there the products count, not the reading.
 
     Args:
         attention: the implementation, whose layout the pool has.  A mesh splits the heads over
@@ -138,7 +125,12 @@ def attend_paged(
     """
     name, count = attention.implementation, q.shape[1]
     if name == "pallas_gpu" and count > 1:
-        return attend_gathered(name, q, pages, table, positions, dtype)
+        keys, values = pages
+
+        def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.moveaxis(keys[:, page], (0, 3), (1, 2)), jnp.moveaxis(values[:, page], 0, 1)
+
+        return walk(q, read, table, page_size(name, pages), positions, dtype)
     kernel = functools.partial(_KERNELS[name], interpret=attention.interpret)
     mesh = attention.mesh
     split = mesh is None or q.shape[2] % mesh.shape["tensor"] == 0
@@ -152,23 +144,55 @@ def attend_paged(
     return run(q, table, start + count, *pages).astype(jnp.float32)
 
 
-def attend_gathered(
-    implementation: str,
+def walk(
     q: jax.Array,
-    pages: Pages,
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     table: jax.Array,
+    size: int,
     positions: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """The reference of `attend_paged`, over any layout, of plain products."""
-    keys, values = gather_pages(implementation, pages, table)
-    mask = jnp.arange(keys.shape[1]) <= positions[..., None]
+    """`attend_paged` by plain products: over the pages of all sequences in step, as far as the
+    longest one reaches, with a running softmax.  One page of each sequence is read at a time.
+
+    Args:
+        q: rotated queries ``[B, T, N, G, K]``.
+        read: int32 ``[B]``, a page of each sequence -> keys ``[B, N, K, S]``, values
+            ``[B, N, S, K]``.
+        table: int32 ``[B, C]``.
+        size: S.
+        positions: int32 ``[B, T]``.
+        dtype: of the operands of products.
+
+    Returns:
+        float32, like q.
+    """
     b, t, n, g, width = q.shape
     # The queries of a group are rows of one product with their head's keys.
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
-    scores = project("bnqk,bsnk->bnqs", q, keys, dtype).reshape(b, n, g, t, -1)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), axis=-1)
-    attended = project("bnqs,bsnk->bnqk", weights.reshape(b, n, g * t, -1), values, dtype)
+    ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
+    inside = positions < table.shape[1] * size
+    count = jnp.max(jnp.where(inside, positions // size + 1, 0))
+
+    def fold(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        largest, total, attended = carry
+        k, v = read(table[:, index])
+        visible = index * size + jnp.arange(size) <= ends
+        scores = jnp.where(visible, project("bnqk,bnks->bnqs", q, k, dtype), _MASKED)
+        larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - larger)
+        keep = jnp.exp(largest - larger)
+        total = total * keep + row_sum(weights)[..., None]
+        new = project("bnqs,bnsk->bnqk", weights, v, dtype)
+        return larger, total, attended * keep + new
+
+    empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
+    start = (empty + _MASKED, empty, jnp.zeros(q.shape, jnp.float32))
+    _, total, attended = jax.lax.fori_loop(0, count, fold, start)
+    # Where nothing is read at all there is nothing but padding, whose result shall be finite.
+    attended = attended / jnp.where(count, total, 1.0)
     return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
