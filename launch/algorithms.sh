@@ -12,7 +12,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-workdir=runs/algorithms model=runs/sft/model algorithms=grpo,dapo,dr_grpo,rloo,gspo,ppo
+workdir="" model="" algorithms=grpo,dapo,dr_grpo,rloo,gspo,ppo
 seeds=0,1,2 steps=16 questions=400 dry_run=no
 parse_flags "workdir model algorithms seeds steps questions config.*" "" "$@"
 [ -z "$action" ] || fail "unknown argument $action; --help lists the flags"
@@ -25,7 +25,10 @@ for seed in "${seed_list[@]}"; do
 done
 IFS=, read -ra algorithm_list <<<"$algorithms"
 
+# The commands run in the repository; what is named is meant from where the user stands.
+workdir="${workdir:+$(absolute "$workdir")}" model="${model:+$(absolute "$model")}"
 cd "$COA_ROOT"
+workdir="${workdir:-runs/algorithms}" model="${model:-runs/sft/model}"
 python=python
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 # As in quickstart.sh: large buffers stay mapped between steps.

@@ -9,8 +9,12 @@ set -euo pipefail
 case "${1:-}" in
   -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-dir="${1:-runs/debug}"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+# The commands run in the repository; a directory that is named is meant from where the user stands.
+dir="${1:+$(absolute "$1")}"
+cd "$COA_ROOT"
+dir="${dir:-runs/debug}"
 python=python
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 

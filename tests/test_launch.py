@@ -356,6 +356,24 @@ def test_every_algorithm_is_trained_and_measured_with_every_seed(tree):
             assert "total_steps=5" in line and "--config.groups=4" in line
 
 
+def test_directories_of_the_comparison_are_meant_from_where_the_user_stands(tree, tmp_path):
+    flags = ("--workdir=out", "--model", "mine", "--algorithms=grpo", "--seeds=0")
+    lines = tree("algorithms.sh", "--dry-run", *flags).stdout.splitlines()
+    assert f"--config.model={tmp_path}/mine " in lines[0]
+    assert all(f"--workdir={tmp_path}/out" in line for line in lines)
+
+
+def test_debug_files_go_where_the_user_says(tree, tmp_path):
+    program(tree.root / ".venv" / "bin", "python", 'echo "$*"')
+    for given, folder in (("here", f"{tmp_path}/here"), (f"{tmp_path}/a b", f"{tmp_path}/a b")):
+        result = tree("debug_files.sh", given)
+        assert result.returncode == 0, result.stderr
+        assert f"--workdir={folder}/distill" in result.stdout
+        assert (Path(folder) / "questions.jsonl").exists()
+    tree("debug_files.sh")
+    assert (tree.root / "runs" / "debug" / "questions.jsonl").exists()
+
+
 def test_what_has_been_measured_is_not_repeated(tree, tmp_path):
     done = tmp_path / "repo" / "runs" / "algorithms" / "grpo-0" / "evaluate"
     done.mkdir(parents=True)
