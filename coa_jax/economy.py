@@ -122,7 +122,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         told |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
         if endpoint is not None:
             told["spent"] = endpoint.spent.to_json()
-        run.summary({"economy": told})
+        run.summary({"economy": told}, anew=True)
     return told
 
 

@@ -210,11 +210,15 @@ class RunDir:
         self._events.pop(phase, None)
         self._purge_from[phase] = step + 1
 
-    def summary(self, blocks: Mapping[str, Any]) -> None:
+    def summary(self, blocks: Mapping[str, Any], *, anew: bool = False) -> None:
         """Merges blocks into `summary.json`, atomically.
 
         A block that is a mapping is merged name by name with the block that is there, anything
         else replaces it, so that stages can each add their part.
+
+        Args:
+            blocks: JSON values by name.
+            anew: each block is whole: nothing of an earlier one of its name stays.
         """
         if not self.active:
             return
@@ -222,7 +226,7 @@ class RunDir:
         merged = files.read_json_object(path) if path.exists() else {}
         for name, block in _plain(blocks).items():
             earlier = merged.get(name)
-            if isinstance(block, dict) and isinstance(earlier, dict):
+            if not anew and isinstance(block, dict) and isinstance(earlier, dict):
                 block = {**earlier, **block}
             merged[name] = block
         files.write_json(path, merged)

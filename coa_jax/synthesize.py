@@ -56,7 +56,7 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
         index = load_index(None, tools.passage_chars, passages)
         source = Path(tools.corpus).name if tools.corpus else "factbook"
         summary = asyncio.run(_work(config, how, tools, index, source, workdir))
-        run.summary(summary)
+        run.summary(summary, anew=True)
     return summary
 
 

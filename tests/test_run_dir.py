@@ -158,6 +158,14 @@ def test_stages_add_their_blocks_to_the_summary(tmp_path):
     }
 
 
+def test_a_whole_block_leaves_nothing_of_an_earlier_one(tmp_path):
+    with RunDir(tmp_path) as run:
+        run.summary({"economy": {"saved": 0.9, "tasks": 3}, "sft": {"n": 1}})
+        run.summary({"economy": {"tasks": 4}}, anew=True)
+    told = files.read_json_object(tmp_path / "summary.json")
+    assert told == {"economy": {"tasks": 4}, "sft": {"n": 1}}
+
+
 def test_a_damaged_summary_is_reported_and_kept(tmp_path):
     (tmp_path / "summary.json").write_text("{oops")
     with RunDir(tmp_path) as run, pytest.raises(UserError, match=r"summary\.json: not JSON"):
