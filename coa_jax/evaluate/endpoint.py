@@ -29,7 +29,8 @@ from coa_jax.tools.net.secrets import Secret
 from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
 _TOO_LONG = re.compile(
-    r"context[ _-](?:length|size|window)|context has room|maximum model length|prompt is too long"
+    r"context[ _-](?:length|size|window)|context has room|leaves room for|maximum model length"
+    r"|prompt is too long"
     r"|tokens\W[^.]{0,60}(?:too large|exceed|must be (?:<=|at most|less))",
     re.IGNORECASE,
 )
@@ -222,11 +223,11 @@ class _Episode:
             return StopReason.DEADLINE
         if reply is None:
             return StopReason.LENGTH
-        text, finish = reply
+        text, finish, limited = reply
         segment = self.chain.write(text)
         if segment is None:
             if finish == "length":
-                limited = 0 < config.max_turn_tokens < room
+                limited = limited and 0 < config.max_turn_tokens < room
                 return StopReason.TURN_LENGTH if limited else StopReason.LENGTH
             # A stop string inside of another body closes nothing: the policy writes on.
             return None if text.endswith(self.protocol.stops) else StopReason.EOS
@@ -238,8 +239,12 @@ class _Episode:
         late = config.max_tool_seconds and self.tool_seconds >= config.max_tool_seconds
         return StopReason.TOOL_TIME if late else None
 
-    async def _ask(self, room: int) -> tuple[str, str] | None:
-        """(text with the tag that ended it, finish reason); None if the context is full.
+    async def _ask(self, room: int) -> tuple[str, str, bool] | None:
+        """What the policy writes; None if the context is full.
+
+        Returns:
+            (text with the tag that ended it, finish reason, whether the limit was ours and not the
+            end of the server's context).
 
         Raises:
             UserError: the endpoint refuses or cannot be reached.
@@ -254,7 +259,8 @@ class _Episode:
             extra |= {"continue_final_message": True, "add_generation_prompt": False}
         for more in (options, {}):
             # What the prompt takes is unknown at first, and what an observation takes is estimated:
-            # the server may have room where it has none for as many tokens as were asked for.
+            # the server may have room where it has none for as many tokens as were asked for.  Of
+            # what it has, which is less than any limit of ours, it then takes all.
             try:
                 answer = await self.client.chat.completions.create(
                     model=self.endpoint.model,
@@ -266,7 +272,7 @@ class _Episode:
                     extra_body=extra,
                     **more,
                 )
-                return self._read(answer)
+                return *self._read(answer), bool(more)
             except openai.APIStatusError as error:
                 if error.status_code == 400 and _TOO_LONG.search(error.message):
                     continue

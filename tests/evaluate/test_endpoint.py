@@ -59,6 +59,21 @@ def test_our_own_server_gives_what_decoding_here_gives(tmp_path):
     assert costs["tokens_per_sample"] == pytest.approx(ours["tokens_per_sample"], rel=0.1)
 
 
+@pytest.mark.parametrize("turn", [0, 22])
+def test_a_context_of_our_own_server_is_filled_as_decoding_here_fills_it(tmp_path, turn):
+    """The server and the rollout have the same budget, which no prompt leaves all of."""
+    rollout = dataclasses.replace(CONFIG.rollout, max_tokens=90, max_turn_tokens=turn)
+    config = dataclasses.replace(CONFIG, samples=1, rollout=rollout)
+    run(tmp_path / "local", config)
+    shapes = dataclasses.replace(live.SHAPES, max_length=rollout.max_tokens)
+    with live.server(dataclasses.replace(live.CONFIG, engine=shapes)) as address:
+        _, traces = ask(f"{address}/v1", tmp_path / "served", config, TASKS)
+    here = read_trajectories(tmp_path / "local" / "traces.jsonl")
+    assert [(t.stop_reason, t.text) for t in traces] == [(t.stop_reason, t.text) for t in here]
+    reasons = {StopReason.LENGTH, StopReason.TURN_LENGTH} if turn else {StopReason.LENGTH}
+    assert {t.stop_reason for t in here} == reasons
+
+
 def test_an_evaluation_over_an_endpoint_goes_on_where_it_was(tmp_path):
     """Also in the manner of the release, with a prefix that opens every thought."""
     told = dataclasses.replace(CONFIG, temperature=1.0)
@@ -219,6 +234,7 @@ def test_only_words_about_a_full_context_mean_a_full_context():
         "the request exceeds the available context size",
         "`inputs` tokens + `max_new_tokens` must be <= 4096",
         "this model's context has room for 5 tokens",
+        "max_tokens is 256; the prompt has 50 tokens and leaves room for 206",
     ]
     other = [
         "Invalid 'stop': array too long. Expected an array with maximum length 4",
