@@ -33,6 +33,9 @@ _RESAMPLES = 10_000
 _FEWEST = 10  # tasks of an interval: resampling fewer makes it far too narrow
 _MOST_CELLS = 20_000_000  # of the exact distribution; beyond it signs are drawn
 _DRAWS = 100_000
+_SETTINGS = (
+    "tasks", "split", "instructions", "opening", "rollout", "sampling", "tools", "grading",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +199,19 @@ def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
     for name, count in (("A", found.only_a), ("B", found.only_b)):
         if count:
             lines.append(f"left out: {count} tasks with graded samples in {name} only")
-    for key in ("tasks", "split", "rollout", "sampling", "tools"):
-        if a["settings"].get(key) != b["settings"].get(key):
-            lines.append(f"note: the two differ in {key} too")
+    mine, other = _measured_with(a), _measured_with(b)
+    lines += [f"note: the two differ in {key} too" for key in mine if mine[key] != other[key]]
     return "\n".join(lines)
+
+
+def _measured_with(outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, beside the policy, on which pass@1 depends."""
+    settings = outcome["settings"]
+    found = {key: settings.get(key) for key in _SETTINGS}
+    if isinstance(grading := settings.get("grading"), Mapping):
+        # Who picks among samples has no part in the mean over all of them.
+        found["grading"] = {name: grading[name] for name in grading if name != "pick"}
+    return found
 
 
 def define_flags() -> None:

@@ -92,6 +92,30 @@ def test_only_tasks_that_both_have_grades_of_are_compared():
         compare(A, outcome({"z": [1.0]}))
 
 
+@pytest.mark.parametrize(
+    ("change", "notes"),
+    [
+        ({"instructions": "1f"}, ["instructions"]),
+        ({"opening": "<think>"}, ["opening"]),
+        ({"grading": {"answer": "f1", "pick": {"chat": 1}}}, ["grading"]),
+        ({"grading": {"answer": "exact_match", "pick": {"chat": 2}}}, []),
+        ({"policy": "new", "seed": 1}, []),
+        ({"tools": "2e", "split": "validation"}, ["split", "tools"]),
+    ],
+)
+def test_what_else_differs_and_changes_what_is_measured_is_noted(change, notes):
+    settings = {
+        "policy": "old", "tasks": "t", "split": "test", "seed": 0, "sampling": {}, "rollout": {},
+        "instructions": "", "opening": "", "tools": "1d",
+        "grading": {"answer": "exact_match", "pick": {"chat": 1}},
+    }  # fmt: skip
+    a, b = ({**one, "settings": made} for one, made in ((A, settings), (B, settings | change)))
+    told = module.text(a, b, compare(a, b)).splitlines()
+    assert [line for line in told if line.startswith("note: ")] == [
+        f"note: the two differ in {name} too" for name in notes
+    ]
+
+
 def write(path, value):
     path.write_text(json.dumps(value))
     return str(path)
