@@ -75,6 +75,9 @@ class PickConfig:
             raise UserError("config.best_of.n is set, but config.best_of.chat.url names no model")
         if self.n < 0 or self.n == 1:
             raise UserError(f"config.best_of.n is {self.n}; give 2 or more, or 0 for none")
+        for name in ("attempts", "concurrency"):  # of 0 at a time, none would ever be made
+            if getattr(self, name) < 1:
+                raise UserError(f"config.best_of.{name} is {getattr(self, name)}; give 1 or more")
 
 
 # --- best of n -----------------------------------------------------------------------------

@@ -71,6 +71,10 @@ class GradersConfig:
             raise UserError(f"graders.answer: {self.answer!r} is unknown; known are {known}")
         if self.judge_all and not self.judge:
             raise UserError("graders.judge_all is set, but graders.judge.chat.url names no judge")
+        if self.programs < 1:
+            raise UserError(f"graders.programs must be 1 or more, not {self.programs}")
+        if not self.maths_s > 0:
+            raise UserError(f"graders.maths_s must be more than 0, not {self.maths_s:g}")
 
 
 class Graders:

@@ -223,6 +223,13 @@ def test_programs_do_not_vote():
     assert said == {} and scaling(groups, 2, 0, said) == {}
 
 
+@pytest.mark.parametrize("name", ["concurrency", "attempts"])
+def test_none_at_a_time_is_refused_before_anything_waits_for_it(name):
+    """Also where only votes are taken, which have the same turns."""
+    with pytest.raises(UserError, match=rf"config\.best_of\.{name} is 0; give 1 or more"):
+        PickConfig(**{name: 0})
+
+
 def test_best_of_n_needs_a_model():
     with pytest.raises(UserError, match=r"best_of.chat.url names no model"):
         PickConfig(3)

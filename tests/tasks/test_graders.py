@@ -155,6 +155,14 @@ def test_settings_come_from_a_config_and_mistakes_are_named():
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("programs", 0), ("maths_s", 0.0), ("maths_s", float("nan"))]
+)
+def test_limits_under_which_nothing_can_be_graded_are_refused(name, value):
+    with pytest.raises(UserError, match=rf"graders\.{name} must be .*, not {value:g}"):
+        GradersConfig(**{name: value})
+
+
 class Watched(dict):
     """Metadata that remembers what was asked of it."""
 
