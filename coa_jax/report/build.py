@@ -17,7 +17,15 @@ from coa_jax.errors import UserError
 from coa_jax.learn.watch import warnings_of
 from coa_jax.report.breakdown import breakdown
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
-from coa_jax.report.page import as_number, facts, fixed, series_of, step_of, whole_page
+from coa_jax.report.page import (
+    as_number,
+    facts,
+    fixed,
+    phase_title,
+    series_of,
+    step_of,
+    whole_page,
+)
 from coa_jax.report.traces import (
     STAGES,
     Sample,
@@ -209,7 +217,7 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
         if group:
             charts.append(line_chart(title, [_short_name(series[n], wanted) for n in group]))
     others = [line_chart(name, [series[name]]) for name in names if name not in used]
-    heading = f"<h3>{escape(phase.upper() if phase in ('sft', 'rl') else phase)}, by step</h3>"
+    heading = f"<h3>{escape(phase_title(phase))}, by step</h3>"
     more = ""
     if any(others):
         more = (

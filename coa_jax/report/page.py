@@ -57,6 +57,11 @@ def step_of(row: Mapping[str, Any]) -> float:
     return as_number(row.get("step")) or 0.0
 
 
+def phase_title(phase: str) -> str:
+    """A phase of training as a page names it."""
+    return phase.upper() if phase in ("sft", "rl") else phase
+
+
 def series_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
     """A metric over the steps of the rows that have it."""
     points = [(step_of(row), as_number(row[name])) for row in rows if name in row]

@@ -2,6 +2,7 @@
 
 The directory holds runs as subdirectories ``NAME-SEED``; runs of one name are repetitions of one
 setting.  A run's evaluation is in its ``summary.json`` or in ``evaluate/summary.json`` below it.
+Where a run has several phases (``sft`` and then ``rl``), the last one is what is compared.
 Prints the table and writes ``report/index.html`` and ``sweep.json`` beside the runs, with the
 curves of training, averaged over the repetitions.  Runs may still be under way.
 """
@@ -24,7 +25,7 @@ from coa_jax import files
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
-from coa_jax.report.page import as_number, fixed, series_of, step_of, whole_page
+from coa_jax.report.page import as_number, fixed, phase_title, series_of, step_of, whole_page
 from coa_jax.report.traces import STAGES, escape
 
 _CHARTS = (
@@ -46,14 +47,16 @@ class Run:
 
     Attributes:
         name, seed: of its directory ``NAME-SEED``; without a number at the end the seed is empty.
-        rows: of metrics.jsonl, by step.
+        rows: of the phase in metrics.jsonl, by step.
         result: the block of its last stage in summary.json; None before it was measured.
+        phase: the last that any run of the name has begun; "" if none has written a row.
     """
 
     name: str
     seed: str
     rows: tuple[Mapping[str, Any], ...]
     result: Mapping[str, Any] | None
+    phase: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +65,19 @@ class Row:
 
     Attributes:
         name: of the setting.
+        phase: of training that ``reward``, ``steps`` and ``gap`` are of; "" if there is none.
         runs, measured: how many there are, and how many have been evaluated.
         pass_at_1, low, high: of the measured runs; None without one.
         deviation: standard deviation over the measured runs; None below two.
         tasks: tasks of an evaluation.
         tokens_per_task, format_valid: means over the measured runs.
         reward: mean reward over the last quarter of the steps.
-        steps: steps that every run of the setting has reached.
+        steps: that every run which has begun the phase has reached.
         gap: largest difference of log-probabilities between sampler and trainer in any step.
     """
 
     name: str
+    phase: str
     runs: int
     measured: int
     pass_at_1: float | None
@@ -101,7 +106,25 @@ def read_runs(parent: Path) -> list[Run]:
             f"{parent}: no run in it; runs are subdirectories NAME-SEED with metrics.jsonl or "
             "summary.json"
         )
-    return runs
+    return _of_last_phase(runs)
+
+
+def _of_last_phase(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the rows of one phase for each name, whose steps are counted alike."""
+    phases: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        begun = tuple(dict.fromkeys(map(_phase_of, run.rows)))
+        phases[run.name] = max(phases.get(run.name, ()), begun, key=len)
+    found = []
+    for run in runs:
+        last = phases[run.name][-1] if phases[run.name] else ""
+        mine = sorted((row for row in run.rows if _phase_of(row) == last), key=step_of)
+        found.append(dataclasses.replace(run, rows=tuple(mine), phase=last))
+    return found
+
+
+def _phase_of(row: Mapping[str, Any]) -> str:
+    return str(row.get("phase", "run"))
 
 
 def _read(path: Path) -> Run | None:
@@ -117,7 +140,7 @@ def _read(path: Path) -> Run | None:
     last = max(measured, key=lambda k: STAGES.index(k) if k in STAGES else len(STAGES), default="")
     name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
     rows = files.read_jsonl(metrics) if metrics.exists() else []
-    return Run(name, seed, tuple(sorted(rows, key=step_of)), measured.get(last))
+    return Run(name, seed, tuple(rows), measured.get(last))
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
@@ -137,6 +160,7 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
     gaps = _values([row for run in runs for row in run.rows], "mismatch/abs_logp_max")
     return Row(
         name=name,
+        phase=runs[0].phase,
         runs=len(runs),
         measured=len(results),
         pass_at_1=_mean(rates),
@@ -179,9 +203,6 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
     rows = summarize(runs)
     listed = {row.name: index for index, row in enumerate(rows)}
     runs = sorted(runs, key=lambda run: (listed[run.name], run.seed))  # colours as in the table
-    charts = [
-        line_chart(title, lines) for title, metric in _CHARTS if (lines := curves(runs, metric))
-    ]
     name = parent.resolve().name
     page = whole_page(
         name,
@@ -190,9 +211,10 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
             '<h2 id="results">Results</h2>',
             _html_table(rows),
             '<p class="dim">Means over the repetitions; the bar reaches from the lowest to the '
-            "highest of them. Training reward: over the last quarter of the steps.</p>",
+            "highest of them. Training reward: over the last quarter of the steps. Steps, training "
+            "reward and curves are of the last phase of a setting, which its row names.</p>",
             '<h2 id="curves">Curves</h2><p class="dim">By step, averaged over the repetitions.</p>',
-            f'<div class="charts">{"".join(charts)}</div>',
+            *(_charts(phase, runs) for phase in dict.fromkeys(run.phase for run in runs)),
         ],
     )
     path = parent / "report" / "index.html"
@@ -201,6 +223,16 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
     result = [dataclasses.asdict(row) for row in rows]
     files.replace(parent / "sweep.json", (json.dumps(result, indent=1) + "\n").encode())
     return path, rows
+
+
+def _charts(phase: str, runs: Sequence[Run]) -> str:
+    mine = [run for run in runs if run.phase == phase]
+    charts = [
+        line_chart(title, lines) for title, metric in _CHARTS if (lines := curves(mine, metric))
+    ]
+    if not charts:
+        return ""
+    return f'<h3>{escape(phase_title(phase))}</h3><div class="charts">{"".join(charts)}</div>'
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -241,6 +273,7 @@ def _html_table(rows: Sequence[Row]) -> str:
             number(row.tasks),
             fixed(row.tokens_per_task, 1),
             fixed(row.format_valid, 3),
+            escape(phase_title(row.phase)),
             number(row.steps),
             fixed(row.reward, 3),
             "" if row.gap is None else f"{row.gap:.1e}",
@@ -248,7 +281,8 @@ def _html_table(rows: Sequence[Row]) -> str:
         body.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     heads = (
         "Name", "runs measured", "pass@1", "lowest \u2013 highest", "", "deviation", "tasks",
-        "tokens per task", "format valid", "steps", "training reward", "largest |log p| gap",
+        "tokens per task", "format valid", "phase", "steps", "training reward",
+        "largest |log p| gap",
     )  # fmt: skip
     head = "".join(f"<th>{title}</th>" for title in heads)
     return (

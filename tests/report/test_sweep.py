@@ -52,6 +52,43 @@ def test_a_curve_is_the_mean_of_the_runs_that_have_the_step(tmp_path):
     assert (other.name, other.y) == ("b", (0.0,))
 
 
+def write_phases(path, *phases):
+    """A run of ``(phase, values of reward/mean and loss)``; without values it is not there yet."""
+    path.mkdir(parents=True)
+    rows = [
+        {"step": step, "phase": phase, "reward/mean": value, "loss": value}
+        for phase, values in phases
+        for step, value in enumerate(values)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_of_several_phases_the_last_one_is_compared_and_named(tmp_path):
+    write_phases(tmp_path / "a-0", ("sft", [9.0] * 20), ("rl", [1.0, 2.0, 3.0]))
+    write_phases(tmp_path / "a-1", ("sft", [7.0] * 20), ("rl", [3.0, 4.0]))
+    write_phases(tmp_path / "b-0", ("sft", [5.0, 4.0]))
+    runs = read_runs(tmp_path)
+    one, other = curves(runs, "loss")
+    assert (one.x, one.y) == ((0, 1, 2), (2.0, 3.0, 3.0))
+    assert (other.x, other.y) == ((0, 1), (5.0, 4.0))
+    a, b = summarize(runs)
+    assert (a.phase, a.steps, a.reward) == ("rl", 1, pytest.approx(3.5))
+    assert (b.phase, b.steps) == ("sft", 1)
+    page = build_sweep(tmp_path)[0].read_text()
+    assert "last phase of a setting" in page
+    # Losses of two phases are no lines of one chart.
+    assert page.index("<h3>RL</h3>") < page.index("<h3>SFT</h3>") and page.count(">Loss<") == 2
+
+
+def test_a_run_that_has_not_begun_the_last_phase_is_in_no_curve_of_it(tmp_path):
+    write_phases(tmp_path / "a-0", ("sft", [9.0] * 20), ("rl", [1.0, 2.0]))
+    write_phases(tmp_path / "a-1", ("sft", [7.0] * 20))
+    (line,) = curves(read_runs(tmp_path), "loss")
+    assert line.y == (1.0, 2.0)
+    (row,) = summarize(read_runs(tmp_path))
+    assert (row.runs, row.phase) == (2, "rl")
+
+
 def test_the_page_names_every_setting_in_table_and_curves(tmp_path):
     write_run(tmp_path / "grpo-0", [0.1, 0.2], 0.3)
     write_run(tmp_path / "<b>-0", [0.1, 0.4], 0.2)
