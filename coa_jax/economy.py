@@ -10,6 +10,7 @@ kept in ``team.jsonl`` (and ``calls/``): a second start, or another policy, pays
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,25 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
     return traces
 
 
-def check_tokenizer(tokenizer: Any, trace: Trajectory, model: str) -> None:
-    """Raises UserError unless a trajectory was written with this tokenizer."""
+def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
+    """Raises UserError unless all trajectories hold tokens, which are those of this tokenizer."""
+    served = [trace for trace in traces if not trace.tokens.size]
+    if served:
+        raise UserError(
+            f"{len(served)} of {len(traces)} trajectories hold no tokens to count: they are of a "
+            "policy behind an endpoint; evaluate it on this machine, without config.endpoint.url"
+        )
+    # A broken character may be decoded to other signs than the text has: not all need be the same.
+    if 2 * sum(_written_with(tokenizer, trace) for trace in traces) <= len(traces):
+        raise UserError(f"{model}: not the tokenizer that the trajectories were written with")
+
+
+def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
     own = trace.tokens[trace.author != Author.PROMPT].tolist()
     try:
-        same = decode_ids(tokenizer, own).startswith(trace.text)
+        return decode_ids(tokenizer, own).startswith(trace.text)
     except (IndexError, KeyError, OverflowError, TypeError):
-        same = False
-    if not same:
-        raise UserError(f"{model}: not the tokenizer that the trajectories were written with")
+        return False
 
 
 def tasks_of(config: ml_collections.ConfigDict, traces: list[Trajectory]) -> list[Task]:
@@ -87,7 +98,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     teacher = build(DistillConfig, config.teacher, "config.teacher")
     traces = read_traces(config.traces, config.phase)
     tokenizer = load_tokenizer(config.model)
-    check_tokenizer(tokenizer, traces[0], config.model)
+    check_tokens(tokenizer, traces, config.model)
     settings = config.tools.to_dict()
     # Before the tasks, which may name the protocol that tools bring.
     tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}

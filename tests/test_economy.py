@@ -1,5 +1,6 @@
 """The command on the trajectories of a real policy's evaluation."""
 
+import dataclasses
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.tasks import load_tasks
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Author, Reward, SegmentSpan, StopReason, Trajectory
 
 TASKS = {"source": "factbook:hops=1,arithmetic=0", "split": "test", "num_tasks": 12, "seed": 2}
 TURNS = (
@@ -120,6 +121,32 @@ def test_figures_of_nothing_are_unknown_and_no_fault(given, tmp_path):
 def test_mistakes_of_the_user_are_explained(given, tmp_path, change, said):
     with pytest.raises(UserError, match=said):
         measure(config_of({**given[0], **change}), tmp_path / "run")
+
+
+def served(trace, text):
+    """The trajectory of a policy behind an endpoint: only the server has its tokens."""
+    segments = (SegmentSpan(None, Author.POLICY, text, 0, 0),) if text else ()
+    return dataclasses.replace(trace, tokens=(), author=(), logp=(), text=text, segments=segments)
+
+
+@pytest.mark.parametrize(("first", "text"), [(0, "a text"), (0, ""), (5, "a text")])
+def test_trajectories_of_a_served_policy_are_refused_by_their_name(given, tmp_path, first, text):
+    changes, traces = given
+    rows = [*traces[:first], *(served(trace, text) for trace in traces[first:])]
+    file = tmp_path / "served.jsonl"
+    file.write_text("".join(json.dumps(row.to_json()) + "\n" for row in rows))
+    with pytest.raises(UserError, match=rf"{12 - first} of 12 trajectories hold no tokens"):
+        measure(config_of({**changes, "traces": str(file)}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("broken", [0, 5])
+def test_a_text_with_a_broken_character_is_still_of_this_tokenizer(given, tmp_path, broken):
+    changes, traces = given
+    traces[broken] = dataclasses.replace(traces[broken], text=traces[broken].text + "\ufffd")
+    file = tmp_path / "broken.jsonl"
+    file.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
+    told = measure(config_of({**changes, "traces": str(file)}), tmp_path / "run")
+    assert told["samples"] == 9
 
 
 def test_another_tokenizer_is_refused(given, tmp_path):

@@ -99,6 +99,11 @@ def recording(trajectory: Trajectory) -> Recording:
     Raises:
         KeyError, TypeError, ValueError: the metadata do not say, or say what cannot be.
     """
+    if not trajectory.tokens.size:
+        raise ValueError(
+            "the trajectory holds no tokens: it is of a policy behind an endpoint, and only what "
+            "was decoded on this machine can be replayed"
+        )
     metadata = trajectory.metadata
     missing = [k for k in ("prompt_id", "sampling", "rollout", "engine") if k not in metadata]
     if missing:

@@ -202,6 +202,16 @@ def test_traces_without_their_settings_are_refused_by_line(sampled, tmp_path):
     assert len(read_recordings(path, "", None, 1)) == 1
 
 
+@pytest.mark.parametrize("missing", ["engine", ""])
+def test_traces_of_a_served_policy_are_refused_by_their_name(sampled, tmp_path, missing):
+    metadata = {k: v for k, v in sampled[1].metadata.items() if k != missing}
+    served = dataclasses.replace(sampled[1], tokens=(), author=(), logp=(), metadata=metadata)
+    path = written(tmp_path / "t", [sampled[0], served])
+    with pytest.raises(UserError, match=r"t:2: .* holds no tokens: .* behind an endpoint") as told:
+        read_recordings(path, "", None, 0)
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "fault"),
     [
