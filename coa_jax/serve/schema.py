@@ -134,7 +134,12 @@ class TextRequest(Sampling):
     room for, as in a chat; 0 is for the log-probabilities of what is echoed.
     """
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)] | TokenIds
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=64)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=64)]
+    )
     max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -154,5 +159,5 @@ class TextRequest(Sampling):
         """One or several prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        texts = [part for part in self.prompt if isinstance(part, str)]
-        return texts or [[part for part in self.prompt if isinstance(part, int)]]
+        several = [part for part in self.prompt if not isinstance(part, int)]
+        return several or [[part for part in self.prompt if isinstance(part, int)]]

@@ -207,6 +207,26 @@ def test_texts_are_scored_and_gone_on_with(client):
     assert by_text.choices[0].text == again.choices[0].text
 
 
+def test_several_lists_of_ids_are_several_prompts(client):
+    tokenizer = tiny_policy.policy().tokenizer
+    texts = ["river", "lake Skane"]
+    options = {"model": "tiny", "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
+    by_ids = client.completions.create(
+        prompt=[encode_plain(tokenizer, text) for text in texts], **options
+    )
+    by_text = client.completions.create(prompt=texts, **options)
+    assert by_ids.choices == by_text.choices and len(by_ids.choices) == 2
+    assert by_ids.usage == by_text.usage
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [[1], []], [[1], 2], [[1], "a"], [[-1]], [["a"]], [[1]] * 65, [[10**6]]]
+)
+def test_lists_that_are_no_prompts_are_refused(client, prompt):
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+
+
 def test_no_limit_of_tokens_is_all_the_room_and_no_word_of_it_is_16(client):
     prompt = chat_ids(tiny_policy.policy().tokenizer, QUESTIONS[0])
 
