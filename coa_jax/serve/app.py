@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from coa_jax.serve.exchange import ClientGone
 from coa_jax.serve.schema import ChatRequest, TextRequest
 from coa_jax.serve.service import Refused, Service
 
+_PORT = re.compile(r":[0-9]*$")
 _PAGE = Path(__file__).with_name("page.html")
 _OPEN = ("/", "/health", "/openapi.json")
 _ROUTES = (*_OPEN, "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
@@ -37,7 +40,8 @@ _ERROR = {
         }
     },
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {s: _ERROR for s in (400, 401, 404, 413, 429, 503)}
+_STATUSES = (400, 401, 403, 404, 413, 429, 503)
+_ERRORS: dict[int | str, dict[str, Any]] = {s: _ERROR for s in _STATUSES}
 
 
 def make_app(service: Service, api_key: str | None = None) -> FastAPI:
@@ -60,7 +64,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         """A completion of a text."""
         return await text_completion(service, body, request)
 
-    @app.get("/v1/models", responses={401: _ERROR})
+    @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
     async def models() -> dict[str, Any]:
         """The model, and the model with tools."""
         kept = {"object": "model", "created": created, "owned_by": "coa_jax"}
@@ -68,27 +72,37 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         ids = (name, f"{name}-agent")
         return {"object": "list", "data": [{"id": i, **kept, **length} for i in ids]}
 
-    @app.get("/health", responses={503: _ERROR})
+    @app.get("/health", responses={403: _ERROR, 503: _ERROR})
     async def health() -> Response:
         """Whether requests are served."""
         if service.healthy and service.accepting:
             return JSONResponse({"status": "ok"})
         return error_response(503, "the server is shutting down")
 
-    @app.get("/metrics", responses={401: _ERROR})
+    @app.get("/metrics", responses={401: _ERROR, 403: _ERROR})
     async def metrics() -> Response:
         """Meters in the text format of Prometheus."""
         return PlainTextResponse(service.meters.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(_PAGE, media_type="text/html")
+        # In the frame of another site, somebody could be led to press its button.
+        headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
+        return FileResponse(_PAGE, media_type="text/html", headers=headers)
 
     _handle_errors(app)
 
     app.add_middleware(_Guard, service=service, api_key=api_key)
     _describe_errors(app)
     return app
+
+
+def is_local(name: str) -> bool:
+    """Whether a host's name or address can only be this machine."""
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -134,12 +148,15 @@ def _describe_errors(app: FastAPI) -> None:
 
 
 class _Guard:
-    """Asks for the key, refuses bodies that are too large, and counts every answer."""
+    """Asks for the key, refuses foreign names and bodies too large, and counts every answer."""
 
     def __init__(self, app: ASGIApp, service: Service, api_key: str | None):
         self.app, self.service, self.api_key = app, service, api_key
         self.limit = service.config.max_body
         self._too_large = f"a request may have {self.limit} bytes"
+        # A name that a web site owns may be made to lead here (DNS rebinding), and its scripts may
+        # then ask and read; they have no key.
+        self._local = not api_key and is_local(service.config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -173,6 +190,13 @@ class _Guard:
     def _answer(self, scope: Scope) -> ASGIApp:
         """The application, or what answers in its place."""
         headers = dict(scope["headers"])
+        asked = headers.get(b"host", b"").decode("latin-1")
+        if self._local and asked and not is_local(_PORT.sub("", asked)):
+            return error_response(
+                403,
+                f"this server is for its own machine, as localhost or 127.0.0.1, not {asked!r}; "
+                "under other names it answers with an API key or another --config.host",
+            )
         if self.api_key and scope["path"] not in _OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             same = hmac.compare_digest(given.strip(), self.api_key.encode())

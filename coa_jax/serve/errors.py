@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",

@@ -108,6 +108,35 @@ def test_only_who_has_the_key_is_served():
         assert "sesame" not in httpx.get(f"{address}/metrics", headers=given).text
 
 
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1", 200), ("127.0.0.1:8000", 200),
+        ("[::1]", 200), ("[::1]:8000", 200), ("evil.example", 403), ("evil.example:8000", 403),
+        ("localhost.evil.example", 403), ("127.0.0.1.evil.example:80", 403), ("10.0.0.1", 403),
+        ("localhost:80:80", 403),
+    ],
+)  # fmt: skip
+def test_a_server_of_this_machine_answers_to_none_but_its_own_names(address, name, status):
+    for route in ("/health", "/v1/models", "/"):
+        answer = httpx.get(f"{address}{route}", headers={"Host": name})
+        assert answer.status_code == status
+        if status == 403:
+            assert "its own machine" in answer.json()["error"]["message"]
+    answer = post(address, {**ASK, "max_tokens": 1}, headers={"Host": name})
+    assert answer.status_code == status
+
+
+def test_under_other_names_it_is_asked_with_a_key_or_where_it_listens_to_others():
+    foreign = {"Host": "evil.example"}
+    with server(api_key="sesame") as address:
+        assert httpx.get(f"{address}/v1/models", headers=foreign).status_code == 401
+        given = {**foreign, "Authorization": "Bearer sesame"}
+        assert httpx.get(f"{address}/v1/models", headers=given).status_code == 200
+    with server(dataclasses.replace(CONFIG, host="0.0.0.0")) as address:
+        assert httpx.get(f"{address}/v1/models", headers=foreign).status_code == 200
+
+
 def test_more_requests_than_may_wait_are_refused_and_come_in_later():
     with server(dataclasses.replace(CONFIG, max_waiting=2)) as address:
         ask = {**ASK, "max_tokens": 150, "temperature": 5.0}

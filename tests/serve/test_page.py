@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+import urllib.parse
 
 from tests import tiny_policy
 from tests.serve.browser import Browser, needs_browser
-from tests.serve.live import server
+from tests.serve.live import meter, server
 from tests.tiny_policy import TASKS
 
 TITLES = "[...document.querySelectorAll('.part h2')].map((h) => h.firstChild.textContent)"
@@ -42,6 +44,35 @@ def test_a_question_is_answered_part_by_part(tmp_path):
         ask(browser, "<img src=x onerror='document.title=1'>")
         browser.until(f"/^(Done|No answer)/.test({STATE})")
         assert browser.run("document.title") == "Chain of agents"
+
+
+@needs_browser
+def test_a_question_in_a_link_is_asked_by_a_click_and_not_before(tmp_path):
+    asked = 'coa_jax_requests_total{route="/v1/chat/completions",status="200"}'
+    with server() as address, Browser(tmp_path) as browser:
+        question = urllib.parse.quote(TASKS[2].question)
+        browser.call("Page.navigate", url=f"{address}/?q={question}")
+        browser.until("document.getElementById('model')?.textContent === 'tiny'")
+        assert browser.run("document.getElementById('question').value") == TASKS[2].question
+        time.sleep(0.5)  # in which it would be asked
+        assert browser.run(STATE) == "" and meter(address, asked) == 0
+        browser.run("document.getElementById('send').click()")
+        browser.until(f"{STATE}?.startsWith('Done: ')")
+        assert browser.run("document.querySelector('.part.answer pre').textContent") == "84"
+
+
+@needs_browser
+def test_another_page_cannot_frame_it(tmp_path):
+    """A frame that was refused holds an error of the browser, of an origin that nobody may read."""
+    frame = "document.querySelector('iframe')"
+    with server() as address, Browser(tmp_path) as browser:
+        browser.call("Page.navigate", url=f"{address}/health")
+        browser.until("document.body?.innerText.includes('ok')")
+        browser.run(
+            'document.body.innerHTML = \'<iframe src="/" onload="this.name = 1"></iframe>\''
+        )
+        browser.until(f"{frame}.name === '1'")
+        assert browser.run(f"{frame}.contentDocument === null")
 
 
 @needs_browser
