@@ -62,7 +62,7 @@ def test_our_own_server_gives_what_decoding_here_gives(tmp_path):
 @pytest.mark.parametrize("turn", [0, 22])
 def test_a_context_of_our_own_server_is_filled_as_decoding_here_fills_it(tmp_path, turn):
     """The server and the rollout have the same budget, which no prompt leaves all of."""
-    rollout = dataclasses.replace(CONFIG.rollout, max_tokens=90, max_turn_tokens=turn)
+    rollout = dataclasses.replace(CONFIG.rollout, max_tokens=95, max_turn_tokens=turn)
     config = dataclasses.replace(CONFIG, samples=1, rollout=rollout)
     run(tmp_path / "local", config)
     shapes = dataclasses.replace(live.SHAPES, max_length=rollout.max_tokens)
