@@ -58,7 +58,7 @@ _SPELLINGS = {
 
 _UNITS = {text: unit for unit, texts in _SPELLINGS.items() for text in texts.split(", ")}
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
-_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,} ?){0,3}")
+_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,}(?: [a-z]{3,}){0,2} ?)?")  # each letter read once
 _NO_UNITS = frozenset(
     {"not", "nor", "and", "but", "plus", "minus", "times", "half", "maybe", "perhaps", "possibly"}
     | {"wrong", "incorrect", "false", "never", "none", "unknown", "nothing", "something", "else"}

@@ -141,6 +141,13 @@ def test_endless_answers_are_graded_at_once(unit):
     assert seconds() < 20
 
 
+@pytest.mark.parametrize("unit", ["a", "a ", "abc ", "km ", "9", "-", ".", ",000"])
+def test_a_number_before_endless_text_is_graded_at_once(unit):
+    seconds = stopwatch()
+    assert grade_answer(f"5 {unit * 20_000}1", ("Paris", "12")) == 0.0
+    assert seconds() < 20
+
+
 TASK = Task("t", "What?", "generalist", ("Gaborone",), "test", {})
 
 
