@@ -30,6 +30,7 @@ from coa_jax.tools.sandbox.run import Result, run
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
+_PYTHON = ("py", "python", "python3")
 _STAR = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json", "builtins"),
@@ -124,12 +125,47 @@ class Verdict:
 
 
 def program_of(answer: str) -> str | None:
-    """The program of an answer: its block, or the last of several; None if there is none."""
+    """The program of an answer; None if there is none.
+
+    Of several blocks it is the last one that is named as Python, else the last without a name.
+    """
     parsed = parse_code(answer)
     if parsed is not None:
         return parsed[0]
-    blocks = _FENCED.findall(answer)
-    return blocks[-1] if blocks and blocks[-1].strip() else None
+    blocks = [block for block in _blocks(answer) if block[1].strip()]
+    for names in (_PYTHON, ("",)):
+        programs = [text for name, text in blocks if name in names]
+        if programs:
+            return programs[-1]
+    torn = _FENCED.findall(answer)  # fences that do not pair up by lines
+    return torn[-1] if torn and torn[-1].strip() else None
+
+
+def _blocks(answer: str) -> list[tuple[str, str]]:
+    """(name, text) of each fenced block, whatever its name: fences pair up line by line.
+
+    A block may begin behind some words and end behind its last statement.  A fence that is
+    indented like code, as in a docstring, ends no block.
+    """
+    blocks: list[tuple[str, str]] = []
+    lines: list[str] | None = None
+    name, indent, size = "", "", 3
+    for line in answer.split("\n"):
+        before, found, rest = line.rstrip().partition("```")
+        behind, words = rest.lstrip("`"), before.strip()
+        ticks = 3 + len(rest) - len(behind)
+        if lines is None:
+            if found and "`" not in behind and not (words and " " in behind):
+                name, indent, size = behind.strip().lower(), "" if words else before, ticks
+                lines = []
+            continue
+        shallow = words or len(before) <= max(3, len(indent))
+        if found and not behind and ticks >= size and shallow:
+            blocks.append((name.partition(" ")[0], "\n".join([*lines, before] if words else lines)))
+            lines = None
+        else:
+            lines.append(line.removesuffix("\r").removeprefix(indent))
+    return blocks
 
 
 def read_tests(gold: Mapping[str, Any]) -> Tests:

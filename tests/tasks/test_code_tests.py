@@ -149,8 +149,21 @@ def test_comparing_never_raises_and_everything_equals_itself(a, b):
         ("no program", None),
         ("```py\n\n```", None),
         ("", None),
+        ("The input is\n```text\n1 2\n```\nso:\n```python\nx = 1\n```", "x = 1"),
+        ("```cpp\nint x;\n```\n```Python3\nx = 1\n```", "x = 1"),
+        ("```python\nx = 1\n```\nExample output:\n```\n3\n```", "x = 1"),
+        ("```\nx = 1\n```\nRun it:\n```sh\npython a.py\n```", "x = 1"),
+        ("So: ```python\nx = 1```\nIt prints\n```text\n3\n```", "x = 1"),
+        ("So:\r\n```python\r\nx = 1\r\ny = 2\r\n```\r\n", "x = 1\ny = 2"),
+        ("So:\n```py\ndef f():\n    ```\n    f()\n    ```\n```",
+         "def f():\n    ```\n    f()\n    ```"),
+        ("1. So:\n    ```py\n    if x:\n        y = 2\n    ```", "if x:\n    y = 2"),
+        ("````py\nx = 1\n```\ny = 2\n````\ndone", "x = 1\n```\ny = 2"),
+        ("```cpp\nint x;\n```", None),
+        ("Between ``` fences:\n``` python title=a.py\nx = 1\n```", "x = 1"),
+        ("So:\n```py\nx = 1\n```\nbut\n```py\ny = 2", "x = 1"),
     ],
-)
+)  # fmt: skip
 def test_the_program_of_an_answer(answer, program):
     assert program_of(answer) == program
 
