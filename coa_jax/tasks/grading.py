@@ -22,16 +22,37 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MARKS = re.compile(
     "[\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u064b-\u0652\u0670]"
 )
+_TYPED = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u02bc", "'"),
+        **dict.fromkeys("\u201c\u201d", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
+    }
+)
+"""Quotes, dashes and the minus sign as they are typed."""
+
 _NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212]?)\$?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
-    r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[a-z][a-z0-9 /²]*\.?))?",
+    r"(?P<sign>[-+\u2212\u2013]?)\$?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
+    r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[℃℉]|(?:° ?)?[a-z][a-z0-9 /²]*\.?))?",
     re.IGNORECASE,
 )
+_GROUPED = re.compile(r"(?<![\d.,'])\d{1,3}(?:[,']\d{2,3})*[,']\d{3}(?!\d|[,']\d)")
+_NUMERAL = re.compile(r"(?:(?<!\w)(-?\.?))?(\d+(?:[^\w\s]+\d+)*)")
+_BESIDE_NUMBERS = str.maketrans("", "", "$£€¥%")
+_LONG_NUMBER = 7  # digits: a telephone number, an ISBN, a date; marks only group them
 _ARTICLE = re.compile(r"\A\s*(?:a|an|the)\s+", re.IGNORECASE)
 _SPELLINGS = {
     "sq km": "sq km, km2, km², square km, square kilometers, square kilometres",
-    "km": "km, kilometers, kilometres",
-    "m": "m, meters, metres",
+    "km": "km, kilometers, kilometres, kilometer, kilometre",
+    "m": "m, meters, metres, meter, metre",
+    "cm": "cm, centimeters, centimetres, centimeter, centimetre",
+    "mm": "mm, millimeters, millimetres, millimeter, millimetre",
+    "miles": "miles, mi",
+    "feet": "feet, foot, ft",
+    "inches": "inches, inch, in",
+    "liters": "liters, litres, liter, litre",
+    "°c": "°c, ° c, ℃, celsius, degrees celsius, degree celsius, degrees c",
+    "°f": "°f, ° f, ℉, fahrenheit, degrees fahrenheit, degree fahrenheit, degrees f",
     "people": "people",
     "%": "%, percent",
     "seconds": "seconds, second, secs, sec",
@@ -54,7 +75,8 @@ _SPELLINGS = {
     "grams": "grams, gram",
     "mg": "mg, milligrams, milligram",
 }
-"""Unit -> how it is written.  "5G" and "8 Mile" are names, so "g" and "mile" are not here."""
+"""Unit -> how it is written.  "5G", "4L", "8 Mile" and "98 Degrees" are names, so "g", "l",
+"mile" and "degrees" are not here."""
 
 _UNITS = {text: unit for unit, texts in _SPELLINGS.items() for text in texts.split(", ")}
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
@@ -71,10 +93,20 @@ _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without accents, vowel points, ASCII punctuation, articles, doubled spaces."""
-    text = _MARKS.sub("", unicodedata.normalize("NFKD", text.lower()))
-    text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """Lower case, without accents, vowel points, punctuation, articles, doubled spaces.
+
+    Punctuation is that of ASCII, and the quotes and dashes that stand for it in print.
+    """
+    return _without_punctuation(_folded(text))
+
+
+def _folded(text: str) -> str:
+    text = _MARKS.sub("", unicodedata.normalize("NFKD", text.translate(_TYPED).lower()))
+    return unicodedata.normalize("NFKC", text)
+
+
+def _without_punctuation(folded: str) -> str:
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", folded.translate(_PUNCTUATION)).split())
 
 
 def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
@@ -96,7 +128,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
         unit = _UNITS[unit]
     elif glued or not _PLAIN_WORDS.fullmatch(unit) or _NO_UNITS & set(unit.split()):
         return None
-    return (-value if found["sign"] and found["sign"] in "-\u2212" else value), unit
+    return (-value if found["sign"] and found["sign"] != "+" else value), unit
 
 
 def _bare(text: str) -> str:
@@ -129,10 +161,29 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
 
 
 def _same_text(answer: str, gold: str) -> bool:
-    normal = normalize_answer(gold)
+    given, wanted = _folded(answer), _folded(gold)
+    normal = _without_punctuation(wanted)
     if not normal:  # "A", "The The", "!!!": what is normalised away is all there is
         return _bare(answer).casefold() == _bare(gold).casefold()
-    return normal == normalize_answer(answer)
+    return normal == _without_punctuation(given) and _numerals(given) == _numerals(wanted)
+
+
+def _numerals(folded: str) -> list[str]:
+    """The numbers in a folded text with what punctuation says of them, in one spelling.
+
+    That is a sign (a hyphen that follows no letter or digit), the decimal point, and where one
+    number ends and the next begins ("2-1", "1:30", "1/2"), whatever stands between them.
+    """
+    text = re.sub("-+", "-", folded.translate(_BESIDE_NUMBERS))
+    text = _GROUPED.sub(lambda found: re.sub("[,']", "", found[0]), text)
+    numerals = []
+    for sign, digits in _NUMERAL.findall(text):
+        parts = re.split(r"[^\w\s]+", digits)
+        decimal_point = len(parts) == 2 and digits[len(parts[0]) : -len(parts[1])] == "."
+        long = sum(map(len, parts)) >= _LONG_NUMBER
+        between = "." if decimal_point else "" if long else "-"
+        numerals.append(sign + between.join(parts))
+    return numerals
 
 
 def _same_value(a: decimal.Decimal, b: decimal.Decimal) -> bool:

@@ -117,6 +117,95 @@ def test_wrong_answers(answer, gold):
     assert grade_answer(answer, gold) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("3.5 cm", "35 cm"),
+        ("1.5 km/h", "15 km/h"),
+        ("1.5 GB", "15 GB"),
+        ("£1.5", "£15"),
+        ("€1.5 million", "€15 million"),
+        ("3.5 mph", "35 mph"),
+        (".5 mph", "5 mph"),
+        ("-5 °C", "5 °C"),
+        ("\u22125 °C", "5 °C"),
+        ("-$5 bn", "$5 bn"),
+        ("-40 degrees", "40 degrees"),
+        ("2-1", "21"),
+        ("1:30", "130"),
+        ("1/2", "12"),
+        ("1.5 GB", "1-5 GB"),
+        ("v1.2.3", "v123"),
+    ],
+)
+def test_punctuation_of_numbers_in_texts_counts(one, other):
+    assert grade_answer(one, (other,)) == grade_answer(other, (one,)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1914-1918", "1914\u20131918"),
+        ("1990--1995", "1990-1995"),
+        ("F-16", "F16"),
+        ("COVID-19", "COVID\u201319"),
+        ("2-1", "2:1"),
+        ("$1-$2 million", "$1-2 million"),
+        ("5%-10%", "5-10%"),
+        ("Rs 12,34,567", "Rs 1234567"),
+        ("1'000 CHF", "1000 CHF"),
+        ("$1,234.5 bn", "$1234.5 bn"),
+        ("September 11, 2001", "September 11 2001"),
+        ("11.09.2001", "11/09/2001"),
+        ("ISBN 978-3-16-148410-0", "ISBN 9783161484100"),
+        ("No.5", "No5"),
+        ("-5", "\u20135"),
+        ("\u22125 mph", "-5 mph"),
+    ],
+)
+def test_punctuation_that_numbers_may_be_written_with_does_not_count(one, other):
+    assert grade_answer(one, (other,)) == grade_answer(other, (one,)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("6 feet", "6 ft"),
+        ("5 miles", "5 mi"),
+        ("3.5 cm", "3.50 centimetres"),
+        ("12 in", "12 inches"),
+        ("20 mm", "20 millimeters"),
+        ("20 °C", "20 degrees Celsius"),
+        ("20°C", "20 \u2103"),
+        ("-4 °F", "-4 Fahrenheit"),
+        ("2 litres", "2 liters"),
+    ],
+)
+def test_units_are_known_by_their_usual_spellings(one, other):
+    assert grade_answer(one, (other,)) == grade_answer(other, (one,)) == 1.0
+    assert grade_answer(one.split()[0].rstrip("°C"), (other,)) == 1.0
+    assert grade_answer(one, (f"{other.split()[0]} kg",)) == 0.0
+
+
+@pytest.mark.parametrize("name", ["8 Mile", "5G", "4L", "98 Degrees"])
+def test_a_name_is_more_than_its_number(name):
+    assert grade_answer(name[:2].strip("GL "), (name,)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Côte d\u2019Ivoire", "Côte d'Ivoire"),
+        ("\u201cHeroes\u201d", "Heroes"),
+        ("\u2018Heroes\u2019", "'Heroes'"),
+        ("Alsace\u2013Lorraine", "Alsace-Lorraine"),
+        ("Poincare\u2014Birkhoff", "Poincaré-Birkhoff"),
+    ],
+)
+def test_quotes_and_dashes_of_print_are_those_of_a_keyboard(one, other):
+    assert grade_answer(one, (other,)) == grade_answer(other, (one,)) == 1.0
+
+
 @given(st.text(max_size=30))
 def test_an_accepted_answer_is_right_as_it_stands_unless_it_is_blank(text):
     if "|" not in text:
