@@ -20,7 +20,7 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.benchmark_rows import BENCHMARKS, Benchmark, Found
-from coa_jax.tasks.rows import Row, draw, find_files, read_rows
+from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
 
 _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
 
@@ -65,9 +65,7 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
                 file = path.parent / question.attachment
                 text = f"{question.question}\n\nAttached file: {file}"
                 question = dataclasses.replace(question, question=text)
-            identity = question.id or str(len(tasks) + 1)
-            identity = f"{identity}#{number}" if identity in seen else identity
-            seen.add(identity)
+            identity = distinct(question.id or str(len(tasks) + 1), number, seen)
             metadata = {**question.metadata, "grader": BENCHMARKS[name].grader}
             tasks.append(
                 Task(identity, question.question, protocol, question.gold, source, metadata)

@@ -13,6 +13,7 @@ What a row is follows from its fields:
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
-from coa_jax.tasks.rows import draw, read_rows
+from coa_jax.tasks.rows import distinct, draw, read_rows
 
 SUFFIXES = (".json", ".parquet")
 
@@ -62,17 +63,11 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
             raise UserError(f"{path}: row {number}: the field {error} is missing") from error
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: row {number}: {error}") from error
-        if task.id in seen:  # the release counts rows in some files and repeats ids in others
-            task = Task(f"{task.id}#{number}", *_rest(task))
-        seen.add(task.id)
-        tasks.append(task)
+        # The release counts rows in some files and repeats ids in others.
+        tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
     if not tasks:
         raise UserError(f"{path}: there is no row in it")
     return draw(tasks, n, seed, path)
-
-
-def _rest(task: Task) -> tuple[Any, ...]:
-    return task.question, task.protocol, task.gold, task.source, task.metadata
 
 
 def _options(source: str) -> tuple[Path, str]:

@@ -84,6 +84,19 @@ def _parquet(path: Path) -> Iterator[Any]:
             yield from batch.to_pylist()
 
 
+def distinct(identity: str, number: int, seen: set[str]) -> str:
+    """An id that no row before has, which is noted: the row's own, or with the number of its row.
+
+    Rows of several files may have the same number too; those are counted.
+    """
+    found, copies = identity, 1
+    while found in seen:
+        found = f"{identity}#{number}" if copies == 1 else f"{identity}#{number}.{copies}"
+        copies += 1
+    seen.add(found)
+    return found
+
+
 def draw(tasks: Sequence[Task], n: int | None, seed: int, where: object) -> list[Task]:
     """All tasks in their order; with ``n`` a fixed sample of that many, in an order of the seed.
 

@@ -263,6 +263,17 @@ def test_contests_are_chosen_by_date_and_files_by_a_star(tmp_path):
         ids(":level=hard")
 
 
+def test_ids_that_repeat_in_many_files_are_told_apart(tmp_path):
+    for number in range(4):
+        rows = [{"id": "a", "question": f"{number}{i}?", "answer": ["x"]} for i in range(2)]
+        rows.append({"id": "a#2", "question": f"{number}2?", "answer": ["x"]})
+        write(tmp_path / f"part{number}.jsonl", rows)
+    tasks = load_tasks(f"nq:{tmp_path}/part*.jsonl", "test")
+    assert len({task.id for task in tasks}) == len(tasks) == 12
+    assert [task.id for task in tasks[:3]] == ["a", "a#2", "a#2#3"]
+    assert tasks == load_tasks(f"nq:{tmp_path}/part*.jsonl", "test")
+
+
 def test_questions_about_files_are_asked_when_wanted(tmp_path):
     tasks = load("gaia", tmp_path, options=":attachments=yes")
     assert tasks[0].question == f"See the file?\n\nAttached file: {tmp_path / 'a.xlsx'}"
