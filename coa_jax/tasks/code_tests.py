@@ -175,10 +175,9 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
         ValueError: it is in none of the known forms.
     """
     if "import_prefix" in gold:
-        lines = [line for line in _text(gold, "test_code").split("\n") if line.strip()]
-        head, checks = lines[:1], lines[1:] or [""]
+        checks = _checks(_text(gold, "test_code"))
         call = f"check({_text(gold, 'entry_point')})"
-        cases = [Case("assert", "\n".join([*head, check, call])) for check in checks]
+        cases = [Case("assert", f"{check}\n{call}") for check in checks]
         return Tests(tuple(cases), prefix=_text(gold, "import_prefix"))
     if gold.get("functional"):
         checks = gold["functional"]
@@ -196,6 +195,29 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
             tokens = gold.get("compare") == "tokens"
             return dataclasses.replace(tests, compare="tokens") if tokens else tests
     raise ValueError("the tests are in no known form (stdin, inputs, functional, import_prefix)")
+
+
+def _checks(source: str) -> list[str]:
+    """A function of nothing but assertions with each of them alone; any other source as it is.
+
+    Raises:
+        ValueError: it is no Python, which no program could pass.
+    """
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
+    try:
+        module = ast.parse(source).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"'test_code' is no Python: {error}") from error
+    function = module[0] if len(module) == 1 else None
+    if not isinstance(function, ast.FunctionDef):
+        return [source]
+    lines, body = source.split("\n"), function.body
+    for check in body:
+        alone = not lines[check.lineno - 1][: check.col_offset].strip()
+        if not isinstance(check, ast.Assert) or not alone:
+            return [source]
+    head = lines[: body[0].lineno - 1]
+    return ["\n".join([*head, *lines[c.lineno - 1 : c.end_lineno]]) for c in body]
 
 
 def _pairs(inputs: Any, outputs: Any, entry: str) -> Tests:

@@ -93,6 +93,38 @@ def test_wrong_programs_fail_for_the_right_reason(gold, program, why):
     assert seconds() < 15
 
 
+MANY_LINES = """def check(c):
+    # the first comment
+    assert c(2) == 4
+
+    assert c(
+        3
+    ) == 9, '''not
+nine'''
+"""
+SETUP = "def check(c):\n    xs = [1]\n    assert c(xs) == 2\n    assert c(\n        [3]) == 4\n"
+
+
+@pytest.mark.parametrize(
+    ("test_code", "cases", "right", "wrong"),
+    [
+        (MANY_LINES, 2, "def f(x): return x * x", "def f(x): return 4"),
+        (SETUP, 1, "def f(x): return x[0] + 1", "def f(x): return 2"),
+        ("def check(c): assert c(1) == 1; assert c(2) == 2", 1, "def f(x): return x",
+         "def f(x): return 1"),
+        ("xs = [1]\ndef check(c):\n    assert c(xs) == 1", 1, "def f(x): return x[0]",
+         "def f(x): return 2"),
+        ("def check(c):\r\n    assert c(1) == 1\r\n    assert c(2) == 2\r\n", 2,
+         "def f(x): return x", "def f(x): return 1"),
+    ],
+)  # fmt: skip
+def test_assertions_are_split_where_each_stands_alone(test_code, cases, right, wrong):
+    gold = {"import_prefix": "", "test_code": test_code, "entry_point": "f"}
+    assert len(read_tests(gold).cases) == cases
+    assert verdict(right, gold).passed
+    assert verdict(wrong, gold).why == "error"
+
+
 def test_tests_share_nothing():
     program = (
         "import os\nseen = os.path.exists('/tmp/seen')\nopen('/tmp/seen', 'w').close()\n"
@@ -177,6 +209,7 @@ def test_the_program_of_an_answer(answer, program):
         {"stdin": 3, "expected_output": 3},
         {"functional": [1]},
         {"import_prefix": 3},
+        {"import_prefix": "", "test_code": "def check(f):\n    assert (", "entry_point": "f"},
     ],
 )
 def test_tests_that_are_none_are_refused(gold):
