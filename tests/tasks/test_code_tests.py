@@ -52,6 +52,8 @@ def verdict(program, gold, limits=QUICK):
         (CALL, "def smallest(nums, k):\n    print('noise')\n    return tuple(sorted(nums)[:k])"),
         (ASSERTS, "def square(x):\n    return int(math.pow(x, 2))"),
         ({"functional": "assert double(4) == 8"}, "def double(x): return 2 * x"),
+        (CALL, "def smallest(nums, k):\n    print('noise' * 50_000)\n    return sorted(nums)[:k]"),
+        (ASSERTS, "def square(x):\n    print('noise\\n' * 50_000)\n    return x * x"),
         (POWER, "class Solution:\n    def power(self, x, n, m): return pow(x, n, m)"),
         (POWER, "from __future__ import annotations\ndef power(x, n, m): return pow(x, n, m)"),
         (SUM, "def down(n):\n    return 0 if n == 0 else down(n - 1)\ndown(20000)\n"
@@ -71,6 +73,8 @@ def test_right_programs_pass_every_test(gold, program):
     [
         (SUM, "print(3)", "output"),
         (SUM, "print(sum(map(int, input().split()))); print('and more')", "output"),
+        (SUM, "print('3' + ' ' * 100_000)", "output"),
+        (CALL, "print('[1, 2]\\n' * 50_000); import os; os._exit(0)", "output"),
         (SUM, "print(1 / 0)", "error"),
         (SUM, "print((", "error"),
         (SUM, "while True: pass", "time"),
