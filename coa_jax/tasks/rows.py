@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import glob
 import hashlib
 import json
@@ -81,7 +83,18 @@ def _parquet(path: Path) -> Iterator[Any]:
         ) from None
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=64):  # a row of tests may have megabytes
-            yield from batch.to_pylist()
+            yield from map(_plain, batch.to_pylist())
+
+
+def _plain(value: Any) -> Any:
+    """A value as the same row would have it in JSON: dates and exact decimals are texts."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
 
 
 def distinct(identity: str, number: int, seen: set[str]) -> str:

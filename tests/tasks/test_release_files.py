@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 from pathlib import Path
 
 import pytest
 
+from coa_jax import jsonl
 from coa_jax.errors import UserError
 from coa_jax.protocol import format_code, get_protocol
 from coa_jax.tasks import Graders, GradersConfig, load_tasks
@@ -139,6 +142,18 @@ def test_ground_truths_of_the_releases_schema(tmp_path, row, gold, grader):
         parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     (task,) = load_tasks(path, "train")
     assert (task.question, task.gold, task.metadata["grader"]) == ("Which city?", gold, grader)
+
+
+def test_dates_of_parquet_files_are_written_again_as_texts(tmp_path):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    date = datetime.datetime(2024, 9, 1)
+    rows = [
+        {"question": "Who?", "answer": "Ann", "contest_date": date, "level": decimal.Decimal("1.5")}
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (task,) = load_tasks(str(tmp_path / "a.parquet"), "test")
+    kept = {"date": "2024-09-01T00:00:00", "level": "1.5", "grader": "exact_match"}
+    assert json.loads(jsonl.dumps(task.metadata)) == task.metadata == kept
 
 
 def test_contests_as_their_authors_publish_them(tmp_path):
