@@ -7,6 +7,7 @@ corrected form and the default; ``docs/grading.md`` lists where the two differ.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 import string
@@ -14,10 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _OPENED, _CLOSED = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
 _TAG = re.compile(r"<(/?)(\w+)>")
-_PAIR = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
 _CODE_TAGS = ("think", "plan", "code", "observation", "reflection", "answer")
 _WEB_TAGS = frozenset(
     {"think", "plan", "web_search", "crawl_page", "wiki_search", "observation", "reflection"}
@@ -39,8 +38,30 @@ def _golds(gold: Sequence[str] | str) -> list[str]:
 
 
 def _last_answer(text: str) -> str | None:
-    found = _ANSWER.findall(text)
-    return found[-1] if found else None
+    found = _pairs(text, "answer")
+    return found[-1][1] if found else None
+
+
+def _pairs(text: str, only: str = "") -> list[tuple[str, str]]:
+    r"""(name, body) of each tag and the next closing one of its name; ``only`` those of one name.
+
+    What ``<(\w+)>(.*?)</\1>`` finds, which would search the rest of the text for each tag that
+    is not closed.
+    """
+    closings: dict[str, list[int]] = {}
+    for found in _CLOSED.finditer(text):
+        closings.setdefault(found[1], []).append(found.start())
+    pairs, end = [], 0
+    for found in _OPENED.finditer(text):
+        name = found[1]
+        if found.start() < end or (only and name != only):
+            continue
+        starts = closings.get(name, [])
+        at = bisect.bisect_left(starts, found.end())
+        if at < len(starts):
+            pairs.append((name, text[found.end() : starts[at]]))
+            end = starts[at] + len(f"</{name}>")
+    return pairs
 
 
 def _predictions(text: str) -> list[str]:
@@ -100,9 +121,7 @@ def verify_format_simple(text: str) -> bool:
 
 def verify_format_repetition(text: str) -> bool:
     """No two tags but answers have the same body, whatever their names."""
-    bodies = [
-        body for name, body in _PAIR.findall(text) if name not in ("answer", "suggested_answer")
-    ]
+    bodies = [body for name, body in _pairs(text) if name not in ("answer", "suggested_answer")]
     return len(set(bodies)) == len(bodies)
 
 
@@ -132,7 +151,7 @@ def check_code_format_correctness(text: str) -> bool:
     block and at most one ``sh`` block after it.  ``python`` as the name of a block is refused."""
     if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _CODE_TAGS):
         return False
-    bodies = re.findall(r"<code>(.*?)</code>", text, re.DOTALL)
+    bodies = [body for _, body in _pairs(text, "code")]
     return bool(bodies) and all(_CODE_BODY.fullmatch(body) for body in bodies)
 
 
@@ -141,7 +160,8 @@ def calculate_reward(text: str) -> float:
 
     The order is checked from the second transition on, as in the release.
     """
-    names = [name for name, _ in _PAIR.findall(text) if name in _CODE_TAGS]
+    pairs = [pair for pair in _pairs(text) if pair[0] in _CODE_TAGS]
+    names, bodies = [name for name, _ in pairs], [body for _, body in pairs]
     following = {
         "plan": ("think",),
         "think": ("code", "answer"),
@@ -152,7 +172,6 @@ def calculate_reward(text: str) -> float:
     steps = itertools.pairwise(names[1:])
     order = bool(names) and all(after in following.get(before, ()) for before, after in steps)
     paired = all(text.count(f"<{tag}>") == text.count(f"</{tag}>") for tag in _CODE_TAGS)
-    bodies = [body for name, body in _PAIR.findall(text) if name in _CODE_TAGS]
     inner = re.compile("|".join(f"</?{tag}>" for tag in _CODE_TAGS))
     content = bool(bodies) and all(body.strip() and not inner.search(body) for body in bodies)
     return 0.25 * (set(_CODE_TAGS) <= set(names)) + 0.25 * order + 0.25 * paired + 0.25 * content

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coa_jax.tasks import grade_answer, release_rewards
 from coa_jax.tasks.release_rewards import QA, f1
+from tests.tools.fault_server import stopwatch
 
 
 def said(answer):
@@ -122,3 +127,24 @@ def test_length_is_punished_from_seven_eighths_on_and_without_a_bound():
         "overlong_buffer_codetag": 0.0,
     }
     assert release_rewards.FORMAT["overlong_buffer_toolstar"](1.0, "<b>", 0, 800) == -1.0
+
+
+@pytest.mark.parametrize("unit", ["<a>", "<answer>", "</code><code>", "<code>", "<a></b>"])
+def test_endless_tags_are_graded_at_once(unit):
+    text, seconds = unit * 40_000, stopwatch()
+    for reward in QA.values():
+        assert reward(text, ["Mars"]) == 0.0
+    release_rewards.verify_format_repetition(text)
+    release_rewards.check_code_format_correctness(text)
+    release_rewards.calculate_reward(text)
+    assert seconds() < 20
+
+
+@given(
+    st.lists(st.sampled_from(["<a>", "</a>", "<code>", "</code>", "<answer>", "</answer>", "x"]))
+)
+def test_tags_are_paired_as_the_releases_expressions_do(pieces):
+    text = "".join(pieces)
+    pairs = release_rewards._pairs
+    assert pairs(text) == re.findall(r"<(\w+)>(.*?)</\1>", text)
+    assert [body for _, body in pairs(text, "code")] == re.findall("<code>(.*?)</code>", text)
