@@ -9,6 +9,7 @@ and numbers are compared by value ("1.5" is not "15", "-5" is not "5").
 from __future__ import annotations
 
 import decimal
+import itertools
 import re
 import string
 import unicodedata
@@ -39,6 +40,7 @@ _NUMBER = re.compile(
 _GROUPED = re.compile(r"(?<![\d.,'])\d{1,3}(?:[,']\d{2,3})*[,']\d{3}(?!\d|[,']\d)")
 _NUMERAL = re.compile(r"(?:(?<!\w)(-?\.?))?(\d+(?:[^\w\s]+\d+)*)")
 _BESIDE_NUMBERS = str.maketrans("", "", "$£€¥%")
+_LONG_TEXT = 1000  # characters
 _LONG_NUMBER = 7  # digits: a telephone number, an ISBN, a date; marks only group them
 _ARTICLE = re.compile(r"\A\s*(?:a|an|the)\s+", re.IGNORECASE)
 _SPELLINGS = {
@@ -101,8 +103,19 @@ def normalize_answer(text: str) -> str:
 
 
 def _folded(text: str) -> str:
+    if len(text) > _LONG_TEXT:
+        text = _with_few_marks(text)
     text = _MARKS.sub("", unicodedata.normalize("NFKD", text.translate(_TYPED).lower()))
     return unicodedata.normalize("NFKC", text)
+
+
+def _with_few_marks(text: str) -> str:
+    """A text with at most 30 marks on a letter, all that Unicode's stream-safe texts have.
+
+    Python sorts them in quadratic time.
+    """
+    runs = itertools.groupby(text, lambda c: c == "\u034f" or unicodedata.combining(c) > 0)
+    return "".join("".join(itertools.islice(run, 30) if marks else run) for marks, run in runs)
 
 
 def _without_punctuation(folded: str) -> str:
