@@ -219,13 +219,13 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
     inner = module.computations[line.called[0]]
     total, updated = 0.0, set()
     for part in inner.values():
-        if part.opcode == "dynamic-update-slice":
-            source = _source(inner, part.operands[0])
+        for target, update in _updates(part):
+            source = _source(inner, target)
             if inner[source].opcode == "parameter":
                 updated.add(int(inner[source].argument))
                 # Written in place: neither is the whole read nor the whole written.
-                update = inner[part.operands[1]].types[0]
-                total += float(update.bytes) - float(inner[source].types[0].bytes)
+                whole, written = inner[source].types[0], inner[update].types[0]
+                total += float(written.bytes) - float(whole.bytes)
     for part in inner.values():
         if part.opcode != "parameter" or int(part.argument) in updated:
             continue
@@ -238,6 +238,17 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
         else:
             total += float(outside.bytes)
     return max(total + sum(float(t.bytes) for t in line.types if t.hbm), 0.0)
+
+
+def _updates(part: Instruction) -> list[tuple[str, str]]:
+    """(What is written to, what is written) of an instruction that changes a part of an array."""
+    if part.opcode == "dynamic-update-slice":
+        return [(part.operands[0], part.operands[1])]
+    if part.opcode == "scatter":
+        # Arrays, places, and an update for each of the arrays.
+        number = len(part.operands) // 2
+        return list(zip(part.operands[:number], part.operands[number + 1 :], strict=True))
+    return []
 
 
 def _source(inner: Computation, name: str) -> str:

@@ -183,3 +183,35 @@ ENTRY %main (q: bf16[14,1024,128], k: bf16[2,1024,128]) -> bf16[14,1024,128] {
     product = 2 * 14 * 1024 * 1024 * 128 / 2
     for name, products in (("splash_mha_fwd_x", 2), ("splash_mha_dkv", 4), ("splash_mha_dq", 3)):
         assert count(parse(text.replace("KERNEL", name)), 1).flops == products * product
+
+
+WRITTEN = """HloModule jit_f
+
+%second (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[]{:T(256)} parameter(0)
+  ROOT %b = bf16[]{:T(256)} parameter(1)
+}
+
+%fused (pool: bf16[4096,128,2,128], at: s32[16,2], new: bf16[16,2,128]) -> bf16[4096,128,2,128] {
+  %pool = bf16[4096,128,2,128]{3,2,1,0:T(2,128)(2,1)} parameter(0)
+  %at = s32[16,2]{1,0:T(8,128)} parameter(1)
+  %new = bf16[16,2,128]{2,1,0:T(2,128)(2,1)} parameter(2)
+  ROOT %scatter.1 = bf16[4096,128,2,128]{3,2,1,0:T(2,128)(2,1)} scatter(%pool, %at, %new), \
+update_window_dims={1,2}, inserted_window_dims={0,1}, scatter_dims_to_operand_dims={0,1}, \
+index_vector_dim=1, to_apply=%second
+}
+
+ENTRY %main (pool: bf16[4096,128,2,128], at: s32[16,2], new: bf16[16,2,128]) -> bf16[4096,128,2,128] {
+  %pool.1 = bf16[4096,128,2,128]{3,2,1,0:T(2,128)(2,1)} parameter(0)
+  %at.1 = s32[16,2]{1,0:T(8,128)} parameter(1)
+  %new.1 = bf16[16,2,128]{2,1,0:T(2,128)(2,1)} parameter(2)
+  ROOT %written = bf16[4096,128,2,128]{3,2,1,0:T(2,128)(2,1)} fusion(%pool.1, %at.1, %new.1), \
+kind=kCustom, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_what_is_scattered_into_a_pool_inside_a_fusion_is_all_that_moves():
+    new, at = 16 * 2 * 128 * 2, 16 * 2 * 4
+    # Read and written; the pool, 268 MB, stays where it is.
+    assert count(parse(WRITTEN), 1).hbm_bytes == 2 * new + at
