@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.errors import UserError
@@ -42,7 +43,11 @@ each time would cost more than the products; they are split over ``tensor`` only
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    processes: int = 1,
 ) -> Mesh:
     """A mesh of axes ``("data", "fsdp", "tensor")`` over the first devices.
 
@@ -51,12 +56,13 @@ def make_mesh(
         fsdp: parts of the batch that also split the parameters.
         tensor: parts of each layer.
         devices: to choose from; None for all of this run.
+        processes: that have those devices; of None it is known.
 
     Raises:
         UserError: a size is not positive, more devices are asked for than there are, a process
             would be left without a device, or the axes cannot be laid along those of a TPU slice.
     """
-    processes = jax.process_count() if devices is None else 1
+    processes = jax.process_count() if devices is None else processes
     devices = jax.devices() if devices is None else devices
     sizes, count = [data, fsdp, tensor], len(devices)
     if sizes.count(-1) == 1:
@@ -67,21 +73,45 @@ def make_mesh(
     if min(sizes) < 1:
         raise UserError(f"mesh {text} does not fit {count} devices: give positive divisors of it")
     need = math.prod(sizes)
-    if need > count or (processes > 1 and need != count):
-        advice = "give one size as -1, which takes what is left"
-        if need > count:
-            advice = "change the sizes, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_"
-            advice += f"count={need}"
-        raise UserError(f"mesh {text} needs {need} devices, there are {count}: {advice}")
-    # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
-    try:
-        return jax.make_mesh(
-            tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need]
+    if need > count:
+        raise UserError(
+            f"mesh {text} needs {need} devices, there are {count}: change the sizes, or on CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
+    if processes > 1 and need != count:
+        raise UserError(
+            f"mesh {text} has {need} of the {count} devices of {processes} processes, each of "
+            "which needs its part: give one size as -1, which takes what is left"
+        )
+    return _laid_out(sizes, devices[:need], text)
+
+
+def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) -> Mesh:
+    """The mesh of sizes whose product is the number of devices; ``text`` names them in errors."""
+    # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
+    types = (AxisType.Auto,) * 3
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1 and devices[0].platform == "gpu":
+        # JAX calls each node of GPUs a slice and makes no mesh of several.  In their order devices
+        # of a node stand together, so that `tensor`, the last axis, stays within one.
+        order = sorted(devices, key=lambda device: device.id)
+        return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=types)
+    if slices > 1:
+        raise UserError(
+            f"mesh {text} has devices of {slices} TPU slices, a run has those of one: start it on "
+            "a larger slice"
+        )
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
     except NotImplementedError as error:
         raise UserError(
             f"mesh {text} cannot be laid along the axes of this TPU slice: let each size be a "
             "product of some of the slice's own sizes"
+        ) from error
+    except AssertionError as error:
+        raise UserError(
+            f"mesh {text} has {len(devices)} chips that are no whole block of this TPU slice: give "
+            "one size as -1, which takes all of them"
         ) from error
 
 

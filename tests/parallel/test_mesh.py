@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -87,6 +88,46 @@ def test_one_device_mesh_holds_whole_params(params):
 def test_meshes_that_do_not_fit_are_refused(sizes):
     with pytest.raises(UserError, match="mesh data="):
         make_mesh(*sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What of a device says where it lies."""
+
+    id: int
+    platform: str
+    slice_index: int = 0
+    coords: tuple[int, int, int] = (0, 0, 0)
+    process_index: int = 0
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
+
+
+def test_part_of_the_devices_of_several_processes_is_refused():
+    devices = jax.devices() * 8
+    with pytest.raises(UserError, match=r"fsdp=4, tensor=1 has 4 of the 8 devices of 2 processes"):
+        make_mesh(fsdp=4, devices=devices, processes=2)
+
+
+def test_nodes_of_gpus_make_one_mesh_whose_last_axis_lies_within_a_node():
+    devices = [Device(n, "gpu", slice_index=n // 8) for n in (*range(8, 16), *range(8))]
+    mesh = make_mesh(data=-1, tensor=8, devices=devices)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 8}
+    nodes = [[device.slice_index for device in row] for row in mesh.devices.reshape(2, 8)]
+    assert nodes == [[0] * 8, [1] * 8]
+
+
+def test_several_tpu_slices_are_refused():
+    devices = [Device(n, "tpu", slice_index=n) for n in range(2)]
+    with pytest.raises(UserError, match="devices of 2 TPU slices, a run has those of one"):
+        make_mesh(data=2, devices=devices)
+
+
+def test_chips_that_are_no_block_of_a_slice_are_refused():
+    places = [(x, y, 0) for y in range(2) for x in range(2)]
+    devices = [Device(n, "tpu", coords=place) for n, place in enumerate(places)]
+    with pytest.raises(UserError, match="has 3 chips that are no whole block of this TPU slice"):
+        make_mesh(fsdp=3, devices=devices)
 
 
 PROGRAM = """
