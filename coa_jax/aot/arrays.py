@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from coa_jax.aot.chips import Slice
+from coa_jax.aot.chips import Slice, hosts_of
 from coa_jax.engine.constraint import ConstraintTables
 from coa_jax.engine.layout import abstract_layers, decode_mesh, groups_of, paged_case
 from coa_jax.errors import UserError
@@ -46,8 +46,8 @@ class Setup:
     Attributes:
         config: of the run.
         model: its architecture.
-        where: the chips.
-        mesh: of training.
+        where: the chips that there are.
+        mesh: of training, with the chips that work.
         engine_chips: chips of one engine; 0 without one.
         rules: tables of the constraint under which an engine samples, without places; None where
             nothing is constrained.
@@ -68,16 +68,26 @@ def set_up(
 ) -> Setup:
     """Lays a configuration out.
 
+    As in a run, a mesh may have less chips than a slice of a single host; all figures are then of
+    the chips that it has.
+
     Raises:
         UserError: the sizes of the mesh do not fit the slice, an engine would span hosts, or it is
             not known of which protocols a constraint is.
     """
-    sizes = config.mesh
-    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices=devices)
+    sizes, hosts = config.mesh, hosts_of(where, devices)
+    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices, hosts)
     if not isinstance(config, RLConfig):
         return Setup(config, model, where, mesh, 0)
-    chips = sizes.decode_tensor or sizes.tensor
+    chips = sizes.decode_tensor or mesh.shape["tensor"]
     decode_mesh(mesh, chips)
+    host = where.chip.host
+    # Of simulated devices it is not seen to which host they belong.
+    if not where.tpu and hosts > 1 and host % chips:
+        raise UserError(
+            f"{chips} chips that decode together span hosts of --topology={where.name}: set "
+            f"mesh.decode_tensor to a divisor of the {host} chips of a host"
+        )
     return Setup(config, model, where, mesh, chips, *abstract_tables(config, model))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -106,6 +107,13 @@ def parse_slice(name: str) -> Slice:
         f"--topology={name}: give a TPU slice such as v5p:4x4x8 ({', '.join(TPUS)}) or a number of "
         f"GPUs such as gpu:8xh100 ({', '.join(GPUS)})"
     )
+
+
+def hosts_of(where: Slice, devices: Sequence[Any]) -> int:
+    """Hosts of a slice, each of which runs a process; simulated devices know of no hosts."""
+    if where.tpu:
+        return len({device.process_index for device in devices})
+    return -(-where.count // where.chip.host)
 
 
 def devices_of(where: Slice) -> list[Any]:

@@ -70,7 +70,7 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
     fits = all(row["fits"] for row in rows)
     result = {
         "topology": setup.where.name,
-        "chips": setup.where.count,
+        "chips": setup.mesh.size,
         "estimate": not setup.where.tpu,
         "chip": dataclasses.asdict(chip),
         "params": num_params(setup.model),
@@ -186,7 +186,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     seconds = total.get("train", 0.0)
     serial = train["runs_per_step"] * train["roofline"]["serial_s"] if known else 0.0
     played = train["runs_per_step"] * train.get("schedule", {}).get("total", 0.0)
-    peak = setup.where.count * chip.flops
+    peak = setup.mesh.size * chip.flops
     step: dict[str, Any] = {
         "assumes": "every row is full, one sequence a row; MFU counts 6 FLOPs a parameter and "
         "token (4 where adapters are trained) and causal attention, not what is computed again",
@@ -205,7 +205,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
         if decode["roofline"]:
             seconds = decode["roofline"]["step_s"] / config.engine.chunk
             step["decode_token_s"] = seconds
-            engines = setup.where.count // setup.engine_chips
+            engines = setup.mesh.size // setup.engine_chips
             step["decode_tokens_per_s"] = engines * config.engine.row_sizes[-1] / seconds
     return step
 

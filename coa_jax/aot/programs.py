@@ -198,7 +198,7 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
         products += 7 if policy_name(config.remat) == "none" else 2 + 7
     square = config.rows * float(config.row_length) ** 2
     heads = model.num_layers * model.num_heads * model.head_dim
-    return products * square * heads / setup.where.count
+    return products * square * heads / setup.mesh.size
 
 
 # --- publishing and decoding ---------------------------------------------------------------

@@ -50,6 +50,56 @@ def tiny_setup(**changes: object) -> Setup:
     return setup_of(rl_config(Path("m"), Path("t"), **changes))
 
 
+PARTS = """
+import sys, jax
+from coa_jax.aot.arrays import set_up
+from coa_jax.aot.chips import parse_slice
+from coa_jax.aot.estimate import _step
+from coa_jax.errors import UserError
+from coa_jax.parallel.placement import MeshConfig
+from tests.learn.test_update import MODEL
+from tests.learn.tiny_runs import rl_config
+
+for case in sys.argv[1:]:
+    name, data, fsdp, tensor, decode = case.split(",")
+    where, mesh = parse_slice(name), MeshConfig(int(data), int(fsdp), int(tensor), int(decode))
+    config = rl_config("m", "t", mesh=mesh)
+    try:
+        setup = set_up(config, MODEL, where, jax.devices()[: where.count])
+    except UserError as error:
+        print(str(error).partition(":")[0])
+        continue
+    roofline = {"step_s": config.engine.chunk, "serial_s": 1.0}
+    rows = [{"name": n, "roofline": roofline, "runs_per_step": 1} for n in ("train", "decode")]
+    step = _step(setup, rows, {"train": 1e-12})
+    speed = step["decode_tokens_per_s"] / config.engine.row_sizes[-1]
+    mfu = step["model_flops"] / 1e-12 / where.chip.flops / step["mfu"]
+    print(setup.mesh.size, "chips", round(mfu), "at work", round(speed), "engines")
+"""
+
+
+def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
+    cases = {
+        "gpu:8xh100,1,4,1,2": "4 chips 4 at work 2 engines",
+        "gpu:16xh100,1,-1,1,8": "16 chips 16 at work 2 engines",
+        "gpu:16xh100,1,4,1,2": "mesh data=1, fsdp=4, tensor=1 has 4 of the 16 devices of 2 "
+        "processes, each of which needs its part",
+        "gpu:16xh100,1,1,16,0": "16 chips that decode together span hosts of --topology=gpu",
+        "gpu:24xh100,1,-1,1,3": "3 chips that decode together span hosts of --topology=gpu",
+    }
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=24"
+    done = subprocess.run(
+        [sys.executable, "-c", PARTS, *cases],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == list(cases.values())
+
+
 CACHE = """
 import sys, jax, jax.numpy as jnp
 from coa_jax.aot import arrays
