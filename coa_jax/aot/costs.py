@@ -19,6 +19,9 @@ from coa_jax.aot.hlo import Array, Computation, Instruction, Module, trip_count
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
+# Copies and slices that are made beside other operations, most of them into the chip's own memory.
+PREFETCHES = ("copy-start", "slice-start", "dynamic-slice-start")
+
 # Nothing is computed or moved by these, or what they do is counted with who calls them.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
@@ -193,6 +196,10 @@ def moved_by(module: Module, computation: Computation, line: Instruction) -> flo
         return 0.0
     if line.opcode == "copy-start":
         return sum(float(t.bytes) for t in line.types[:2] if t.hbm)
+    if line.opcode in PREFETCHES:
+        # The tuple holds the operands, the array and where the slice begins, before the slice.
+        whole, part = line.types[0], line.types[len(line.operands)]
+        return float(part.bytes) * (whole.hbm + part.hbm)
     if line.opcode == "custom-call" and line.name.startswith("ragged_paged"):
         arrays = _operands(computation, line)
         pages = next(a for a in arrays if len(a.shape) == 4)

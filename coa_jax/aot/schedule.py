@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coa_jax.aot.chips import Chip
-from coa_jax.aot.costs import COLLECTIVES, FREE, flops_of, group, moved_by, sent_by
+from coa_jax.aot.costs import COLLECTIVES, FREE, PREFETCHES, flops_of, group, moved_by, sent_by
 from coa_jax.aot.hlo import Computation, Instruction, Module, trip_count
 
 
@@ -128,7 +128,7 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
                 clock.now += part.total
         elif kind in COLLECTIVES:
             _collective(machine, computation, line, kind, clock, found)
-        elif line.opcode == "copy-start":
+        elif line.opcode in PREFETCHES:
             seconds = moved_by(module, computation, line) / chip.hbm_bandwidth
             clock.copied = max(clock.copied, clock.now) + seconds
             clock.arrives[line.name] = clock.copied
@@ -136,7 +136,7 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
             ready = max((clock.arrives.get(start, 0.0) for start in line.operands), default=0.0)
             wait = max(ready - clock.now, 0.0)
             clock.now += wait
-            if line.opcode == "copy-done":
+            if line.opcode.replace("-done", "-start") in PREFETCHES:
                 found.beyond += wait
             else:
                 found.waiting += wait

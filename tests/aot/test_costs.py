@@ -215,3 +215,27 @@ def test_what_is_scattered_into_a_pool_inside_a_fusion_is_all_that_moves():
     new, at = 16 * 2 * 128 * 2, 16 * 2 * 4
     # Read and written; the pool, 268 MB, stays where it is.
     assert count(parse(WRITTEN), 1).hbm_bytes == 2 * new + at
+
+
+@pytest.mark.parametrize(
+    ("space", "touched"), [("S(1)", 1), ("S(0)", 2)], ids=["on the chip", "in the memory"]
+)
+@pytest.mark.parametrize(
+    ("operands", "call"),
+    [
+        ("s32[256,16]{0,1:T(8,128)}", "slice-start(%table)"),
+        ("s32[256,16]{0,1:T(8,128)}, s32[], s32[]", "dynamic-slice-start(%table, %at, %at)"),
+    ],
+    ids=["slice", "dynamic-slice"],
+)
+def test_of_a_slice_that_is_fetched_only_the_slice_moves(operands, call, space, touched):
+    text = f"""HloModule jit_f
+
+ENTRY %main (table: s32[256,16], at: s32[]) -> s32[256,1] {{
+  %table = s32[256,16]{{0,1:T(8,128)}} parameter(0)
+  %at = s32[]{{:T(128)S(6)}} parameter(1)
+  %start = (({operands}), s32[256,1]{{0,1:T(1,128){space}}}, s32[]{{:S(2)}}) {call}
+  ROOT %done = s32[256,1]{{0,1:T(1,128){space}}} {call.partition("-start")[0]}-done(%start)
+}}
+"""
+    assert count(parse(text), 1).hbm_bytes == touched * 256 * 4

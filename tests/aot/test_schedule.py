@@ -115,3 +115,28 @@ def test_what_goes_to_neighbours_uses_one_direction():
     assert played(*both, (done, 1, ""), (done, 2, "")).total == pytest.approx(40)
     same = [(permute.replace("{PAIRS}", there), n, "") for n in (1, 2)]
     assert played(*same, (done, 1, ""), (done, 2, "")).total == pytest.approx(80)
+
+
+@pytest.mark.parametrize(
+    ("start", "done"),
+    [
+        ("(f32[64,10]{1,0}, f32[10,10]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%all)", "slice"),
+        (
+            "((f32[64,10]{1,0}, s32[], s32[]), f32[10,10]{1,0:S(1)}, s32[]{:S(2)}) "
+            "dynamic-slice-start(%all, %at, %at)",
+            "dynamic-slice",
+        ),
+    ],
+)
+def test_a_slice_is_fetched_beside_operations(start, done):
+    fetched = (
+        "  %all = f32[64,10]{1,0} parameter(2)\n  %at = s32[] parameter(3)\n"
+        f"  %start.N = {start}\n",
+        1,
+        "",
+    )
+    awaited = (f"  %done.N = f32[10,10]{{1,0:S(1)}} {done}-done(%start.N)\n", 1, "")
+    # Of the array in the memory the slice's 400 bytes are read, in 4 s.
+    found = played(fetched, awaited)
+    assert (found.total, found.beyond, found.waiting) == (4, 4, 0)
+    assert played(fetched, (PRODUCT, 1, ""), awaited).total == 20
