@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -72,7 +72,6 @@ def _walk(
 ) -> None:
     computation = module.computations[name]
     for line in computation.values():
-        kind = line.opcode.removesuffix("-start")
         if line.opcode == "while":
             turns: float | None = trip_count(module, computation, line)
             inner = trips
@@ -84,11 +83,10 @@ def _walk(
         elif line.opcode in ("call", "conditional", "async-start"):
             for called in line.called:
                 _walk(module, called, times, chips, trips, costs)
-        elif kind in COLLECTIVES and not line.opcode.endswith("-done"):
-            size, sent = sent_by(kind, line, computation, chips)
-            costs.sent[kind, size] = costs.sent.get((kind, size), 0.0) + times * sent
-            costs.hbm_bytes += times * moved_by(module, computation, line)
         elif not line.opcode.endswith("-done"):
+            for kind, part, within in collectives(module, computation, line):
+                size, sent = sent_by(kind, part, within, chips)
+                costs.sent[kind, size] = costs.sent.get((kind, size), 0.0) + times * sent
             costs.flops += times * flops_of(module, computation, line)
             costs.hbm_bytes += times * moved_by(module, computation, line)
 
@@ -265,12 +263,12 @@ def _source(inner: Computation, name: str) -> str:
 
 
 def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]:
-    """Who reads a value, looked at through bitcasts and into fusions."""
+    """Who reads a value, looked at through bitcasts, parts of tuples and into fusions."""
     found = []
     for user in inner.values():
         if name not in user.operands:
             continue
-        if user.opcode == "bitcast":
+        if user.opcode in ("bitcast", "get-tuple-element"):
             found += _readers(module, inner, user.name)
         elif user.opcode == "fusion":
             called = module.computations[user.called[0]]
@@ -284,6 +282,26 @@ def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]
 
 
 # --- collectives ---------------------------------------------------------------------------
+
+
+def collectives(
+    module: Module, computation: Computation, line: Instruction
+) -> Iterator[tuple[str, Instruction, Computation]]:
+    """(Kind, instruction, its computation) of what chips exchange in a line, fusions included.
+
+    The compiler of TPUs writes a reduce-scatter as a fusion of an all-reduce and a slice.
+    """
+    kind = line.opcode.removesuffix("-start")
+    if kind in COLLECTIVES:
+        yield kind, line, computation
+    elif line.opcode == "fusion":
+        inner = module.computations[line.called[0]]
+        for part in inner.values():
+            for kind, found, within in collectives(module, inner, part):
+                users = _readers(module, within, found.name)
+                sliced = users and all(user.opcode == "dynamic-slice" for user in users)
+                scattered = kind == "all-reduce" and sliced
+                yield "reduce-scatter" if scattered else kind, found, within
 
 
 def sent_by(

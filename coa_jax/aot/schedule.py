@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coa_jax.aot.chips import Chip
-from coa_jax.aot.costs import COLLECTIVES, FREE, PREFETCHES, flops_of, group, moved_by, sent_by
+from coa_jax.aot.costs import FREE, PREFETCHES, collectives, flops_of, group, moved_by, sent_by
 from coa_jax.aot.hlo import Computation, Instruction, Module, trip_count
 
 
@@ -112,7 +112,6 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
     computation, chip = module.computations[name], machine.chip
     clock, found = _Clock(), Timeline()
     for line in computation.values():
-        kind = line.opcode.removesuffix("-start")
         if line.opcode == "while":
             turns: float | None = trip_count(module, computation, line)
             inner = trips
@@ -126,8 +125,10 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
                 part = _play(module, called, machine, trips)
                 found.add(part, 1)
                 clock.now += part.total
-        elif kind in COLLECTIVES:
-            _collective(machine, computation, line, kind, clock, found)
+        elif exchanged := tuple(collectives(module, computation, line)):
+            for kind, part, within in exchanged:
+                _collective(machine, within, part, kind, clock, found)
+            clock.now += flops_of(module, computation, line) / chip.flops  # of a fusion
         elif line.opcode in PREFETCHES:
             seconds = moved_by(module, computation, line) / chip.hbm_bandwidth
             clock.copied = max(clock.copied, clock.now) + seconds

@@ -239,3 +239,37 @@ ENTRY %main (table: s32[256,16], at: s32[]) -> s32[256,1] {{
 }}
 """
     assert count(parse(text), 1).hbm_bytes == touched * 256 * 4
+
+
+SCATTERED = """HloModule jit_f, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%a, %b)
+}
+
+%all-reduce-scatter.clone.1 (input: f32[1000,100]) -> f32[250,100] {
+  %input = f32[1000,100]{1,0:T(8,128)S(1)} parameter(0)
+  %all-reduce.1 = f32[1000,100]{1,0:T(8,128)} all-reduce(%input), \
+replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %partition = u32[] partition-id()
+  %zero = u32[] constant(0)
+  ROOT %part = f32[250,100]{1,0:T(8,128)} dynamic-slice(%all-reduce.1, %partition, %zero), \
+dynamic_slice_sizes={250,100}
+}
+
+ENTRY %main (x: f32[1000,100]) -> f32[250,100] {
+  %x = f32[1000,100]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %fusion.1 = f32[250,100]{1,0:T(8,128)S(1)} fusion(%x), kind=kCustom, \
+calls=%all-reduce-scatter.clone.1
+}
+"""
+
+
+def test_a_sum_of_which_each_chip_keeps_its_part_is_a_reduce_scatter():
+    sent = 1000 * 100 * 4 * 3 / 4
+    assert count(parse(SCATTERED), 8).sent == {("reduce-scatter", 4): sent}
+    # One who reads all of it needs the sum everywhere.
+    whole = SCATTERED.replace("f32[250,100]", "f32[1000,100]").replace("dynamic-slice(", "negate(")
+    assert count(parse(whole), 8).sent == {("all-reduce", 4): 2 * sent}

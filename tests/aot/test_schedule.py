@@ -140,3 +140,12 @@ def test_a_slice_is_fetched_beside_operations(start, done):
     found = played(fetched, awaited)
     assert (found.total, found.beyond, found.waiting) == (4, 4, 0)
     assert played(fetched, (PRODUCT, 1, ""), awaited).total == 20
+
+
+def test_what_is_sent_inside_a_fusion_uses_the_links():
+    from tests.aot.test_costs import SCATTERED
+
+    places = np.array([(n % 4, n // 4, 0) for n in range(8)])
+    found = play(parse(SCATTERED), Machine(Chip(100.0, 10**9, 1e9, 60.0), places))
+    # Three quarters of 400,000 bytes over the two links of an axis.
+    assert (found.total, found.whole, found.waiting) == (15_000, 15_000, 15_000)
