@@ -98,6 +98,12 @@ def micro_batches(config: SFTConfig | RLConfig) -> int:
     return -(-config.groups * config.group_size // config.rows)
 
 
+def attended(config: SFTConfig | RLConfig) -> int:
+    """Positions of a row as attention sees it: with a copy of a shared prompt for each sequence."""
+    unfolded = config.attention_length if isinstance(config, RLConfig) else 0
+    return unfolded or config.row_length
+
+
 def array(
     mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: str | None
 ) -> jax.ShapeDtypeStruct:

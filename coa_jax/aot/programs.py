@@ -188,7 +188,8 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
     """Of one chip and micro-batch where something stands in for the kernel.
 
     Forward, and for gradients again where the backward pass keeps nothing, and backward.  See
-    `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``.
+    `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``;
+    of rows whose sequences share a prompt T is what they have with its copies.
     """
     config, model = setup.config, setup.model
     if setup.where.tpu:
@@ -196,7 +197,7 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
     products = 2
     if backward:
         products += 7 if policy_name(config.remat) == "none" else 2 + 7
-    square = config.rows * float(config.row_length) ** 2
+    square = config.rows * float(arrays.attended(config)) ** 2
     heads = model.num_layers * model.num_heads * model.head_dim
     return products * square * heads / setup.mesh.size
 

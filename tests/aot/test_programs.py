@@ -330,3 +330,15 @@ def test_the_tables_of_a_constraint_are_those_of_the_tokenizer(tmp_path):
 
     with pytest.raises(UserError, match=r"protocols of the tasks are not known.*protocol=web"):
         setup_of(dataclasses.replace(settings, tasks=tasks), model)
+
+
+# --- attention for which something stands in -----------------------------------------------
+
+
+def test_attention_over_copies_of_a_prompt_is_counted_with_them():
+    train, unfolded = (
+        next(p for p in all_programs(tiny_setup(**changes)) if p.name == "train")
+        for changes in ({}, {"attention_length": 3 * 192})
+    )
+    assert train.kernel_flops > 0
+    assert unfolded.kernel_flops == 9 * train.kernel_flops
