@@ -27,6 +27,7 @@ class Chip:
         network_bandwidth: bytes a second that it can send to chips beyond the group.
         host: chips of a host.
         clock: cycles a second of a TPU; 0 where it is not known.
+        capability: compute capability of a GPU.
     """
 
     flops: float
@@ -37,6 +38,7 @@ class Chip:
     network_bandwidth: float = 0.0
     host: int = 4
     clock: float = 0.0
+    capability: float = 0.0
 
 
 # TPUs: the system architecture pages of Cloud TPU (memory in GiB there; links in Gbit/s of a chip).
@@ -48,9 +50,9 @@ CHIPS: dict[str, Chip] = {
     "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9),
     "v5p": Chip(459e12, 95 << 30, 2765e9, 600e9, clock=1.75e9),
     "v6e": Chip(918e12, 32 << 30, 1640e9, 448e9),
-    "a100": Chip(312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9, 8),
-    "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9, 8),
-    "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9, 8),
+    "a100": Chip(312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9, 8, capability=8.0),
+    "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9, 8, capability=9.0),
+    "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9, 8, capability=9.0),
 }
 TPUS = ("v4", "v5e", "v5p", "v6e")
 GPUS = tuple(name for name in CHIPS if name not in TPUS)

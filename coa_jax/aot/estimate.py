@@ -29,7 +29,7 @@ class Memory:
     """Bytes on one chip while a program runs.
 
     Attributes:
-        arguments, output, temporaries: of the program.
+        arguments, output, temporaries: of the program, with those of kernels that are not in it.
         aliased: part of the output that takes the place of arguments.
         code: the program itself.
         lying: other arrays of the run.
@@ -109,7 +109,7 @@ def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
         used = Memory(
             analysis.argument_size_in_bytes,
             analysis.output_size_in_bytes,
-            analysis.temp_size_in_bytes,
+            analysis.temp_size_in_bytes + program.kernel_bytes,
             analysis.alias_size_in_bytes,
             analysis.generated_code_size_in_bytes,
             program.lying,

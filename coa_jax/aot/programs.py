@@ -43,6 +43,7 @@ class Program:
         devices: chips that run it together, in its order.
         data_trips: see `costs.count`.
         kernel_flops: of one chip, in kernels for which something stands in.
+        kernel_bytes: temporaries of one chip that those kernels have.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Program:
     devices: Sequence[Any]
     data_trips: tuple[float, ...] = ()
     kernel_flops: float = 0.0
+    kernel_bytes: int = 0
 
 
 def all_programs(setup: Setup) -> list[Program]:
@@ -93,6 +95,7 @@ def _training(setup: Setup) -> list[Program]:
             tuple(mesh.devices.flat),
             (number / updates, _head_turns(setup)),
             number / updates * _attention_flops(setup),
+            _mask_bytes(setup),
         )  # fmt: skip
 
     (policy, base), critic = arrays.policy(setup), arrays.critic(setup)
@@ -119,8 +122,8 @@ def _scoring(setup: Setup) -> list[Program]:
 
     def program(name: str, lower: Any, times: int, params: Params, *turns: float) -> Program:
         lying, devices = kept - chip_bytes(params), tuple(setup.mesh.devices.flat)
-        flops = _attention_flops(setup, backward=False)
-        return Program(name, lower, times * number, lying, devices, turns, flops)
+        flops, mask = _attention_flops(setup, backward=False), _mask_bytes(setup)
+        return Program(name, lower, times * number, lying, devices, turns, flops, mask)
 
     def score(name: str, times: int, params: Params, shared: Params) -> Program:
         def lower() -> jax.stages.Lowered:
@@ -174,14 +177,38 @@ def _loss(setup: Setup) -> Any:
 
 def _options(setup: Setup) -> dict[str, Any]:
     """Of the forward pass."""
-    config, model = setup.config, setup.model
-    if setup.where.tpu:
-        case = Case("tpu", config.dtype, model.num_kv_heads, model.num_groups, model.head_dim)
-        name = resolve("causal", config.attention, case, "config.attention")
-    else:
-        name = STAND_IN
-    attention = Attention(name, setup.mesh)
+    config = setup.config
+    # The kernels of GPUs cannot be compiled here.
+    attention = Attention(_kernel(setup) if setup.where.tpu else STAND_IN, setup.mesh)
     return {"dtype": config.dtype, "remat": config.remat, "attention": attention}
+
+
+def _kernel(setup: Setup) -> str:
+    """The implementation of attention that a run takes there."""
+    config, model = setup.config, setup.model
+    case = Case(
+        platform="tpu" if setup.where.tpu else "cuda",
+        dtype=config.dtype,
+        num_kv_heads=model.num_kv_heads,
+        num_groups=model.num_groups,
+        head_dim=model.head_dim,
+        capability=setup.where.chip.capability,
+    )
+    return resolve("causal", config.attention, case, "config.attention")
+
+
+def _mask_bytes(setup: Setup) -> int:
+    """Of a chip, what cuDNN reads in place of segment ids: a mask, and the bias made of it.
+
+    Each is ``[rows, 1, T, T]`` of an even T, see `attention.causal`; what stands in has neither.
+    """
+    if _kernel(setup) != "cudnn":
+        return 0
+    config = setup.config
+    length = arrays.attended(config)
+    length += length % 2
+    shape, axes = (config.rows, length, length), ("batch", None, None)
+    return chip_bytes([arrays.array(setup.mesh, shape, x, *axes) for x in ("bool", config.dtype)])
 
 
 def _attention_flops(setup: Setup, backward: bool = True) -> float:

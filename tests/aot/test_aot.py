@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,11 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from coa_jax.aot.chips import CHIPS, parse_slice
 from coa_jax.aot.costs import Costs
-from coa_jax.aot.estimate import advice, exceeded, roofline
+from coa_jax.aot.estimate import _compiled, advice, exceeded, roofline
+from coa_jax.aot.programs import Program
 from coa_jax.errors import UserError
 from tests.learn.tiny_runs import rl_config
 
@@ -190,6 +194,16 @@ def test_unknown_machines_are_refused(name, said):
 def test_slices_are_read():
     assert (parse_slice("v5p:4x4x8").count, parse_slice("v5e:4x4").tpu) == (128, True)
     assert (parse_slice("gpu:64xh200").count, parse_slice("gpu:64xh200").tpu) == (64, False)
+
+
+def test_what_kernels_have_that_are_not_compiled_is_counted_as_temporary():
+    where, x = parse_slice("gpu:1xh100"), jax.ShapeDtypeStruct((8,), "float32")
+    program = Program("train", lambda: jax.jit(jnp.sin).lower(x), 1, 0, jax.devices()[:1])
+    plain, more = (
+        _compiled(dataclasses.replace(program, kernel_bytes=size), where, 0.1)["bytes_per_chip"]
+        for size in (0, 10**9)
+    )
+    assert more == {**plain, **{k: plain[k] + 10**9 for k in ("temporaries", "total")}}
 
 
 def test_a_program_takes_as_long_as_its_slowest_part():

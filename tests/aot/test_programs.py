@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
-from coa_jax.aot import arrays
+from coa_jax.aot import arrays, programs
 from coa_jax.aot.arrays import Setup, micro_batches, set_up
 from coa_jax.aot.chips import Slice
 from coa_jax.aot.programs import all_programs
@@ -22,6 +23,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import Constraint, ConstraintTables
 from coa_jax.errors import UserError
 from coa_jax.learn import experience, logps, step
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, empty_batch
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import init_state
@@ -32,6 +34,7 @@ from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraConfig, split
 from coa_jax.model.weights import num_params
+from coa_jax.parallel.mesh import AXES
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.request import RolloutConfig
 from tests.learn.test_update import LENGTH, MODEL, config, groups, params
@@ -342,3 +345,18 @@ def test_attention_over_copies_of_a_prompt_is_counted_with_them():
     )
     assert train.kernel_flops > 0
     assert unfolded.kernel_flops == 9 * train.kernel_flops
+
+
+def test_the_mask_of_cudnn_takes_three_bytes_for_each_pair_of_positions():
+    mask = {"dtype": "bfloat16", "row_length": 191, "rollout": RolloutConfig(96)}
+    two = tiny_setup(**mask, algorithm=Algorithm("ppo"), updates=2)
+    sizes = {program.name: program.kernel_bytes for program in all_programs(two)}
+    square = 3 * 2 * 192**2  # two rows of an even length
+    scored = dict.fromkeys(("score", "values", "train", "critic"), square)
+    assert sizes == {**scored, **dict.fromkeys(("publish", "extend", "decode", "fork"), 0)}
+    # Each of two chips has a row.
+    halves = AbstractMesh((1, 2, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    assert programs._mask_bytes(dataclasses.replace(two, mesh=halves)) == square / 2
+    # Another kernel has none, nor what float32 gets.
+    for other in ({"attention": "pallas_gpu"}, {"dtype": "float32"}):
+        assert programs._mask_bytes(tiny_setup(**{**mask, **other})) == 0
