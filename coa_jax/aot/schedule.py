@@ -126,8 +126,8 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
                 found.add(part, 1)
                 clock.now += part.total
         elif exchanged := tuple(collectives(module, computation, line)):
-            for kind, part, within in exchanged:
-                _collective(machine, within, part, kind, clock, found)
+            for kind, sent, within in exchanged:
+                _collective(machine, within, sent, kind, clock, found)
             clock.now += flops_of(module, computation, line) / chip.flops  # of a fusion
         elif line.opcode in PREFETCHES:
             seconds = moved_by(module, computation, line) / chip.hbm_bandwidth
