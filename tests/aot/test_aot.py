@@ -144,7 +144,7 @@ def test_adapters_are_counted_beside_the_model_that_they_belong_to():
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_figure_and_the_setting():
     code, result, err = aot("--config=configs/sft/web.py:7b", "--topology=gpu:1xh100",
-                            "--config.rows=1")  # fmt: skip
+                            "--config.rows=1", "--config.row_length=16384")  # fmt: skip
     assert code == 1
     assert result["fits"] is False
     assert "needs " in err and "GB a chip" in err and "mesh.fsdp" in err
