@@ -107,7 +107,9 @@ case "$action" in
       if wait_for_slice; then
         status=0
         { do_it "${pod[@]}" setup && do_it "${pod[@]}" run ${words[@]+"${words[@]}"}; } || status=$?
-        [ "$status" -ne 0 ] || exit 0
+        [ "$dry_run" = no ] || exit "$status"
+        # 0 may be that of a run which was told to save because its slice is being taken away; one
+        # that had come to its end does so at once when it is started again.
         now="$(state)" || exit
         [ "$now" != ACTIVE ] || exit "$status"
       fi

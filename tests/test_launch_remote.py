@@ -120,11 +120,12 @@ case "$*" in
   *" delete "*) rm -f state ;;
   *" ssh "*coa_jax.rl*)
     left=$(cat losses); [ "$left" -eq 0 ] && exit "$(cat code)"
-    echo $((left - 1)) >losses; echo SUSPENDED >state; exit 255 ;;
+    echo $((left - 1)) >losses; echo SUSPENDED >state; exit "$(cat lost)" ;;
 esac""",
     )
 
-    def start(losses: int, code: int, *flags: str, script="tpu_queue.sh", state="", silent=0):
+    def start(losses, code, *flags, script="tpu_queue.sh", state="", silent=0, lost=255):
+        (tmp_path / "lost").write_text(str(lost))
         (tmp_path / "losses").write_text(str(losses))
         (tmp_path / "code").write_text(str(code))
         (tmp_path / "silent").write_text("x\n" * silent)
@@ -137,8 +138,9 @@ esac""",
     return start
 
 
-def test_a_slice_that_was_taken_away_is_replaced(cloud):
-    done, log = cloud(2, 0)
+@pytest.mark.parametrize("lost", [255, 0], ids=["torn connection", "run told to save"])
+def test_a_slice_that_was_taken_away_is_replaced(cloud, lost):
+    done, log = cloud(2, 0, lost=lost)
     assert done.returncode == 0, done.stderr
     assert log.count("queued-resources create") == 3
     assert log.count("queued-resources delete") == 2
