@@ -62,9 +62,12 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
     """
     groups = [group for group in groups if group]
     rates = [mean(group) for group in groups]
-    n, samples, value = len(rates), sum(map(len, groups)), mean(rates)
+    n, value = len(rates), mean(rates)
+    # Tasks that are all right or all wrong may as well have been asked once.
+    all_alike = all(rate in (0.0, 1.0) for rate in rates)
+    samples = n if all_alike else sum(map(len, groups))
     low, high = wilson_interval(value * samples, samples)
-    if n < 2 or n == samples:
+    if n < 2 or all_alike:
         return low, high
     half = student_t(n) * (standard_error(rates) or 0.0)
     return max(0.0, min(low, value - half)), min(1.0, max(high, value + half))

@@ -191,8 +191,7 @@ def walk(
     empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
     start = (empty + _MASKED, empty, jnp.zeros(q.shape, jnp.float32))
     _, total, attended = jax.lax.fori_loop(0, count, fold, start)
-    # Where nothing is read at all there is nothing but padding, whose result shall be finite.
-    attended = attended / jnp.where(count, total, 1.0)
+    attended = attended / total
     return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
