@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.weights import init_params
+from tests.cpus import OTHER_BUCKETS
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
@@ -117,13 +117,6 @@ def sampled(engine, slot, others=()):
     begin(engine, slot, PROMPT, 60, SamplingParams(), (4, 5, 6))
     tokens, logps = run(engine, [slot])
     return tokens[slot], logps[slot]
-
-
-# Without AVX-512, XLA multiplies 16 rows in another order than 32: there the bits depend on the
-# sizes of the programs for prompts and observations (docs/performance.md), and on nothing else.
-OTHER_BUCKETS = pytest.mark.xfail(
-    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="a CPU without AVX-512", strict=False
-)
 
 
 @pytest.mark.parametrize(

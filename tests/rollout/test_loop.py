@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
 from coa_jax.trajectory import Author, StopReason, format_valid
 from tests import tiny_policy
+from tests.cpus import OTHER_BUCKETS
 from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
 from tests.tiny_policy import TASKS
 
@@ -161,13 +161,6 @@ def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shap
     groups = run(wanted, on=engine(**shapes))
     assert prompts == [request.prompt for request in wanted]
     assert tokens_of(groups) == tokens_of(run(wanted, on=engine(slots=16)))
-
-
-# Without AVX-512, XLA multiplies 16 rows in another order than 32: there the bits depend on the
-# sizes of the programs for prompts and observations (docs/performance.md), and on nothing else.
-OTHER_BUCKETS = pytest.mark.xfail(
-    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="a CPU without AVX-512", strict=False
-)
 
 
 @pytest.mark.parametrize(
