@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
 from coa_jax.engine.constraint import allowed_tokens
-from coa_jax.model.products import project
+from coa_jax.model.products import project, row_sum
 from coa_jax.parallel.mesh import constrain
 
 
@@ -68,15 +68,23 @@ class Head:
     def backward(
         self, dz: jax.Array, hidden: jax.Array, weight: jax.Array, dw: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The gradient of a chunk of hidden states, and that of the weight added to ``dw``."""
+        """The gradient of a chunk of hidden states, and that of the weight added to ``dw [D, V]``."""
         # XLA of jaxlib 0.10.2 returns rubbish on CPUs where it fuses a maximum, exp and a single
         # product of it, which is what a frozen head would have here (docs/performance.md).
         dz = jax.lax.optimization_barrier(dz if self.temperature == 1.0 else dz / self.temperature)
         dh = project("rcv,vd->rcd" if self.tied else "rcv,dv->rcd", dz, weight, self.dtype)
         if dw is not None:
-            spec = "rcv,rcd->vd" if self.tied else "rcv,rcd->dv"
-            dw = dw + project(spec, dz, hidden, self.dtype)
+            # The other way round, XLA would begin with a transposed copy of all logits' gradients.
+            dw = dw + project("rcd,rcv->dv", hidden, dz, self.dtype)
         return dh, dw
+
+    def no_gradient(self, weight: jax.Array) -> jax.Array:
+        """What `backward` begins to add to, ``[D, V]``."""
+        return jnp.zeros(weight.T.shape if self.tied else weight.shape, jnp.float32)
+
+    def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
+        """The sum of `backward` in the form of the weight."""
+        return (dw.T if self.tied else dw).astype(weight.dtype)
 
 
 def _at(x: Any, k: jax.Array) -> Any:
@@ -194,9 +202,9 @@ def _score_bwd(head: Head, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any
         dh, dw = head.backward(dz, h, cast, out[1])
         return _put(out[0], dh, k), dw
 
-    start = None if trained is None else jnp.zeros(weight.shape, jnp.float32)
+    start = None if trained is None else head.no_gradient(weight)
     d_hidden, d_weight = jax.lax.fori_loop(0, live, body, (jnp.zeros_like(hidden), start))
-    d_weight = None if d_weight is None else d_weight.astype(weight.dtype)
+    d_weight = None if d_weight is None else head.gradient(d_weight, weight)
     return d_hidden, d_weight, None, None, None, None
 
 
@@ -230,23 +238,28 @@ def _weighted_fwd(head: Head, *primals: Any) -> tuple[jax.Array, Any]:
     def body(k: jax.Array, out: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, ...]:
         h, y, factor = _at((hidden, targets, factors), k)
         z = head.logits(h, cast)
-        log_sum = jax.nn.logsumexp(z, axis=-1)
+        # One exponential for the loss and the gradient.
+        largest = jnp.max(z, axis=-1, keepdims=True)
+        powers = jax.lax.optimization_barrier(jnp.exp(z - largest))
+        total_power = row_sum(powers)
+        log_sum = jnp.log(total_power) + largest[..., 0]
         total = out[0] + jnp.sum((_pick(z, y) - log_sum) * factor)
-        dz = factor[..., None] * (_is(y, z.shape[-1]) - jnp.exp(z - log_sum[..., None]))
+        dz = factor[..., None] * (_is(y, z.shape[-1]) - powers / total_power[..., None])
         dh, dw = head.backward(dz, h, cast, out[2])
         return total, _put(out[1], dh, k), dw
 
-    start = jnp.zeros(weight.shape, jnp.float32) if primals[1].perturbed else None
+    start = head.no_gradient(weight) if primals[1].perturbed else None
     first = (jnp.zeros((), jnp.float32), jnp.zeros_like(hidden), start)
     total, d_hidden, d_weight = jax.lax.fori_loop(0, live, body, first)
-    return total, (d_hidden, d_weight, jnp.zeros((), weight.dtype))
+    d_weight = None if d_weight is None else head.gradient(d_weight, weight)
+    return total, (d_hidden, d_weight)
 
 
 def _weighted_bwd(head: Head, saved: Any, g: Any) -> tuple[Any, ...]:
-    d_hidden, d_weight, like = saved
+    d_hidden, d_weight = saved
     if isinstance(g, SymbolicZero):
         return None, None, None, None, None
-    d_weight = None if d_weight is None else (g * d_weight).astype(like.dtype)
+    d_weight = None if d_weight is None else (g * d_weight).astype(d_weight.dtype)
     return g * d_hidden, d_weight, None, None, None
 
 

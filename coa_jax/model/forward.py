@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import lora
 from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.products import multiply, project, row_sum
-from coa_jax.model.remat import Remat, rematerialize
+from coa_jax.model.products import column_sum, multiply, project, row_sum
+from coa_jax.model.remat import MLP, Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain, gather
 
@@ -39,8 +40,59 @@ _WEIGHTS = {
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square normalisation over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(row_sum(x * x)[..., None] / x.shape[-1] + eps) * scale
+    return _rms_norm(eps, x.astype(jnp.float32), scale)
+
+
+# The gradients of the next two are written out because XLA makes slow loops on CPUs of what
+# differentiation gives (docs/performance.md): sums fused with what they add up, and a concatenation
+# of padded halves.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * _inverse_rms(eps, x) * scale
+
+
+def _inverse_rms(eps: float, x: jax.Array) -> jax.Array:
+    return jax.lax.rsqrt(row_sum(x * x)[..., None] / x.shape[-1] + eps)
+
+
+def _rms_norm_fwd(
+    eps: float, x: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rms_norm(eps, x, scale), (x, scale)
+
+
+def _rms_norm_bwd(
+    eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, scale = saved
+    inverse = _inverse_rms(eps, x)
+    x, scaled = x * inverse, g * scale
+    dx = inverse * (scaled - x * (row_sum(scaled * x)[..., None] / x.shape[-1]))
+    return dx, column_sum(g * x).astype(scale.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+@jax.custom_vjp
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """``silu(gate) * up`` of both ``[..., 2, F]``, float32 ``[..., F]``."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return swiglu(gate_up), gate_up
+
+
+def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    share = jax.nn.sigmoid(gate)
+    return (jnp.stack((g * up * share * (1 + gate * (1 - share)), g * gate * share), axis=-2),)
+
+
+swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:
@@ -134,8 +186,7 @@ def _layer(
         if "lora" in layer:
             gate_up = lora.add_gate_up(gate_up, h, layer, dtype)
         gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
-        gate, up = jnp.split(gate_up, 2, axis=2)  # whose gradient is one array, not a sum of two
-        h = (jax.nn.silu(gate) * up)[:, :, 0].astype(dtype)
+        h = checkpoint_name(swiglu(gate_up).astype(dtype), MLP)
         h = constrain(h, mesh, "batch", None, "mlp")
         x = x + constrain(multiply(h, weight("down"), dtype), mesh, *STREAM)
         if "lora" in layer:

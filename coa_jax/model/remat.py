@@ -15,11 +15,14 @@ Remat = bool | str
 ATTENTION = "attention"
 """Name of what attention keeps for its backward pass beside its arguments."""
 
+MLP = "mlp"
+"""Name of what the down projection multiplies."""
+
 _POLICIES = jax.checkpoint_policies
 POLICIES: dict[str, Any] = {
     "none": None,
     "dots": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(ATTENTION)
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(ATTENTION, MLP)
     ),
     "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
