@@ -58,8 +58,9 @@ class EngineConfig:
         pages: of a pool that all slots share, in which the samples of a prompt hold its whole pages
             once; 0 gives every slot pages of its own for ``max_length``.
         attention: implementation over the cache: ``auto`` or a name, see docs/kernels.md.
-        decode_programs: how many programs decode: one for all slots, one for half of them, one for
-            a quarter, ...; the smallest that takes all slots that are not waiting is run.
+        decode_programs: how many programs decode, for all slots and for equal parts of them: of 4,
+            one takes a quarter, the next one half, ...; the smallest that takes all slots that are
+            not waiting is run.
 
     Raises:
         UserError: a number is too small, or a dtype is not known.
@@ -74,7 +75,7 @@ class EngineConfig:
     cache_dtype: str = ""
     page_size: int = 128
     pages: int = 0
-    decode_programs: int = 3
+    decode_programs: int = 4
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -104,5 +105,6 @@ class EngineConfig:
         """
         if self.slots == 1:
             return (1,)
-        halves = (-(-self.slots // 2**n) for n in range(self.decode_programs))
-        return tuple(sorted({max(rows, MIN_ROWS) for rows in halves}))
+        count = self.decode_programs
+        parts = (-(-self.slots * part // count) for part in range(1, count + 1))
+        return tuple(sorted({max(rows, MIN_ROWS) for rows in parts}))

@@ -210,7 +210,9 @@ class Engine:
         slots = np.zeros(rows, np.int32)
         tokens = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), config.pages_per_slot * config.page_size, np.int32)
-        for row, (slot, start, ids) in enumerate(blocks):
+        # Rows of like lengths lie together, see `model.attention.paged.walk`.
+        ordered = sorted(blocks, key=lambda block: block[1])
+        for row, (slot, start, ids) in enumerate(ordered):
             slots[row] = slot
             tokens[row, : len(ids)] = ids
             positions[row, : len(ids)] = np.arange(start, start + len(ids))
@@ -264,6 +266,7 @@ class Engine:
             The chunk as NumPy arrays over all slots.  Slots that ended are no longer active.
         """
         active = np.flatnonzero(self._active).astype(np.int32)
+        active = active[np.argsort(self.length[active], kind="stable")]  # as in `extend`
         return self._decode(active, next(n for n in self.config.row_sizes if n >= active.size))
 
     def lower_decode(self) -> jax.stages.Lowered:

@@ -68,7 +68,7 @@ class Head:
     def backward(
         self, dz: jax.Array, hidden: jax.Array, weight: jax.Array, dw: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The gradient of a chunk of hidden states, and that of the weight added to ``dw [D, V]``."""
+        """The gradients of a chunk of hidden states, and of the weight, added to ``dw [D, V]``."""
         # XLA of jaxlib 0.10.2 returns rubbish on CPUs where it fuses a maximum, exp and a single
         # product of it, which is what a frozen head would have here (docs/performance.md).
         dz = jax.lax.optimization_barrier(dz if self.temperature == 1.0 else dz / self.temperature)

@@ -186,7 +186,8 @@ def _layer(
         if "lora" in layer:
             gate_up = lora.add_gate_up(gate_up, h, layer, dtype)
         gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
-        h = checkpoint_name(swiglu(gate_up).astype(dtype), MLP)
+        # Kept in float32: as bfloat16, XLA converts all layers' at once to float32 on CPUs.
+        h = checkpoint_name(swiglu(gate_up), MLP).astype(dtype)
         h = constrain(h, mesh, "batch", None, "mlp")
         x = x + constrain(multiply(h, weight("down"), dtype), mesh, *STREAM)
         if "lora" in layer:

@@ -48,6 +48,20 @@ def test_each_policy_keeps_less_than_the_one_before():
     assert sorted(kept, reverse=True) == kept and len(set(kept)) == 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_with_weights_are_kept_in_every_dtype(dtype):
+    def products(remat):
+        def loss(params):
+            hidden, _ = forward(params, MODEL, TOKENS, np.arange(64), dtype=dtype, remat=remat)
+            return jnp.sum(hidden**3)
+
+        return str(jax.make_jaxpr(jax.grad(loss))(PARAMS)).count("dot_general")
+
+    # Queries, keys and values, the output of attention, and gate and up; nothing needs the result
+    # of the down projection again.
+    assert products("full") - products("weight_dots") == 3
+
+
 def test_names_and_flags():
     assert (policy_name(False), policy_name(True), policy_name("dots")) == ("none", "full", "dots")
     with pytest.raises(UserError, match="remat is 'some': use one of none, dots"):

@@ -144,6 +144,11 @@ def attend_paged(
     return run(q, table, start + count, *pages).astype(jnp.float32)
 
 
+_GROUP = 8
+"""Sequences that `walk` takes together on CPUs: their pages stay in a processor's cache from the
+copy to the products, and no sequence is gone over further than the longest of its group."""
+
+
 def walk(
     q: jax.Array,
     read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
@@ -167,6 +172,30 @@ def walk(
     Returns:
         float32, like q.
     """
+
+    def whole(q: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+        return _walk(q, read, table, size, positions, dtype)
+
+    def in_groups(*rows: jax.Array) -> jax.Array:
+        groups = [x.reshape(-1, _GROUP, *x.shape[1:]) for x in rows]
+        return jax.lax.map(lambda group: whole(*group), groups).reshape(q.shape)
+
+    if len(q) <= _GROUP or len(q) % _GROUP:
+        return whole(q, table, positions)
+    result: jax.Array = jax.lax.platform_dependent(
+        q, table, positions, cpu=in_groups, default=whole
+    )
+    return result
+
+
+def _walk(
+    q: jax.Array,
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    table: jax.Array,
+    size: int,
+    positions: jax.Array,
+    dtype: Any,
+) -> jax.Array:
     b, t, n, g, width = q.shape
     # The queries of a group are rows of one product with their head's keys.
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
