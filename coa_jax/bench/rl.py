@@ -66,6 +66,7 @@ def rl_config(
     row_length: int,
     remat: str,
     steps: int,
+    attention_length: int = 0,
 ) -> RLConfig:
     """Settings of a run of ``steps`` updates over the workload's groups.
 
@@ -74,7 +75,7 @@ def rl_config(
         shapes: of the engine.
         rows: of a micro-batch; 0 for as many as trajectories fill.
         row_length: tokens of a row; 0 for the least multiple of 128 from 512 on that holds any.
-        remat, steps: see `RLConfig`.
+        remat, steps, attention_length: see `RLConfig`.
 
     Raises:
         UserError: groups of different sizes, or of one.
@@ -100,6 +101,7 @@ def rl_config(
         temperature=1.0,
         rows=rows or -(-len(workload.scripts) // per_row),
         row_length=row_length,
+        attention_length=attention_length,
         dtype=shapes.dtype,
         remat=remat,
         algorithm=Algorithm(name="grpo", kl_coef=0.0),
@@ -131,17 +133,24 @@ def measure(
     remat: str = "none",
     steps: int = 3,
     attention: str = "auto",
+    attention_length: int = 0,
 ) -> dict[str, Any]:
     """The result of the command.
 
     Args:
         subject: the model, with float32 parameters; they are used up.
-        workload, shapes, rows, row_length, remat: see `rl_config`.
+        workload, shapes, rows, row_length, remat, attention_length: see `rl_config`.
         steps: measured steps.
         attention: see `RLConfig`.
     """
     config = rl_config(
-        workload, shapes, rows=rows, row_length=row_length, remat=remat, steps=steps + 1
+        workload,
+        shapes,
+        rows=rows,
+        row_length=row_length,
+        remat=remat,
+        steps=steps + 1,
+        attention_length=attention_length,
     )
     model = Model(subject.config, subject.params, subject.tokenizer)
     chosen = choose(attention, subject.config, config.dtype)
@@ -192,6 +201,7 @@ def measure(
         **dataclasses.asdict(shapes),
         "rows": config.rows,
         "row_length": config.row_length,
+        "attention_length": attention_length,
         "remat": remat,
         "steps": steps,
         "first_step_s": round(first["step_s"], 2),
@@ -207,6 +217,12 @@ def define_flags() -> None:
     define_shape_flags()
     flags.DEFINE_integer("rows", 0, "rows of a micro-batch; 0 for all", lower_bound=0)
     flags.DEFINE_integer("row_length", 0, "tokens of a row; 0 for 512 or more", lower_bound=0)
+    flags.DEFINE_integer(
+        "attention_length",
+        0,
+        "positions of a row in attention, where samples share their prompt; 0 shares none",
+        lower_bound=0,
+    )
     flags.DEFINE_enum("remat", "none", list(POLICIES), "what the backward pass computes again")
     flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
 
@@ -227,6 +243,7 @@ def main(_: list[str]) -> None:
         remat=values.remat,
         steps=values.repeats,
         attention=values.attention,
+        attention_length=values.attention_length,
     )
     report(result, out)
 

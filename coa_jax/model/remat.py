@@ -33,8 +33,8 @@ POLICIES: dict[str, Any] = {
 computed again with each of them.
 
 - ``none`` keeps everything else.
-- ``dots`` keeps the results of products with weights, and those of attention where it names them
-  (`splash` and `xla`).
+- ``dots`` keeps the results of products with weights, what the down projection multiplies, and the
+  results of attention where it names them (`splash` and `xla`).
 - ``weight_dots`` keeps those of products with weights only; attention is computed again.
 - ``offload`` keeps the same ones in the memory of the host.
 - ``attention`` keeps what ``full`` does and what attention names, so that the backward pass need

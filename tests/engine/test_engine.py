@@ -152,6 +152,11 @@ def test_all_slots_fit_into_the_largest_program(slots):
     assert EngineConfig(slots=slots, decode_programs=1).row_sizes == sizes[-1:]
 
 
+def test_programs_decode_equal_parts_of_the_slots():
+    assert EngineConfig(slots=32).row_sizes == (8, 16, 24, 32)
+    assert EngineConfig(slots=9, decode_programs=3).row_sizes == (3, 6, 9)
+
+
 def test_bytes_for_keys_and_values_move_log_probabilities_only_a_little():
     tokens, logps = sampled(make(), 0)
     engine = make(cache_dtype="int8")

@@ -73,6 +73,28 @@ def test_the_bits_depend_neither_on_the_others_nor_on_where_pages_lie():
     np.testing.assert_array_equal(outputs([0, 4, 2, 3], 8), whole[[0, 4, 2, 3]])
 
 
+@pytest.mark.parametrize("rows", [16, 24])
+def test_rows_in_groups_are_those_of_one_group(rows):
+    lengths = np.random.default_rng(5).integers(1, SIZE * PAGES + 1, rows)
+    k, v = normal(0, rows, SIZE * PAGES, N, K), normal(1, rows, SIZE * PAGES, N, K)
+    q = normal(2, rows, 1, N, G, K)
+    table = np.random.default_rng(3).permutation(rows * PAGES).reshape(rows, PAGES)
+    layer = fill(empty(pages=rows * PAGES), table, k, v, lengths)
+    run = jax.jit(lambda *x: attend(*x, jnp.float32))
+
+    def outputs(some):
+        positions = jnp.asarray(lengths[some])[:, None] - 1
+        return np.asarray(run(jnp.asarray(q[some]), layer, jnp.asarray(table[some]), positions))
+
+    whole = outputs(np.arange(rows))
+    np.testing.assert_allclose(
+        whole, [expected(q[b], k[b], v[b], [lengths[b] - 1]) for b in range(rows)], atol=2e-6
+    )
+    ordered = np.argsort(lengths)
+    np.testing.assert_array_equal(outputs(ordered), whole[ordered])
+    np.testing.assert_array_equal(outputs(ordered[3:10]), whole[ordered[3:10]])  # no groups
+
+
 def test_what_is_outside_of_the_cache_is_not_written():
     layer, table = empty(), jnp.arange(B * PAGES).reshape(B, PAGES)
     k = jnp.ones((B, 2, N, K))
