@@ -80,7 +80,7 @@ class Head:
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
         """What `backward` begins to add to, ``[D, V]``."""
-        return jnp.zeros(weight.T.shape if self.tied else weight.shape, jnp.float32)
+        return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
         """The sum of `backward` in the form of the weight."""

@@ -38,7 +38,8 @@ def _einsum_bwd(
     spec: str, operands: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Without this the backward products would mix a float32 cotangent with bfloat16 operands and
-    # run at their speed.
+    # run at float32 speed; and on CPUs that of a weight would begin with a transposed copy of the
+    # cotangent, which is mostly larger than x.
     x, w = operands
     inputs, out = spec.split("->")
     a, b = inputs.split(",")
