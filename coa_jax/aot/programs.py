@@ -257,6 +257,7 @@ def _publish(setup: Setup) -> list[Program]:
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     """The largest programs of an engine, on the chips of one."""
+    engine = engine.on_platform("tpu")
     mesh, attention = arrays.engine_mesh(setup), arrays.paged_attention(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
     options = {"config": setup.model, "dtype": engine.dtype, "attention": attention}

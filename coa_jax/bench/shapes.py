@@ -26,7 +26,7 @@ def define_shape_flags() -> None:
         "max_length", 0, "positions of a slot; 0 for those of the workload", lower_bound=0
     )
     flags.DEFINE_multi_integer(
-        "extend_buckets", [32, 128, 512], "tokens of a prefill program (repeatable)", lower_bound=1
+        "extend_buckets", [], "tokens of a prefill program (repeatable)", lower_bound=1
     )
     flags.DEFINE_integer(
         "pages", 0, "pages of the cache that slots share; 0 for pages of their own", lower_bound=0
@@ -60,7 +60,7 @@ def engine_shapes(
     chunk: int,
     dtype: str,
     max_length: int = 0,
-    extend_buckets: Sequence[int] = (32, 128, 512),
+    extend_buckets: Sequence[int] = (),
     extend_block: int = 16,
     pages: int = 0,
     cache_dtype: str = "",

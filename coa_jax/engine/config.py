@@ -48,7 +48,8 @@ class EngineConfig:
         slots: sequences that are in progress at a time.
         max_length: S, positions of a slot; no sequence grows beyond it.
         chunk: tokens decoded between two visits of the host.
-        extend_buckets: tokens of the programs that write prompts and observations, ascending.
+        extend_buckets: tokens of the programs that write prompts and observations, ascending; empty
+            for those of the platform, see `on_platform`.
         extend_block: these programs take that many tokens of a sequence together; what a sequence
             has beyond a multiple is filled up with padding.
         dtype: of the operands of products.
@@ -69,7 +70,7 @@ class EngineConfig:
     slots: int = 16
     max_length: int = 1024
     chunk: int = 8
-    extend_buckets: tuple[int, ...] = (32, 128, 512)
+    extend_buckets: tuple[int, ...] = ()
     extend_block: int = 16
     dtype: str = "float32"
     cache_dtype: str = ""
@@ -85,6 +86,17 @@ class EngineConfig:
                 raise UserError(f"engine.{name} is {getattr(self, name)}; give at least {bound}")
         one_of(self, "engine.", DTYPES, "dtype")
         one_of(self, "engine.", ("", *DTYPES, "int8"), "cache_dtype")
+
+    def on_platform(self, platform: str) -> EngineConfig:
+        """With the extend_buckets of a platform where none are given.
+
+        On CPUs that is a single size: a sequence gets the same bits whatever is read beside it, and
+        larger programs read no faster (docs/performance.md).
+        """
+        if self.extend_buckets:
+            return self
+        buckets = (64,) if platform == "cpu" else (32, 128, 512)
+        return dataclasses.replace(self, extend_buckets=buckets)
 
     @property
     def pages_per_slot(self) -> int:

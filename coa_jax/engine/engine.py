@@ -48,6 +48,8 @@ class Engine:
         Raises:
             UserError: it needs more memory than is free, or its shapes contradict each other.
         """
+        (platform,) = {d.platform for d in jax.tree.leaves(params)[0].devices()}
+        config = config.on_platform(platform)
         check_shapes(config)
         warn_of_positions(model, config.max_length, "engine.max_length")
         self.model, self.config = model, config
@@ -82,7 +84,7 @@ class Engine:
                 of them for the devices of this engine.
         """
         if not isinstance(params["layers"], tuple):
-            (params,) = layout.publish(params, self.model, self.config.dtype)
+            (params,) = layout.publish(params, self.model, self.config)
         self.params = params
 
     def warm_up(self) -> None:
@@ -345,9 +347,9 @@ def check_shapes(config: EngineConfig) -> None:
     """
     block, buckets = config.extend_block, config.extend_buckets
     ascending = list(buckets) == sorted(set(buckets))
-    if not buckets or not ascending or buckets[0] < block or any(b % block for b in buckets):
+    if not ascending or buckets[0] < block or any(b % block for b in buckets):
         raise UserError(
-            f"extend_buckets are {', '.join(map(str, buckets)) or 'empty'}; give ascending "
+            f"extend_buckets are {', '.join(map(str, buckets))}; give ascending "
             f"multiples of extend_block, which is {block}"
         )
     if config.pages and config.pages < config.pages_per_slot:
@@ -380,9 +382,9 @@ def make_engines(
     Raises:
         UserError: see `Engine`.
     """
-    check_shapes(config)
+    check_shapes(config.on_platform(jax.default_backend()))
     check_room(params, model, config, layout.group_size(params, tensor))
-    parts = layout.publish(params, model, config.dtype, tensor)
+    parts = layout.publish(params, model, config, tensor)
     return [kind(part, model, config, stop_tokens, constraint) for part in parts]
 
 
@@ -395,6 +397,6 @@ def publish_all(engines: Sequence[Engine], params: Params) -> None:
     tensor = len(jax.tree.leaves(first.params)[0].devices())
     for engine in engines:
         engine.params = {}
-    parts = layout.publish(params, first.model, first.config.dtype, tensor)
+    parts = layout.publish(params, first.model, first.config, tensor)
     for engine, part in zip(engines, parts, strict=True):
         engine.publish(part)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
     AbstractMesh,
@@ -32,7 +31,7 @@ from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve
 from coa_jax.model.cache import Layer, init_layers, layer_axes
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import decode_shardings
-from coa_jax.model.weights import Params, unstack_layers
+from coa_jax.model.weights import Params, output_major, unstack_layers
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
 
 
@@ -117,23 +116,26 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
     return found or [(1, 1)]
 
 
-def publish(params: Params, model: ModelConfig, dtype: str, tensor: int = 0) -> list[Params]:
+def publish(
+    params: Params, model: ModelConfig, config: EngineConfig, tensor: int = 0
+) -> list[Params]:
     """Copies training parameters into the decoding layout, one for each group of this process.
 
-    With several processes, all of them call this.  On one CPU device a large output head is a tuple
-    of matrices, see `publish_program`.
+    With several processes, all of them call this.  For several slots on one CPU device the weights
+    are `products.OutputMajor`.
 
     Args:
         params: stacked, on one device or on a training mesh.
         model: the architecture.
-        dtype: of the copies.
+        config: of the engines that will have the copies.
         tensor: see `decode_mesh`.
     """
+    dtype = config.dtype
     mesh = _mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
-        parts = head_parts(model) if device.platform == "cpu" else 1
-        return [publish_program(model, dtype, None, parts)(params)]
+        outputs_first = device.platform == "cpu" and config.slots > 1
+        return [publish_program(model, dtype, None, outputs_first)(params)]
     return cut(publish_program(model, dtype, decode_mesh(mesh, tensor))(params), model)
 
 
@@ -182,31 +184,23 @@ def join(parts: Sequence[Params], model: ModelConfig, mesh: Mesh | None, tensor:
     return jax.tree.map(whole, _places(model, decode_mesh(mesh, tensor)), *parts)
 
 
-_HEAD_COLUMNS = 3072
-"""Several rows times a matrix of 49,152 columns, where the elements of a column lie far apart in
-memory, took twice as long as times 16 matrices of this width (docs/performance.md)."""
-
-
-def head_parts(model: ModelConfig) -> int:
-    """Into how many matrices the output head of a policy falls that decodes on a CPU."""
-    return max(1, round(model.vocab_size / _HEAD_COLUMNS))
-
-
 @functools.lru_cache
-def publish_program(model: ModelConfig, dtype: str, mesh: Mesh | None, head_parts: int = 1) -> Any:
+def publish_program(
+    model: ModelConfig, dtype: str, mesh: Mesh | None, outputs_first: bool = False
+) -> Any:
     """One compiled program from the training layout to the decoding layout.
 
     Args:
         model: the architecture.
         dtype: of the copies.
         mesh: see `decode_mesh`; None on one device.
-        head_parts: more than one gives a tuple of matrices whose columns follow each other.
+        outputs_first: of the weights, see `products.OutputMajor`; on one device.
     """
 
     def program(params: Params) -> Params:
         params = unstack_layers(params, model)
-        if head_parts > 1:
-            params["head"] = tuple(jnp.array_split(params["head"], head_parts, axis=1))
+        if outputs_first:
+            params = output_major(params)
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
     if mesh is None:

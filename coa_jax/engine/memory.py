@@ -63,9 +63,9 @@ def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> 
         config: shapes.
         tensor: devices of the engine's group.
     """
+    config = config.on_platform(jax.default_backend())
     item = jnp.dtype(config.dtype).itemsize
-    table = model.vocab_size * model.hidden_size
-    parameters = (num_params(model) + (table if model.tie_embeddings else 0)) * item
+    parameters = num_params(model) * item
     # Heads that the devices cannot split lie on all of them.
     heads = model.num_kv_heads // (1 if model.num_kv_heads % tensor else tensor)
     vectors = 2 * model.num_layers * heads * config.page_size

@@ -20,7 +20,7 @@ from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.products import column_sum, multiply, project, row_sum
+from coa_jax.model.products import OutputMajor, Weight, column_sum, multiply, row_sum
 from coa_jax.model.remat import MLP, Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain, gather
@@ -135,7 +135,7 @@ def _layer(
     c = config
     mesh = attention.mesh if cache is None else None
 
-    def weight(name: str) -> jax.Array:
+    def weight(name: str) -> Weight:
         # A layer's weights are smaller than its activations: products wait for all of them, not
         # for one part after another, each added to a sum that is the size of the result.
         if mesh is None:
@@ -172,10 +172,8 @@ def _layer(
     # Where an operand lies also says where its gradient does.
     attended = constrain(attended.astype(dtype), mesh, "batch", None, "kv_heads", None, None)
     with jax.named_scope("out"):
-        # As one contracted axis: einsum would sort three by their letters, and copy the weights
-        # into that order in every call.
-        whole, out = attended.reshape(*x.shape[:2], -1), weight("out").reshape(-1, c.hidden_size)
-        x = x + constrain(multiply(whole, out, dtype), mesh, *STREAM)
+        whole = attended.reshape(*x.shape[:2], -1)
+        x = x + constrain(multiply(whole, weight("out"), dtype, contracted=3), mesh, *STREAM)
         if "lora" in layer:
             x = lora.add_one("o", "btngk,ngkd->btd", x, attended, layer, dtype)
     with jax.named_scope("norm"):
@@ -278,11 +276,5 @@ def unembed(
     params: Params, config: ModelConfig, hidden: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
     """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    if isinstance(params.get("head"), tuple):  # see `engine.layout.publish`
-        flat = jnp.concatenate([multiply(flat, part, dtype) for part in params["head"]], axis=1)
-    elif "head" in params:
-        flat = multiply(flat, params["head"], dtype)
-    else:
-        flat = project("xd,vd->xv", flat, params["embed"], dtype)
-    return flat.reshape(*hidden.shape[:-1], config.vocab_size)
+    head = params["head"] if "head" in params else OutputMajor(params["embed"])
+    return multiply(hidden, head, dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +57,34 @@ _PARTS = 4
 """Into how many parts of its contracted axis the product of a single row falls on CPUs."""
 
 
-def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+class OutputMajor(NamedTuple):
+    """A weight ``[..., K]``, whose outputs come first, for products of several rows on CPUs.
+
+    XLA's CPU products of ``w [N, K]`` and few columns are half as long again as fast as those of
+    few rows and ``[K, N]`` (docs/performance.md): the rows are what they rearrange first, and not
+    the weight.
+    """
+
+    array: jax.Array
+
+
+Weight = jax.Array | OutputMajor
+
+
+def multiply(x: jax.Array, w: Weight, dtype: Any, contracted: int = 1) -> jax.Array:
     """``x [..., K]`` times a weight ``w [K, ...]``, float32 ``[..., ...]``, as `project` does it.
 
-    The product of a single row takes as long as reading the weight.  XLA shares a batch of
-    products out over the cores of a CPU, but not a lone one of a vector with few columns: there
-    the weight is read as a batch of blocks of its rows, and what they give is added.
+    Args:
+        x: activations.
+        w: weight.
+        dtype: of the operands.
+        contracted: axes of the weight that are K together.
     """
+    if isinstance(w, OutputMajor):
+        return _times_output_major(x, w.array, dtype, contracted)
+    # As one contracted axis: einsum would sort several by their letters, and copy the weights into
+    # that order in every call.
+    w = w.reshape(-1, *w.shape[contracted:])
     kept, outputs = "abcdef"[: x.ndim - 1], "uvwxyz"[: w.ndim - 1]
 
     def whole(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -74,10 +96,41 @@ def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
         summed = functools.reduce(jnp.add, tuple(project("pak,pku->pau", rows, blocks, dtype)))
         return summed.reshape(*x.shape[:-1], *w.shape[1:])
 
+    # The product of a single row takes as long as reading the weight.  XLA shares a batch of
+    # products out over the cores of a CPU, but not a lone one of a vector with few columns: there
+    # the weight is read as a batch of blocks of its rows, and what they give is added.
     if x.size > x.shape[-1] or x.shape[-1] % _PARTS:
         return whole(x, w)
     result: jax.Array = jax.lax.platform_dependent(x, w, cpu=in_parts, default=whole)
     return result
+
+
+_COLUMNS = 16
+"""Rows that `_times_output_major` takes together where each is the one token of a sequence."""
+
+
+def _times_output_major(x: jax.Array, w: jax.Array, dtype: Any, contracted: int) -> jax.Array:
+    rows, outputs = x.reshape(-1, x.shape[-1]), w.shape[:-contracted]
+    w = w.reshape(math.prod(outputs), -1)
+    # The bits of a product depend on its shape.  Those of a decoded token must not depend on how
+    # many others are decoded beside it: there all products have one shape, however many they are.
+    size = _COLUMNS if x.ndim == 2 or x.shape[-2] == 1 else len(rows)
+
+    def in_columns(rows: jax.Array, w: jax.Array) -> jax.Array:
+        # Without the barriers XLA would swap the operands in place of transposing them.
+        barrier = jax.lax.optimization_barrier
+        padded = jnp.pad(rows, ((0, -len(rows) % size), (0, 0)))
+        parts = [
+            barrier(project("nk,kb->nb", w, barrier(padded[at : at + size].T), dtype)).T
+            for at in range(0, len(padded), size)
+        ]
+        return jnp.concatenate(parts)[: len(rows)]
+
+    def whole(rows: jax.Array, w: jax.Array) -> jax.Array:
+        return project("bk,nk->bn", rows, w, dtype)
+
+    result = jax.lax.platform_dependent(rows, w, cpu=in_columns, default=whole)
+    return result.reshape(*x.shape[:-1], *outputs)
 
 
 @jax.custom_vjp

@@ -34,6 +34,4 @@ def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Params:
     table = {spec.path: spec for spec in weight_table(config)}
     top = {path: place(s.axes, s.shape) for path, s in table.items() if path[0] != "layers"}
     layer = {path[1]: place(s.axes[1:], s.shape[1:]) for path, s in table.items() if len(path) > 1}
-    embed = table["embed",]
-    head = place(embed.axes[::-1], embed.shape[::-1])
-    return {**from_paths({("head",): head, **top}), "layers": (layer,) * config.num_layers}
+    return {**from_paths(top), "layers": (layer,) * config.num_layers}

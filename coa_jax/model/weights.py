@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.products import OutputMajor
 
 Params = dict[str, Any]
 """Nested dict of arrays, keyed as the paths of the table are."""
@@ -122,14 +123,28 @@ def num_params(config: ModelConfig) -> int:
 
 
 def unstack_layers(params: Params, config: ModelConfig) -> Params:
-    """The decoding layout: a tuple of per-layer dicts, and the output head as ``[D, V]``.
+    """The decoding layout: a tuple of per-layer dicts.
 
     A decode step reads every weight once; slices of a stacked array inside its loop would be
-    copies, and a head read along the vocabulary is the faster product on CPU and TPU.
+    copies.
     """
     layers = tuple(
         {name: value[i] for name, value in params["layers"].items()}
         for i in range(config.num_layers)
     )
-    head = params["embed"].T if config.tie_embeddings else params["head"]
-    return {**params, "layers": layers, "head": head}
+    return {**params, "layers": layers}
+
+
+def output_major(params: Params) -> Params:
+    """The decoding layout with the outputs of its products first, see `products.OutputMajor`."""
+
+    def turned(w: jax.Array, inputs: int) -> OutputMajor:
+        return OutputMajor(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
+
+    inputs = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
+    layers = tuple(
+        {name: turned(w, inputs[name]) if name in inputs else w for name, w in layer.items()}
+        for layer in params["layers"]
+    )
+    head = {"head": turned(params["head"], 1)} if "head" in params else {}
+    return {**params, "layers": layers, **head}

@@ -13,12 +13,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from coa_jax.engine import layout
+from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, groups_of
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import Attention
 from coa_jax.model.cache import layer_axes
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import unembed
+from coa_jax.model.forward import forward, unembed
 from coa_jax.model.sharding import decode_shardings
 from coa_jax.model.weights import init_params, unstack_layers
 from coa_jax.parallel.mesh import AXES, make_mesh
@@ -123,18 +124,21 @@ def test_engines_of_every_layout_sample_what_one_device_samples(cases):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_large_head_is_several_matrices_that_give_the_same_logits(rows, tied):
+def test_weights_of_several_slots_on_a_cpu_have_their_outputs_first(tied):
     import jax
 
-    config = ModelConfig("llama", 7001, 32, 64, 1, 4, 2, 8, tie_embeddings=tied)
+    config = ModelConfig("qwen2", 70, 32, 48, 2, 4, 2, 8, qkv_bias=True, tie_embeddings=tied)
     params = init_params(config, jax.random.key(0))
-    (published,) = layout.publish(params, config, "float32")
-    assert [part.shape for part in published["head"]] == [(32, 3501), (32, 3500)]
-    hidden = np.random.default_rng(rows).standard_normal((rows, 32)).astype(np.float32)
-    head = np.asarray(params["embed"]).T if tied else np.asarray(params["head"])
-    logits = unembed(published, config, hidden)
-    np.testing.assert_allclose(logits, hidden.astype(np.float64) @ head, atol=1e-4)
+    (one,), (several,) = (
+        layout.publish(params, config, EngineConfig(slots=slots)) for slots in (1, 2)
+    )
+    shapes = {name: several["layers"][1][name].array.shape for name in ("qkv", "out", "down")}
+    assert shapes == {"qkv": (2, 4, 8, 32), "out": (32, 2, 2, 8), "down": (32, 48)}
+    assert one["layers"][1]["qkv"].shape == (32, 2, 4, 8)
+    tokens, positions = np.arange(12).reshape(2, 6) % 70, np.arange(6)
+    found = [unembed(p, config, forward(p, config, tokens, positions)[0]) for p in (one, several)]
+    np.testing.assert_allclose(*found, atol=1e-5)
+    assert np.abs(found[0]).max() > 0.01
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -148,7 +152,8 @@ def test_decode_shardings_have_the_form_of_the_decode_layout(tied):
     mesh = AbstractMesh((1, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     places = decode_shardings(config, mesh)
     shards = jax.tree.map(lambda p, s: s.shard_shape(p.shape), params, places)
-    assert shards["head"] == (48, 192)  # fsdp splits nothing
+    if not tied:
+        assert shards["head"] == (48, 192)  # fsdp splits nothing
     assert shards["layers"][1]["qkv"] == (48, 1, 4, 16)
     assert shards["layers"][1]["down"] == (48, 48)
 
@@ -236,6 +241,7 @@ def test_engines_lie_within_the_hosts_of_a_slice(sizes):
 SCATTERED = """
 import jax, numpy as np
 from coa_jax.engine import layout
+from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import shard_params
 from coa_jax.model.weights import init_params
@@ -243,7 +249,7 @@ from coa_jax.parallel.mesh import make_mesh
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
 params = init_params(config, jax.random.key(0))
-(expected,) = layout.publish(params, config, "float32")
+(expected,) = layout.publish(params, config, EngineConfig(slots=1))
 # As on a slice: devices 0, 1, 4 and 5 are of one host, the rest of another.
 axes = layout.group_axes(np.array([0, 0, 1, 1, 0, 0, 1, 1]), 4)
 for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.model.products import multiply, project, row_sum
+from coa_jax.model.products import OutputMajor, multiply, project, row_sum
 
 
 def normal(*shape):
@@ -69,3 +69,25 @@ def test_a_single_row_has_the_gradients_of_any_row():
     both = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w, "float32"))))(x)
     alone = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w, "float32"))))(x[:1])
     np.testing.assert_allclose(alone, both[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", [(1, 1), (1,), (19, 1), (2, 3)])
+def test_a_weight_with_its_outputs_first_gives_the_same_products(kept, dtype):
+    x, w = normal(*kept, 60), normal(3, 5, 4, 7, 2)
+    turned = OutputMajor(jnp.moveaxis(w, (0, 1, 2), (2, 3, 4)))
+    out = jax.jit(multiply, static_argnums=(2, 3))(x, turned, dtype, 3)
+    expected = x.astype(np.float64) @ w.reshape(60, -1)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(
+        out, expected.reshape(*kept, 7, 2), atol=1e-4 if dtype == "float32" else 1.0
+    )
+
+
+@pytest.mark.parametrize("shape", [(32, 96), (96, 32), (576, 960)])
+def test_the_token_of_a_sequence_gets_the_same_bits_beside_any_number_of_others(shape):
+    x, w = normal(70, 1, shape[0]), OutputMajor(jnp.asarray(normal(*shape).T))
+    product = jax.jit(multiply, static_argnums=2)
+    whole = np.asarray(product(x, w, "float32"))
+    for rows in (2, 3, 8, 16, 17, 24, 31, 32, 40, 64):
+        np.testing.assert_array_equal(product(x[:rows], w, "float32"), whole[:rows])
