@@ -137,9 +137,9 @@ def _times_output_major(x: jax.Array, w: jax.Array, dtype: Any, contracted: int)
 def row_sum(x: jax.Array) -> jax.Array:
     """Sums over the last axis, float32, in an order that does not depend on the other axes.
 
-    That is what XLA's CPU products do, as a product with ones, and its reductions do not: how they
-    share a row's sum out depends on how many rows there are.  A sequence would depend, in its last
-    bits, on how many others are decoded beside it.
+    That is what XLA's CPU products with a few columns of ones do, and its reductions do not: how
+    they share a row's sum out depends on how many rows there are.  A sequence would depend, in its
+    last bits, on how many others are decoded beside it.
     """
     # Eight equal columns: a single one would be a matrix-vector product, which has other orders.
     ones = jnp.ones((x.shape[-1], 8), jnp.float32)

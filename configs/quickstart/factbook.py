@@ -70,7 +70,6 @@ def get_config() -> ml_collections.ConfigDict:
         "slots": 64,
         "max_length": 416,
         "chunk": 16,
-        "extend_buckets": (64, 128),
     }
     rollout = {
         "max_tokens": 416,

@@ -55,7 +55,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "slots": 32,
                 "max_length": 768,
                 "chunk": 16,
-                "extend_buckets": (64, 192),
             },
             "rollout": {
                 "max_tokens": 768,

@@ -59,9 +59,7 @@ class ClosedBookConfig:
     seed: int = 0
     temperature: float = 1.0
     engine: EngineConfig = dataclasses.field(
-        default_factory=lambda: EngineConfig(
-            slots=32, max_length=416, chunk=16, extend_buckets=(64, 128)
-        )
+        default_factory=lambda: EngineConfig(slots=32, max_length=416, chunk=16)
     )
     rollout: RolloutConfig = dataclasses.field(
         default_factory=lambda: RolloutConfig(max_tokens=416, max_turn_tokens=160)
