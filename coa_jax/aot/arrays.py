@@ -234,10 +234,6 @@ def decoding_params(setup: Setup) -> Params:
         place = sharding_for(mesh, axes, DECODE_RULES, shape)
         arrays[spec.path] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     params = from_paths(arrays)
-    if "head" not in params:
-        shape = (model.hidden_size, model.vocab_size)
-        place = sharding_for(mesh, ("embed", "vocab"), DECODE_RULES, shape)
-        params["head"] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     return {**params, "layers": (params["layers"],) * model.num_layers}
 
 
