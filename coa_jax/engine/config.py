@@ -90,8 +90,7 @@ class EngineConfig:
     def on_platform(self, platform: str) -> EngineConfig:
         """With the extend_buckets of a platform where none are given.
 
-        On CPUs that is a single size: a sequence gets the same bits whatever is read beside it, and
-        larger programs read no faster (docs/performance.md).
+        On CPUs that is a single size: larger programs read no faster there (docs/performance.md).
         """
         if self.extend_buckets:
             return self

@@ -105,16 +105,17 @@ def multiply(x: jax.Array, w: Weight, dtype: Any, contracted: int = 1) -> jax.Ar
     return result
 
 
-_COLUMNS = 16
-"""Rows that `_times_output_major` takes together where each is the one token of a sequence."""
+_COLUMNS = 16, 64
+"""Rows that `_times_output_major` takes together: where each is the one token of a sequence, and
+where a sequence has several."""
 
 
 def _times_output_major(x: jax.Array, w: jax.Array, dtype: Any, contracted: int) -> jax.Array:
     rows, outputs = x.reshape(-1, x.shape[-1]), w.shape[:-contracted]
     w = w.reshape(math.prod(outputs), -1)
-    # The bits of a product depend on its shape.  Those of a decoded token must not depend on how
-    # many others are decoded beside it: there all products have one shape, however many they are.
-    size = _COLUMNS if x.ndim == 2 or x.shape[-2] == 1 else len(rows)
+    # The bits of a product depend on its shape.  Those of a sequence must not depend on how many
+    # others are decoded or read beside it: all products have one shape, however many they are.
+    size = _COLUMNS[x.ndim > 2 and x.shape[-2] > 1]
 
     def in_columns(rows: jax.Array, w: jax.Array) -> jax.Array:
         # Without the barriers XLA would swap the operands in place of transposing them.

@@ -20,7 +20,7 @@ from coa_jax.model.weights import init_params
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
 SHAPES = EngineConfig(
-    slots=4, max_length=96, chunk=8, extend_buckets=(32,), extend_block=8, page_size=32
+    slots=4, max_length=96, chunk=8, extend_buckets=(8, 32), extend_block=8, page_size=32
 )
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 17, 3, 120, 44, 9, 9, 61, 2, 77, 31]
@@ -126,7 +126,7 @@ def sampled(engine, slot, others=()):
         {"chunk": 3, "slots": 16},
         {"slots": 16, "decode_programs": 5},
         {"pages": 9},
-        {"slots": 33, "pages": 90},
+        {"slots": 33, "pages": 90, "extend_buckets": (16, 48, 200)},
     ],
 )
 def test_a_sample_has_the_same_bits_under_all_shapes_and_beside_others(shapes):

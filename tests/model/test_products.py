@@ -85,9 +85,10 @@ def test_a_weight_with_its_outputs_first_gives_the_same_products(kept, dtype):
 
 
 @pytest.mark.parametrize("shape", [(32, 96), (96, 32), (576, 960)])
-def test_the_token_of_a_sequence_gets_the_same_bits_beside_any_number_of_others(shape):
-    x, w = normal(70, 1, shape[0]), OutputMajor(jnp.asarray(normal(*shape).T))
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_sequence_gets_the_same_bits_beside_any_number_of_others(shape, tokens):
+    x, w = normal(70, tokens, shape[0]), OutputMajor(jnp.asarray(normal(*shape).T))
     product = jax.jit(multiply, static_argnums=2)
     whole = np.asarray(product(x, w, "float32"))
-    for rows in (2, 3, 8, 16, 17, 24, 31, 32, 40, 64):
+    for rows in (1, 2, 3, 8, 16, 17, 24, 31, 32, 40, 64):
         np.testing.assert_array_equal(product(x[:rows], w, "float32"), whole[:rows])

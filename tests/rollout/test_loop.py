@@ -170,7 +170,7 @@ def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shap
         {"slots": 16, "chunk": 32},
         {"slots": 16, "page_size": 32, "pages": 14},
         {"slots": 5, "decode_programs": 1, "page_size": 32},
-        {"slots": 40, "decode_programs": 2},
+        {"slots": 40, "decode_programs": 2, "extend_buckets": (16, 128)},
     ],
 )
 @pytest.mark.parametrize("grouped", [True, False])
