@@ -62,13 +62,13 @@ export PYTHONUNBUFFERED=1
 pids=()
 # A shell starts what runs beside it with SIGINT ignored, so that Ctrl-C arrives as SIGTERM.
 trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
+exec 4>&2 2>/dev/null # bash has its own words about whoever is killed
 for ((i = 0; i < count; i++)); do
   # The process is the child itself, so that its pid and exit code are ours to see.
-  COA_JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2> >(sed -u "s/^/[$i] /" >&2) </dev/null &
+  COA_JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2> >(sed -u "s/^/[$i] /" >&4) </dev/null 4>&- &
   pids+=($!)
 done
 
-exec 4>&2 2>/dev/null # bash has its own words about whoever is killed
 first=0 deadline=""
 while [ ${#pids[@]} -gt 0 ]; do
   # Looked at in turn: `wait -n` can miss a process that ended before it was called.

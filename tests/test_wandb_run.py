@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -23,9 +24,12 @@ def test_a_resumed_run_continues_the_same_offline_run(tmp_path, monkeypatch):
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
     assert {path.stem for path in files} == {f"run-{known['id']}"}
+    # A process of its own writes them, which may come later than the end of the run.
+    wanted, deadline = (b"rl/loss", b"rl/step", b"seed"), time.monotonic() + 30
     for path in files:
-        data = path.read_bytes()
-        assert b"rl/loss" in data and b"rl/step" in data and b"seed" in data
+        while not all(word in path.read_bytes() for word in wanted):
+            assert time.monotonic() < deadline, path.read_bytes()
+            time.sleep(0.1)
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
