@@ -20,7 +20,7 @@ from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.products import OutputMajor, Weight, column_sum, multiply, row_sum
+from coa_jax.model.products import OutputMajor, Weight, column_sum, multiply, project, row_sum
 from coa_jax.model.remat import MLP, Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain, gather
@@ -276,5 +276,8 @@ def unembed(
     params: Params, config: ModelConfig, hidden: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
     """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``."""
-    head = params["head"] if "head" in params else OutputMajor(params["embed"])
-    return multiply(hidden, head, dtype)
+    if "head" in params:
+        return multiply(hidden, params["head"], dtype)
+    if isinstance(params["layers"], tuple):
+        return multiply(hidden, OutputMajor(params["embed"]), dtype)
+    return project("...d,vd->...v", hidden, params["embed"], dtype)

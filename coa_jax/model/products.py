@@ -130,7 +130,10 @@ def _times_output_major(x: jax.Array, w: jax.Array, dtype: Any, contracted: int)
     def whole(rows: jax.Array, w: jax.Array) -> jax.Array:
         return project("bk,nk->bn", rows, w, dtype)
 
-    result = jax.lax.platform_dependent(rows, w, cpu=in_columns, default=whole)
+    if len(rows) == 1:  # as the only slot of an engine has it
+        result = whole(rows, w)
+    else:
+        result = jax.lax.platform_dependent(rows, w, cpu=in_columns, default=whole)
     return result.reshape(*x.shape[:-1], *outputs)
 
 
