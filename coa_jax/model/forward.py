@@ -20,7 +20,15 @@ from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
 from coa_jax.model.attention.choice import REFERENCE, Attention
 from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.products import OutputMajor, Weight, column_sum, multiply, project, row_sum
+from coa_jax.model.products import (
+    OutputMajor,
+    Weight,
+    column_sum,
+    computed_once,
+    multiply,
+    project,
+    row_sum,
+)
 from coa_jax.model.remat import MLP, Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain, gather
@@ -227,7 +235,7 @@ def forward(
     """
     positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = (f(angles)[:, :, None, None] for f in (jnp.cos, jnp.sin))
+    cos, sin = (computed_once(f(angles))[:, :, None, None] for f in (jnp.cos, jnp.sin))
     attend_to = None
     if cache is None:
         attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype, unfolded)

@@ -137,6 +137,20 @@ def _times_output_major(x: jax.Array, w: jax.Array, dtype: Any, contracted: int)
     return result.reshape(*x.shape[:-1], *outputs)
 
 
+def computed_once(x: jax.Array) -> jax.Array:
+    """x, float32 ``[..., K]``, with a buffer of its own.
+
+    XLA computes what is no product once more in each loop that reads it on CPUs, and drops its
+    barriers before it forms loops.  A product with one is exact.
+    """
+
+    def product(x: jax.Array) -> jax.Array:
+        return project("...k,kj->...j", x, jnp.eye(x.shape[-1], dtype=jnp.float32), jnp.float32)
+
+    result: jax.Array = jax.lax.platform_dependent(x, cpu=product, default=lambda x: x)
+    return result
+
+
 @jax.custom_vjp
 def row_sum(x: jax.Array) -> jax.Array:
     """Sums over the last axis, float32, in an order that does not depend on the other axes.

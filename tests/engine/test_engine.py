@@ -351,3 +351,10 @@ def test_no_step_copies_weights():
     copied = {math.prod(map(int, shape.split(","))) for shape in copies}
     matrices = {x.size for x in jax.tree.leaves(engine.params["layers"]) if x.ndim > 1}
     assert not copied & matrices
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes on a CPU")
+def test_a_step_computes_the_cosines_of_its_positions_once():
+    program = make(slots=2, decode_programs=1).lower_decode().compile().as_text() or ""
+    assert MODEL.num_layers > 1
+    assert len(re.findall(r" cosine\(", program)) == 1

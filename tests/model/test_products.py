@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.model.products import OutputMajor, multiply, project, row_sum
+from coa_jax.model.products import OutputMajor, computed_once, multiply, project, row_sum
 
 
 def normal(*shape):
@@ -92,3 +92,11 @@ def test_a_sequence_gets_the_same_bits_beside_any_number_of_others(shape, tokens
     whole = np.asarray(product(x, w, "float32"))
     for rows in (2, 3, 8, 16, 17, 24, 31, 32, 40, 64):
         np.testing.assert_array_equal(product(x[:rows], w, "float32"), whole[:rows])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 7), (4, 32), (3, 2, 64)])
+def test_what_is_computed_once_keeps_its_bits_and_gradients(shape):
+    x = normal(*shape)
+    np.testing.assert_array_equal(jax.jit(computed_once)(x), x)
+    slope = jax.grad(lambda x: jnp.sum(jnp.sin(computed_once(x))))(x)
+    np.testing.assert_allclose(slope, np.cos(x), rtol=1e-5)
