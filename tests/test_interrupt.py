@@ -180,7 +180,7 @@ def test_who_presses_ctrl_c_again_and_again_sees_no_traceback(folder, name):
 @functools.cache
 def engine() -> Engine:
     model = policy()
-    shapes = EngineConfig(4, 320, chunk=8, extend_buckets=(32, 64))
+    shapes = EngineConfig(4, 320, chunk=8, extend_buckets=(64,))
     made = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
     made.warm_up()  # what it takes to compile shall not be taken from the budgets
     return made

@@ -36,10 +36,6 @@ class SamplingParams:
             raise UserError(f"top_k is {self.top_k}; give 0 (all tokens) or more, below 2**31")
 
 
-MIN_ROWS = 2
-"""A single row is a matrix-vector product, which adds up in another order on CPUs."""
-
-
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Static shapes of the engine's programs; each distinct value compiles once.
@@ -59,9 +55,9 @@ class EngineConfig:
         pages: of a pool that all slots share, in which the samples of a prompt hold its whole pages
             once; 0 gives every slot pages of its own for ``max_length``.
         attention: implementation over the cache: ``auto`` or a name, see docs/kernels.md.
-        decode_programs: how many programs decode, for all slots and for equal parts of them: of 4,
-            one takes a quarter, the next one half, ...; the smallest that takes all slots that are
-            not waiting is run.
+        decode_programs: at most how many programs decode, for all slots and for equal parts of
+            them: of 4, one takes a quarter, the next one half, ..., in whole eights; the smallest
+            that takes all slots that are not waiting is run.
 
     Raises:
         UserError: a number is too small, or a dtype is not known.
@@ -111,11 +107,12 @@ class EngineConfig:
     def row_sizes(self) -> tuple[int, ...]:
         """Rows of the decoding programs, ascending; the last takes all slots.
 
-        A single slot has programs of one row, of which a step reads the weights fastest.  Otherwise
-        a program has two rows or more, for which every sequence gets the same bits.
+        A single slot has programs of one row, of which a step reads the weights fastest; two rows
+        or more give a sequence the same bits, which one does not.  Parts are whole eights: fewer
+        rows decode no faster, and attention on CPUs goes over eight sequences together.
         """
         if self.slots == 1:
             return (1,)
         count = self.decode_programs
-        parts = (-(-self.slots * part // count) for part in range(1, count + 1))
-        return tuple(sorted({max(rows, MIN_ROWS) for rows in parts}))
+        parts = {8 * -(-self.slots * part // (8 * count)) for part in range(1, count)}
+        return (*sorted(rows for rows in parts if rows < self.slots), self.slots)

@@ -151,9 +151,11 @@ def test_all_slots_fit_into_the_largest_program(slots):
     assert EngineConfig(slots=slots, decode_programs=1).row_sizes == sizes[-1:]
 
 
-def test_programs_decode_equal_parts_of_the_slots():
+def test_programs_decode_equal_parts_of_the_slots_in_whole_eights():
     assert EngineConfig(slots=32).row_sizes == (8, 16, 24, 32)
-    assert EngineConfig(slots=9, decode_programs=3).row_sizes == (3, 6, 9)
+    assert EngineConfig(slots=33, decode_programs=3).row_sizes == (16, 24, 33)
+    assert EngineConfig(slots=16).row_sizes == (8, 16)
+    assert EngineConfig(slots=7).row_sizes == (7,)
 
 
 def test_bytes_for_keys_and_values_move_log_probabilities_only_a_little():

@@ -28,7 +28,7 @@ CONFIG = EvaluateConfig(
     temperature=0.0,
     top_p=1.0,
     top_k=0,
-    engine=EngineConfig(4, 192, 8, (32, 64)),
+    engine=EngineConfig(4, 192, 8, (64,)),
     rollout=RolloutConfig(192, 3, 48),
 )
 MANY = dataclasses.replace(CONFIG, samples=24, temperature=1.2)

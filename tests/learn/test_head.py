@@ -255,7 +255,7 @@ def test_where_every_position_is_wanted_each_counts_once(chunk):
         return weighted_logp_sum(params, MODEL, batch, batch.mask, **kwargs)
 
     assert batch.mask[:, 1:].all()
-    of_values, of_sum = (jax.value_and_grad(f)(params) for f in (by_values, at_once))
+    of_values, of_sum = (jax.jit(jax.value_and_grad(f))(params) for f in (by_values, at_once))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, of_sum, of_values)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,9 @@ def run_here(kind: str, folder: Path, name: str) -> None:
 def kind(request, folder) -> str:
     """A kind of run; the run that nobody interrupted is in its folder."""
     run_here(request.param, folder, f"{request.param}-whole")
+    # What was compiled here need not be compiled there.
+    compiled = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    shutil.copytree(compiled, folder / f"{request.param}-compiled")
     return request.param
 
 
@@ -63,7 +67,7 @@ def kinds(*fast: str) -> pytest.MarkDecorator:
 @contextlib.contextmanager
 def started(kind: str, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / f"{kind}-compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     process = subprocess.Popen(

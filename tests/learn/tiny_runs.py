@@ -61,7 +61,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "optimizer": OptimizerConfig(
             learning_rate=1e-3, total_steps=3, final_ratio=1.0, weight_decay=0.0
         ),
-        "engine": EngineConfig(4, 192, 8, (32, 64)),
+        "engine": EngineConfig(4, 192, 8, (64,)),
         "rollout": RolloutConfig(192, 3, 48),
         "checkpoint_every": 1,
     }

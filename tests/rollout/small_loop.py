@@ -17,7 +17,7 @@ from coa_jax.trajectory import Trajectory
 from tests import tiny_policy
 from tests.tiny_policy import TASKS
 
-SHAPES = EngineConfig(slots=4, max_length=192, chunk=8, extend_buckets=(32, 64))
+SHAPES = EngineConfig(slots=4, max_length=192, chunk=8, extend_buckets=(64,))
 BUDGET = RolloutConfig(max_tokens=192, max_tool_calls=3, max_observation_tokens=48)
 GREEDY = SamplingParams(temperature=0.0)
 

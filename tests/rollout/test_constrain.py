@@ -36,7 +36,7 @@ from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, StopReason, format_valid, trajectory_violations
 from tests.rollout.small_loop import Says
 
-SHAPES = EngineConfig(slots=16, max_length=320, chunk=16, extend_buckets=(32, 64))
+SHAPES = EngineConfig(slots=16, max_length=320, chunk=16, extend_buckets=(64,))
 BUDGET = RolloutConfig(320, 4, 32, constrain=True, strict=True)
 # A tool that writes what would break the rules if the policy had written it.
 TOOLS = [

@@ -67,7 +67,7 @@ class Fickle:
 
 async def record(model: Model, tools: list[Fickle]) -> list[Trajectory]:
     """Rollouts over all pairs of a budget and a protocol, each way of sampling among them."""
-    shapes = EngineConfig(8, 448, chunk=8, extend_buckets=(32, 64, 256))
+    shapes = EngineConfig(8, 448, chunk=8, extend_buckets=(64,))
     engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
     ways = itertools.cycle(SAMPLING)
     kept: list[Trajectory] = []

@@ -22,7 +22,7 @@ from coa_jax.serve.service import Service
 from tests import tiny_policy
 
 BUDGET = RolloutConfig(max_tokens=192, max_tool_calls=3, max_observation_tokens=48)
-SHAPES = EngineConfig(slots=4, max_length=256, chunk=4, extend_buckets=(32, 64))
+SHAPES = EngineConfig(slots=4, max_length=256, chunk=4, extend_buckets=(64,))
 CONFIG = ServeConfig(
     model="",
     name="tiny",

@@ -129,7 +129,7 @@ def learnt(turns):
 @pytest.fixture(scope="module")
 def served():
     policy = learnt(recorded())
-    shapes = EngineConfig(slots=4, max_length=LENGTH, chunk=8, extend_buckets=(64, 256))
+    shapes = EngineConfig(slots=4, max_length=LENGTH, chunk=8, extend_buckets=(64,))
     engine = Engine(policy.params, policy.config, shapes, eos_ids(policy.tokenizer))
     engine.warm_up()
     with contextlib.ExitStack() as stack:

@@ -97,7 +97,7 @@ def test_no_key_is_in_any_file_or_output_of_a_run(tmp_path, monkeypatch):
             num_tasks=len(known), groups=len(known), max_rounds=1, temperature=0.5,
             graders=GradersConfig(judge_all=True, judge=judge),
             optimizer=OptimizerConfig(learning_rate=1e-3, total_steps=1),
-            engine=EngineConfig(4, 256, 8, (32, 64)), rollout=RolloutConfig(256, 2, 60),
+            engine=EngineConfig(4, 256, 8, (64,)), rollout=RolloutConfig(256, 2, 60),
             row_length=256,
         )  # fmt: skip
         values["store"]["path"] = str(tmp_path / "run" / "calls.sqlite")
