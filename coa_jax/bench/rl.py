@@ -39,12 +39,12 @@ from coa_jax.bench.measure import (
     spread,
 )
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
-from coa_jax.bench.rollout import run_workload
+from coa_jax.bench.rollout import mean_of, run_workload
 from coa_jax.bench.shapes import define_shape_flags, given_shapes
 from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.engine import make_engines, publish_all
+from coa_jax.engine.group import copies, make_engines, publish_all
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
@@ -159,13 +159,13 @@ def measure(
     order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
 
     def step(state: TrainState) -> tuple[TrainState, dict[str, float]]:
-        (engine,) = engines
         times = [time.perf_counter()]
         publish_all(engines, state.params)
-        jax.block_until_ready(engine.params)
+        jax.block_until_ready(copies(engines))
         times.append(time.perf_counter())
-        engine.restart()
-        trajectories = run_workload(engine, workload)
+        for engine in engines:
+            engine.restart()
+        trajectories = run_workload(engines, workload)
         groups = graded([trajectories[i] for i in order], config.group_size)
         times.append(time.perf_counter())
         # The statistics are on the host when it returns, so the step is done.
@@ -177,8 +177,8 @@ def measure(
             "step_s": step_s,
             "publish_s": publish_s,
             "rollout_s": rollout_s,
-            "decode_s": engine.meter.decode_s,
-            "extend_s": engine.meter.extend_s,
+            "decode_s": mean_of(engines, "decode_s"),
+            "extend_s": mean_of(engines, "extend_s"),
             "update_s": update_s,
             "tokens_per_s": workload.generated_tokens / step_s,
             "logp_gap_max": stats["mismatch/abs_logp_max"],

@@ -7,7 +7,7 @@
 a repeat lasts from the first prefill to the last token.  Prints one JSON object; what is measured
 in each repeat is given as its median, smallest and largest value:
 
-    wall_s                   seconds of a repeat, which are, added up:
+    wall_s                   seconds of a repeat, which are, added up (means of several engines):
     decode_s, extend_s         decoding chunks; prefilling prompts and observations, and copying
                                the cache of a prompt to the other samples of its group
     idle_s                     no slot could decode, because all waited for their tools
@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -54,6 +54,7 @@ from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.logps import token_logps
@@ -65,7 +66,7 @@ from coa_jax.trajectory import Author, Trajectory
 
 
 def run_workload(
-    engine: Engine,
+    engine: Engine | Sequence[Engine],
     workload: Workload,
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
@@ -73,51 +74,73 @@ def run_workload(
 
     Args:
         engine: its slots are free and hold ``workload.longest`` tokens; it has no stop tokens.
+            Of several, which work at the same time, each takes rollouts as it has room.
         workload: what to run.
         on_finish: called with each trajectory as it ends.
 
     Returns:
         A trajectory for each rollout, in the workload's order.
     """
+    engines = _all(engine)
     episodes = ForcedEpisodes(workload)
     calls = max(len(script.calls) for script in workload.scripts)
-    config = RolloutConfig(max_tokens=engine.config.max_length, max_tool_calls=calls)
+    config = RolloutConfig(max_tokens=engines[0].config.max_length, max_tool_calls=calls)
+    left, finished = iter(episodes.requests()), []
 
-    async def collect() -> list[Trajectory]:
-        stream = run_episodes(engine, episodes, episodes.requests(), [Sleep()], config)
-        finished = []
+    async def work(engine: Engine) -> None:
+        stream = run_episodes(engine, episodes, left, [Sleep()], config)
         async with contextlib.aclosing(stream):
             async for trajectory in stream:
                 on_finish(trajectory)
                 finished.append(trajectory)
-        return finished
 
-    return sorted(asyncio.run(collect()), key=lambda trajectory: trajectory.sample_id)
+    async def work_of_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(work(engine))
+
+    asyncio.run(work_of_all())
+    return sorted(finished, key=lambda trajectory: trajectory.sample_id)
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def _all(engine: E | Sequence[E]) -> Sequence[E]:
+    return [engine] if isinstance(engine, Engine) else engine
+
+
+def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
+    """A figure of the engines' meters; seconds of engines that work at the same time overlap."""
+    return float(np.mean([getattr(engine.meter, name) for engine in engines]))
 
 
 def measure_once(
-    engine: MeteredEngine, workload: Workload
+    engine: MeteredEngine | Sequence[MeteredEngine], workload: Workload
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Figures of one repeat, and its trajectories in the workload's order."""
-    engine.restart()
+    """Figures of one repeat, and its trajectories in the workload's order.
+
+    Seconds of several engines are means, counts are sums.
+    """
+    engines = _all(engine)
+    for one in engines:
+        one.restart()
     began = time.perf_counter()
-    trajectories = run_workload(engine, workload)
+    trajectories = run_workload(engines, workload)
     wall = time.perf_counter() - began
     kept = sum(int(np.sum(t.author == Author.POLICY)) for t in trajectories)
     if kept != workload.generated_tokens:
         raise RuntimeError(f"{kept} tokens were sampled, not {workload.generated_tokens}")
-    meter = engine.meter
-    places = engine.row_steps
+    places = sum(one.row_steps for one in engines)
+    seconds = {name: mean_of(engines, name) for name in ("decode_s", "extend_s", "idle_s")}
     figures = {
         "wall_s": wall,
-        "decode_s": meter.decode_s,
-        "extend_s": meter.extend_s,
-        "idle_s": meter.idle_s,
-        "host_s": wall - meter.decode_s - meter.extend_s - meter.idle_s,
+        **seconds,
+        "host_s": wall - sum(seconds.values()),
         "tokens_per_s": kept / wall,
-        "prefill_tokens_computed": engine.extended_tokens,
-        "decode_steps": meter.decode_steps,
-        "decode_occupancy": meter.decoded_tokens / places,
+        "prefill_tokens_computed": sum(one.extended_tokens for one in engines),
+        "decode_steps": sum(one.meter.decode_steps for one in engines),
+        "decode_occupancy": sum(one.meter.decoded_tokens for one in engines) / places,
         "decode_useful": kept / places,
     }
     return figures, trajectories
@@ -152,15 +175,16 @@ def measure(
     """Compiles, then runs the workload ``repeats`` times; the result of the command."""
     compile_count()
     began = time.perf_counter()
-    engine = MeteredEngine(subject.params, subject.config, shapes)
-    engine.warm_up()
+    engines = make_engines(subject.params, subject.config, shapes, kind=MeteredEngine)
+    for engine in engines:
+        engine.warm_up()
     warm_up = time.perf_counter() - began
     reset_peak_memory()
     compiled = compile_count()
     runs: list[dict[str, float]] = []
     trajectories: list[Trajectory] = []
     for _ in range(repeats):
-        figures, trajectories = measure_once(engine, workload)
+        figures, trajectories = measure_once(engines, workload)
         runs.append(figures)
     after = {
         "compiles_after_warmup": compile_count() - compiled,

@@ -31,6 +31,9 @@ def define_shape_flags() -> None:
     flags.DEFINE_integer(
         "pages", 0, "pages of the cache that slots share; 0 for pages of their own", lower_bound=0
     )
+    flags.DEFINE_integer(
+        "engines", 0, "that share the slots; 0 for as many as pay on the platform", lower_bound=0
+    )
     flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "of keys and values")
     flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
 
@@ -50,6 +53,7 @@ def given_shapes(values: Any, workload: Workload) -> EngineConfig:
         extend_buckets=values.extend_buckets,
         pages=values.pages,
         cache_dtype=values.cache_dtype,
+        engines=values.engines,
     )
 
 
@@ -61,15 +65,17 @@ def engine_shapes(
     dtype: str,
     max_length: int = 0,
     extend_buckets: Sequence[int] = (),
-    extend_block: int = 16,
+    extend_block: int = 0,
     pages: int = 0,
     cache_dtype: str = "",
+    engines: int = 0,
 ) -> EngineConfig:
     """Shapes of an engine for a workload.
 
     Args:
         workload: has to fit.
-        slots, chunk, dtype, extend_buckets, extend_block, pages, cache_dtype: see `EngineConfig`.
+        slots, chunk, dtype, extend_buckets, extend_block, pages, cache_dtype, engines: see
+            `EngineConfig`.
         max_length: positions of a slot; 0 for the longest rollout, rounded up to 128.
 
     Raises:
@@ -90,4 +96,5 @@ def engine_shapes(
         dtype=dtype,
         cache_dtype=cache_dtype,
         pages=pages,
+        engines=engines,
     )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -33,6 +34,7 @@ from coa_jax.bench.workload import Call, Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.trajectory import Trajectory
 
@@ -65,11 +67,11 @@ def quicken(workload: Workload) -> tuple[Workload, int]:
     return dataclasses.replace(workload, scripts=scripts), slow
 
 
-def throughput(engine: Engine, workload: Workload, apart: int) -> tuple[float, float]:
+def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tuple[float, float]:
     """Runs a workload once.
 
     Args:
-        engine: see `run_workload`.
+        engines: see `run_workload`.
         workload: at least two rollouts.
         apart: number of a rollout that does not count.
 
@@ -83,7 +85,7 @@ def throughput(engine: Engine, workload: Workload, apart: int) -> tuple[float, f
     def ended(trajectory: Trajectory) -> None:
         ends[trajectory.sample_id] = time.perf_counter() - began
 
-    run_workload(engine, workload, ended)
+    run_workload(engines, workload, ended)
     others = [number for number in ends if number != apart]
     tokens = sum(sum(workload.scripts[number].lengths) for number in others)
     return tokens / max(ends[number] for number in others), max(ends.values())
@@ -104,13 +106,14 @@ def measure(
             "one that waits for a slot has no throughput"
         )
     compile_count()
-    engine = Engine(subject.params, subject.config, shapes)
-    engine.warm_up()
+    engines: list[Engine] = make_engines(subject.params, subject.config, shapes)
+    for engine in engines:
+        engine.warm_up()
     compiled = compile_count()
     runs: dict[str, list[float]] = {}
     for _ in range(repeats):
         for suffix, chosen in (("", workload), ("_quick", quick)):
-            speed, wall = throughput(engine, chosen, apart)
+            speed, wall = throughput(engines, chosen, apart)
             runs.setdefault(f"others_tokens_per_s{suffix}", []).append(speed)
             runs.setdefault(f"wall_s{suffix}", []).append(wall)
     medians = {name: statistics.median(values) for name, values in runs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 from coa_jax.errors import UserError
 from coa_jax.model.config import DTYPES
@@ -47,7 +48,7 @@ class EngineConfig:
         extend_buckets: tokens of the programs that write prompts and observations, ascending; empty
             for those of the platform, see `on_platform`.
         extend_block: these programs take that many tokens of a sequence together; what a sequence
-            has beyond a multiple is filled up with padding.
+            has beyond a multiple is filled up with padding; 0 for that of the platform.
         dtype: of the operands of products.
         cache_dtype: of keys and values; empty for that of the products, ``int8`` for a byte and a
             factor for each head and position.
@@ -58,6 +59,10 @@ class EngineConfig:
         decode_programs: at most how many programs decode, for all slots and for equal parts of
             them: of 4, one takes a quarter, the next one half, ..., in whole eights; the smallest
             that takes all slots that are not waiting is run.
+        engines: that share one copy of the parameters, and work at the same time, each with an
+            equal part of the slots (and of the pages): what one of them computes on a single core,
+            or waits for, leaves the other cores to the rest; 0 for as many as pay, see
+            `num_engines`.  It is `make_engines` that makes several.
 
     Raises:
         UserError: a number is too small, or a dtype is not known.
@@ -67,31 +72,55 @@ class EngineConfig:
     max_length: int = 1024
     chunk: int = 8
     extend_buckets: tuple[int, ...] = ()
-    extend_block: int = 16
+    extend_block: int = 0
     dtype: str = "float32"
     cache_dtype: str = ""
     page_size: int = 128
     pages: int = 0
     decode_programs: int = 4
     attention: str = "auto"
+    engines: int = 0
 
     def __post_init__(self) -> None:
-        least = {name: 1 for name in ("slots", "max_length", "chunk", "extend_block", "page_size")}
-        for name, bound in {**least, "pages": 0, "decode_programs": 1}.items():
+        least = {name: 1 for name in ("slots", "max_length", "chunk", "page_size")}
+        least |= {"extend_block": 0, "pages": 0, "decode_programs": 1, "engines": 0}
+        for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise UserError(f"engine.{name} is {getattr(self, name)}; give at least {bound}")
+        if self.engines > self.slots:
+            raise UserError(f"engine.engines is {self.engines}; give at most one for each slot")
         one_of(self, "engine.", DTYPES, "dtype")
         one_of(self, "engine.", ("", *DTYPES, "int8"), "cache_dtype")
 
     def on_platform(self, platform: str) -> EngineConfig:
-        """With the extend_buckets of a platform where none are given.
+        """With the extend_buckets and the extend_block of a platform where none are given.
 
-        On CPUs that is a single size: larger programs read no faster there (docs/performance.md).
+        On CPUs there is a single bucket: larger programs read no faster (docs/performance.md).
         """
-        if self.extend_buckets:
-            return self
-        buckets = (64,) if platform == "cpu" else (32, 128, 512)
-        return dataclasses.replace(self, extend_buckets=buckets)
+        buckets, block = ((64,), 8) if platform == "cpu" else ((32, 128, 512), 16)
+        return dataclasses.replace(
+            self,
+            extend_buckets=self.extend_buckets or buckets,
+            extend_block=self.extend_block or block,
+        )
+
+    def num_engines(self, platform: str) -> int:
+        """How many engines take the slots of one device or of devices that make one group.
+
+        Where none are asked for it is one; on CPUs, unless the slots share a pool of pages, one for
+        each core, so long as it has 16 slots: products there take 16 rows at a time.
+        """
+        if self.engines or self.pages or platform != "cpu":
+            return self.engines or 1
+        # Not on every system can a process have fewer cores than there are.
+        allowed = getattr(os, "sched_getaffinity", None)
+        cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+        return max(1, min(cores, self.slots // 16))
+
+    def share(self, engines: int) -> EngineConfig:
+        """Of each of several engines."""
+        slots = -(-self.slots // engines)
+        return dataclasses.replace(self, slots=slots, pages=self.pages // engines, engines=1)
 
     @property
     def pages_per_slot(self) -> int:

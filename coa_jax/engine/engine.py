@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -357,46 +357,3 @@ def check_shapes(config: EngineConfig) -> None:
             f"pages is {config.pages}, but a sequence of max_length {config.max_length} has "
             f"{config.pages_per_slot} pages of {config.page_size}; raise pages, or set it to 0"
         )
-
-
-E = TypeVar("E", bound=Engine)
-
-
-def make_engines(
-    params: Params,
-    model: ModelConfig,
-    config: EngineConfig,
-    stop_tokens: Sequence[int] = (),
-    constraint: Constraint | None = None,
-    tensor: int = 0,
-    kind: type[E] = Engine,  # type: ignore[assignment]
-) -> list[E]:
-    """An engine for each group of this process's devices; ``config`` is that of each of them.
-
-    Args:
-        params: of training, on one device or a mesh.
-        model, config, stop_tokens, constraint: see `Engine`.
-        tensor: devices of a group, see `layout.decode_mesh`.
-        kind: class of the engines.
-
-    Raises:
-        UserError: see `Engine`.
-    """
-    check_shapes(config.on_platform(jax.default_backend()))
-    check_room(params, model, config, layout.group_size(params, tensor))
-    parts = layout.publish(params, model, config, tensor)
-    return [kind(part, model, config, stop_tokens, constraint) for part in parts]
-
-
-def publish_all(engines: Sequence[Engine], params: Params) -> None:
-    """Gives new training parameters to all engines that `make_engines` made.
-
-    The old ones are gone before: there may be no room for both.
-    """
-    first = engines[0]
-    tensor = len(jax.tree.leaves(first.params)[0].devices())
-    for engine in engines:
-        engine.params = {}
-    parts = layout.publish(params, first.model, first.config, tensor)
-    for engine, part in zip(engines, parts, strict=True):
-        engine.publish(part)

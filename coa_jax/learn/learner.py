@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax.engine.engine import make_engines, publish_all
+from coa_jax.engine.group import copies, make_engines, publish_all, take_copies
 from coa_jax.engine.layout import cut, join
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
@@ -94,9 +94,7 @@ class Learner:
         self.publish()
         if "sampler" in restored.more:
             self.policy_step = self.step - 1
-            parts = cut(restored.more["sampler"], self.model.config)
-            for engine, part in zip(self.engines, parts, strict=True):
-                engine.publish(part)
+            take_copies(self.engines, cut(restored.more["sampler"], self.model.config))
 
     def _still_learnable(self, extra: dict[str, Any]) -> list[list[Trajectory]]:
         """The groups that a checkpoint kept, without those that other settings have sampled."""
@@ -158,8 +156,9 @@ class Learner:
 
     def _sampler(self) -> Params:
         """The parameters of the engines of all processes."""
-        parts = [engine.params for engine in self.engines]
-        return join(parts, self.model.config, self._mesh, self._config.mesh.decode_tensor)
+        return join(
+            copies(self.engines), self.model.config, self._mesh, self._config.mesh.decode_tensor
+        )
 
 
 def group_rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:

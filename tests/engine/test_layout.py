@@ -44,7 +44,8 @@ PROGRAM = """
 import dataclasses, sys, jax, numpy as np
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.engine.engine import Engine, make_engines, publish_all
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig

@@ -7,7 +7,8 @@ import pytest
 
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.engine import Engine, make_engines, publish_all
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines, publish_all
 from coa_jax.engine.memory import check_memory, engine_memory, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig

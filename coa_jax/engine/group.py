@@ -1,0 +1,78 @@
+"""The engines of a process: one or several for each group of its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+
+from coa_jax.engine import layout
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.constraint import Constraint
+from coa_jax.engine.engine import Engine, check_shapes
+from coa_jax.engine.memory import check_room
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.weights import Params
+
+E = TypeVar("E", bound=Engine)
+
+
+def make_engines(
+    params: Params,
+    model: ModelConfig,
+    config: EngineConfig,
+    stop_tokens: Sequence[int] = (),
+    constraint: Constraint | None = None,
+    tensor: int = 0,
+    kind: type[E] = Engine,  # type: ignore[assignment]
+) -> list[E]:
+    """Engines for each group of this process's devices; those of a group follow each other.
+
+    Args:
+        params: of training, on one device or a mesh.
+        model, stop_tokens, constraint: see `Engine`.
+        config: of all engines of a group together.
+        tensor: devices of a group, see `layout.decode_mesh`.
+        kind: class of the engines.
+
+    Raises:
+        UserError: see `Engine`.
+    """
+    platform = jax.default_backend()
+    check_shapes(config.on_platform(platform))
+    check_room(params, model, config, layout.group_size(params, tensor))
+    devices = jax.tree.leaves(params)[0].sharding.addressable_devices
+    # Several devices of a CPU are simulated: they have its cores already.
+    count = config.num_engines(platform) if len(devices) == 1 else config.engines or 1
+    config = config.share(count)
+    parts = layout.publish(params, model, config, tensor)
+    return [
+        kind(part, model, config, stop_tokens, constraint) for part in parts for _ in range(count)
+    ]
+
+
+def copies(engines: Sequence[Engine]) -> list[Params]:
+    """The parameters of engines that `make_engines` made, one for each group."""
+    return list({id(engine.params): engine.params for engine in engines}.values())
+
+
+def take_copies(engines: Sequence[Engine], parts: Sequence[Params]) -> None:
+    """Gives engines what `copies` returned or `layout.publish` made, one for each group."""
+    count, rest = divmod(len(engines), len(parts))
+    if rest:
+        raise ValueError(f"{len(parts)} copies for {len(engines)} engines")
+    for index, engine in enumerate(engines):
+        engine.publish(parts[index // count])
+
+
+def publish_all(engines: Sequence[Engine], params: Params) -> None:
+    """Gives new training parameters to all engines that `make_engines` made.
+
+    The old ones are gone before: there may be no room for both.
+    """
+    first = engines[0]
+    tensor = len(jax.tree.leaves(first.params)[0].devices())
+    for engine in engines:
+        engine.params = {}
+    take_copies(engines, layout.publish(params, first.model, first.config, tensor))
