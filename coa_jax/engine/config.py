@@ -120,7 +120,9 @@ class EngineConfig:
     def share(self, engines: int) -> EngineConfig:
         """Of each of several engines."""
         slots = -(-self.slots // engines)
-        return dataclasses.replace(self, slots=slots, pages=self.pages // engines, engines=1)
+        # A pool stays a pool: 0 would be pages for each slot.
+        pages = self.pages and max(1, self.pages // engines)
+        return dataclasses.replace(self, slots=slots, pages=pages, engines=1)
 
     @property
     def pages_per_slot(self) -> int:

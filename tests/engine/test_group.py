@@ -33,6 +33,8 @@ def test_engines_of_a_group_have_equal_parts_of_the_slots_and_one_copy_of_the_pa
 def test_a_pool_of_pages_is_divided():
     engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
     assert [engine.config.num_pages for engine in engines] == [4, 4]
+    assert EngineConfig(slots=4, pages=1).share(2).pages == 1
+    assert EngineConfig(slots=4).share(2).pages == 0
 
 
 def test_new_parameters_reach_all_engines():
