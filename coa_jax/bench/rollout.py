@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,48 +66,34 @@ from coa_jax.trajectory import Author, Trajectory
 
 
 def run_workload(
-    engine: Engine | Sequence[Engine],
+    engines: Sequence[Engine],
     workload: Workload,
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
     """Runs a workload in the agent loop of training.
 
     Args:
-        engine: its slots are free and hold ``workload.longest`` tokens; it has no stop tokens.
-            Of several, which work at the same time, each takes rollouts as it has room.
+        engines: their slots are free and hold ``workload.longest`` tokens; no stop tokens.
         workload: what to run.
         on_finish: called with each trajectory as it ends.
 
     Returns:
         A trajectory for each rollout, in the workload's order.
     """
-    engines = _all(engine)
     episodes = ForcedEpisodes(workload)
     calls = max(len(script.calls) for script in workload.scripts)
     config = RolloutConfig(max_tokens=engines[0].config.max_length, max_tool_calls=calls)
-    left, finished = iter(episodes.requests()), []
+    finished = []
 
-    async def work(engine: Engine) -> None:
-        stream = run_episodes(engine, episodes, left, [Sleep()], config)
+    async def work() -> None:
+        stream = run_episodes(engines, episodes, episodes.requests(), [Sleep()], config)
         async with contextlib.aclosing(stream):
             async for trajectory in stream:
                 on_finish(trajectory)
                 finished.append(trajectory)
 
-    async def work_of_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for engine in engines:
-                group.create_task(work(engine))
-
-    asyncio.run(work_of_all())
+    asyncio.run(work())
     return sorted(finished, key=lambda trajectory: trajectory.sample_id)
-
-
-E = TypeVar("E", bound=Engine)
-
-
-def _all(engine: E | Sequence[E]) -> Sequence[E]:
-    return [engine] if isinstance(engine, Engine) else engine
 
 
 def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
@@ -116,13 +102,12 @@ def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
 
 
 def measure_once(
-    engine: MeteredEngine | Sequence[MeteredEngine], workload: Workload
+    engines: Sequence[MeteredEngine], workload: Workload
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Figures of one repeat, and its trajectories in the workload's order.
 
     Seconds of several engines are means, counts are sums.
     """
-    engines = _all(engine)
     for one in engines:
         one.restart()
     began = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import Any
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
@@ -78,9 +79,11 @@ def local_policy(
         constraint = constraint_for(config, tokenizer, model.config.vocab_size, protocols)
         if constraint is not None:
             print(f"constraint: {constraint}", flush=True)
-        engine = Engine(model.params, model.config, shapes, eos_ids(tokenizer), constraint)
-        if config.max_seconds:
-            engine.warm_up()  # or the first trajectories would spend their time on compilation
+        stop = eos_ids(tokenizer)
+        engines: list[Engine] = make_engines(model.params, model.config, shapes, stop, constraint)
+        # Or the first trajectories would spend their time on compilation.
+        for engine in engines if config.max_seconds else ():
+            engine.warm_up()
         requests = (
             Request(
                 task=_without_tests(one.task),
@@ -93,7 +96,7 @@ def local_policy(
             )
             for one in wanted
         )
-        return rollout(engine, tokenizer, requests, tools, config)
+        return rollout(engines, tokenizer, requests, tools, config)
 
     return run
 

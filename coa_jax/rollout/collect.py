@@ -27,9 +27,7 @@ def collect(
 
     Args:
         runner: the event loop; the same one for all calls with the same tools.
-        engine: one, or several that work at the same time; a request goes to one that has room.
-            Which one it is does not change its trajectories.
-        tokenizer, tools, config: see `rollout`.
+        engine, tokenizer, tools, config: see `rollout`.
         requests: each with its own prompt id.
         on_finish: called with each trajectory as it ends.
 
@@ -37,28 +35,16 @@ def collect(
         For each request its trajectories by sample number.
     """
     requests = list(requests)
-    left = iter(requests)
     finished: dict[tuple[int, int], Trajectory] = {}
 
-    async def work(engine: Engine) -> None:
-        stream = rollout(engine, tokenizer, left, tools, config)
+    async def run() -> None:
+        stream = rollout(engine, tokenizer, requests, tools, config)
         # Closed here, not some time later: the engine must be free when this ends by an error.
         async with contextlib.aclosing(stream):
             async for trajectory in stream:
                 finished[trajectory.metadata["prompt_id"], trajectory.sample_id] = trajectory
                 if on_finish:
                     on_finish(trajectory)
-
-    async def run() -> None:
-        if isinstance(engine, Engine):
-            return await work(engine)
-        tasks = [asyncio.ensure_future(work(one)) for one in engine]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     runner.run(run())
     return [

@@ -54,7 +54,7 @@ async def text_completion(service: Service, body: TextRequest, request: Request)
 def _ids(service: Service, prompt: str | Sequence[int]) -> list[int]:
     if isinstance(prompt, str):
         return encode_plain(service.model.tokenizer, prompt)
-    size = service.engine.model.vocab_size
+    size = service.engines[0].model.vocab_size
     if wrong := [token for token in prompt if token >= size]:
         raise Refused(400, f"the prompt has the id {wrong[0]}; the model has {size}", "prompt")
     return list(prompt)

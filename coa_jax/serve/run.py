@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
@@ -48,10 +49,14 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     size = model.config.vocab_size
     constraint = constraint_for(config.rollout, model.tokenizer, size, [config.protocol])
-    engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer), constraint)
-    engine.warm_up()
+    stop = eos_ids(model.tokenizer)
+    engines: list[Engine] = make_engines(
+        model.params, model.config, config.engine, stop, constraint
+    )
+    for engine in engines:
+        engine.warm_up()
     wanted = tuple(name for name in tools.names if name in rules.tools)
-    return Service(model, engine, make_tools(dataclasses.replace(tools, names=wanted)), config)
+    return Service(model, engines, make_tools(dataclasses.replace(tools, names=wanted)), config)
 
 
 async def serve(

@@ -1,4 +1,4 @@
-"""One engine for all clients: requests go into the running agent loop, events come out."""
+"""The engines of all clients: requests go into the running agent loop, events come out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Refused(Exception):
 class Service:
     """A policy that answers many clients at a time; an asynchronous context manager."""
 
-    def __init__(self, model: Model, engine: Engine, tools: Sequence[Tool], config: ServeConfig):
-        """Takes an engine over, whose slots are all free."""
-        self.model, self.engine, self.config = model, engine, config
+    def __init__(
+        self, model: Model, engines: Sequence[Engine], tools: Sequence[Tool], config: ServeConfig
+    ):
+        """Takes engines over, whose slots are all free."""
+        self.model, self.engines, self.config = model, engines, config
         self.tools = tools
         self.table = token_table(model.tokenizer)
         self.meters = Meters(config.engine.slots)
@@ -107,7 +109,7 @@ class Service:
 
         To be called within `scoring`.
         """
-        engine, loop = self.engine, asyncio.get_running_loop()
+        engine, loop = self.engines[0], asyncio.get_running_loop()
         arguments = engine.params, engine.model, engine.config.dtype, ids
         if not self.healthy:
             raise Refused(503, "the server is shutting down")
@@ -126,11 +128,11 @@ class Service:
         episodes = ServedEpisodes(
             self.model.tokenizer,
             self.table,
-            frozenset(int(token) for token in self.engine.stop_tokens),
+            frozenset(int(token) for token in self.engines[0].stop_tokens),
             self.config.rollout.max_observation_tokens,
             self.config.rollout.strict,
         )
-        stream = run_episodes(self.engine, episodes, self._inbox, self.tools, self.config.rollout)
+        stream = run_episodes(self.engines, episodes, self._inbox, self.tools, self.config.rollout)
         async with contextlib.aclosing(stream) as finished:
             async for _ in finished:
                 self._samples -= 1

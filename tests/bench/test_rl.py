@@ -39,7 +39,7 @@ def test_groups_are_those_of_the_prompts_and_rewards_count_even_ids(tmp_path):
     work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 0, 1, 1)))
     shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")
     engine = Engine(subject().params, subject().config, shapes)
-    groups = rl.graded(run_workload(engine, work), 2)
+    groups = rl.graded(run_workload([engine], work), 2)
     assert [{t.task_id for t in group} for group in groups] == [{"prompt-0"}, {"prompt-1"}]
     for trajectory in (t for group in groups for t in group):
         ids = [

@@ -47,7 +47,7 @@ def several(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(several):
-    return run_workload(engine(several), several)
+    return run_workload([engine(several)], several)
 
 
 def runs_of(authors: np.ndarray) -> str:
@@ -81,13 +81,13 @@ def test_the_samples_of_a_group_differ(ran):
 
 @pytest.mark.parametrize(("slots", "chunk"), [(1, 4), (2, 16), (8, 1)])
 def test_tokens_do_not_depend_on_slots_and_chunks(several, ran, slots, chunk):
-    again = run_workload(engine(several, slots, chunk), several)
+    again = run_workload([engine(several, slots, chunk)], several)
     assert [t.tokens.tolist() for t in again] == [t.tokens.tolist() for t in ran]
 
 
 def test_prompts_and_observations_are_prefilled_once(several):
     # Programs of one token have no padding.
-    figures, _ = measure_once(engine(several, slots=5, block=1, buckets=(1,)), several)
+    figures, _ = measure_once([engine(several, slots=5, block=1, buckets=(1,))], several)
     calls = 3 + 1 + 0 + 1 + 1
     # Each observation is fed with the token before it, which is not in the cache yet.
     assert figures["prefill_tokens_computed"] == 2 * 12 + calls * (6 + 1)
@@ -96,14 +96,14 @@ def test_prompts_and_observations_are_prefilled_once(several):
 
 def test_padding_of_blocks_and_buckets_counts_as_computed(tmp_path):
     work = workload(tmp_path, rollout(0, (2, 2)), rollout(0, (2,)), prompt_length=40)
-    figures, _ = measure_once(engine(work, buckets=(16, 64)), work)
+    figures, _ = measure_once([engine(work, buckets=(16, 64))], work)
     # The prompt of 40 in programs of 16, and one for the observation of 6 + 1.
     assert figures["prefill_tokens_computed"] == 48 + 16
 
 
 def test_occupancy_counts_what_is_sampled_and_then_forgotten(tmp_path):
     work = workload(tmp_path, rollout(0, (5, 3)))
-    figures, _ = measure_once(engine(work, slots=2, chunk=4), work)
+    figures, _ = measure_once([engine(work, slots=2, chunk=4)], work)
     # Chunks of 4 steps: 4, then 1 of 4 until the call, then 3 of 4 until the end.
     assert figures["decode_steps"] == 12
     assert figures["decode_occupancy"] == 12 / 24
@@ -115,7 +115,7 @@ def test_a_slow_tool_does_not_stop_the_others_and_the_wait_is_idle_time(tmp_path
     work = workload(tmp_path, slow, *quick)
     fresh = engine(work)
     fresh.warm_up()
-    figures, trajectories = measure_once(fresh, work)
+    figures, trajectories = measure_once([fresh], work)
     first, *others = (t.metadata["seconds"] for t in trajectories)
     assert max(others) < 1.4 < 1.5 <= first
     assert 0.5 < figures["idle_s"] < figures["wall_s"]

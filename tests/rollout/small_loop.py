@@ -68,3 +68,25 @@ class Says:
 
     async def __call__(self, arguments, context):
         return Observation(self.text, True, "ok", 0.0)
+
+
+@dataclasses.dataclass
+class Hangs:
+    """A tool that never answers; it counts its calls, and those that were cancelled."""
+
+    name: str
+    deadline: float = 0.3
+    entered: int = 0
+    cancelled: int = 0
+
+    async def __call__(self, arguments, context):
+        self.entered += 1
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def called(self, times):
+        while self.entered < times:
+            await asyncio.sleep(0.01)

@@ -23,24 +23,8 @@ from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Author, StopReason
 from tests import tiny_policy
-from tests.rollout.small_loop import BUDGET, Says, engine, requests, run
+from tests.rollout.small_loop import BUDGET, Hangs, Says, engine, requests, run
 from tests.tiny_policy import TASKS
-
-
-@dataclasses.dataclass
-class Hangs:
-    name: str
-    deadline: float = 0.3
-    entered: int = 0
-    cancelled: int = 0
-
-    async def __call__(self, arguments, context):
-        self.entered += 1
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 
@@ -54,11 +54,11 @@ def server(
     config: ServeConfig = CONFIG,
     api_key: str | None = None,
     policy: Model | None = None,
-    on: Engine | None = None,
+    on: Sequence[Engine] = (),
 ) -> Iterator[str]:
     """Its address; it ends with the context.  By default it serves the tiny policy."""
-    used, tools = on or engine(), list(tiny_policy.tools().values())
-    service = Service(policy or tiny_policy.policy(), used, tools, config)
+    engines, tools = on or [engine()], list(tiny_policy.tools().values())
+    service = Service(policy or tiny_policy.policy(), engines, tools, config)
     listener = listen(config)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     loop, asked = asyncio.new_event_loop(), asyncio.Event()
@@ -84,7 +84,7 @@ def server(
         loop.call_soon_threadsafe(asked.set)
         thread.join(60)
         assert ended == [None]
-        assert not used.any_active
+        assert not any(engine.any_active for engine in engines)
 
 
 def meter(address: str, name: str) -> float:

@@ -146,7 +146,7 @@ def test_neither_the_budgets_nor_the_constraint_of_agents_hold_for_a_completion(
     size = model.config.vocab_size
     constraint = constraint_for(budget, model.tokenizer, size, [tiny_policy.PROTOCOL])
     engine = Engine(model.params, model.config, SHAPES, eos_ids(model.tokenizer), constraint)
-    with server(dataclasses.replace(CONFIG, rollout=budget), on=engine) as address:
+    with server(dataclasses.replace(CONFIG, rollout=budget), on=[engine]) as address:
         other = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0, timeout=60)
         answer = chat(other, QUESTIONS[0], max_tokens=100)
         assert answer.choices == chat(client, QUESTIONS[0], max_tokens=100).choices

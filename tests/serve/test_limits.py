@@ -225,7 +225,7 @@ def test_requests_for_scores_have_places_and_a_thread_of_their_own(monkeypatch):
 
 def test_a_server_that_ends_waits_for_scores_and_takes_no_new_request_for_them():
     async def go():
-        async with Service(tiny_policy.policy(), engine(), [], CONFIG) as service:
+        async with Service(tiny_policy.policy(), [engine()], [], CONFIG) as service:
             with service.scoring(True):
                 assert service.busy
                 await service.drain(0.1)
@@ -249,7 +249,7 @@ def test_a_server_whose_engine_breaks_down_ends_with_its_exception(monkeypatch):
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def go():
-        service = Service(tiny_policy.policy(), engine(), [], CONFIG)
+        service = Service(tiny_policy.policy(), [engine()], [], CONFIG)
         serving = serve(service, listener, None, asyncio.Event())  # nobody asks for the end
         asking = asyncio.to_thread(post, address, ASK)
         return await asyncio.gather(asyncio.wait_for(serving, 30), asking, return_exceptions=True)

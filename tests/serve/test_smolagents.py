@@ -134,7 +134,7 @@ def served():
     engine.warm_up()
     with contextlib.ExitStack() as stack:
         config = dataclasses.replace(CONFIG, engine=shapes)
-        yield f"{stack.enter_context(server(config, policy=policy, on=engine))}/v1"
+        yield f"{stack.enter_context(server(config, policy=policy, on=[engine]))}/v1"
 
 
 @pytest.mark.slow

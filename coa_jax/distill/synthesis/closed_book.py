@@ -21,6 +21,7 @@ from coa_jax.distill.synthesis.facts import fact_of
 from coa_jax.distill.together import gather
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import chat_ids, eos_ids
@@ -185,7 +186,8 @@ class Policy:
         self._config, self._asked = config, 0
         model = load_model(config.policy)
         self._tokenizer = model.tokenizer
-        self._engine = Engine(model.params, model.config, config.engine, eos_ids(model.tokenizer))
+        stop = eos_ids(model.tokenizer)
+        self._engines: list[Engine] = make_engines(model.params, model.config, config.engine, stop)
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
         """See `ClosedBook`."""
@@ -195,7 +197,7 @@ class Policy:
         config = self._config
         requests = [self._request(task, samples) for task in tasks]
         with asyncio.Runner() as runner:
-            groups = collect(runner, self._engine, self._tokenizer, requests, (), config.rollout)
+            groups = collect(runner, self._engines, self._tokenizer, requests, (), config.rollout)
         return [[trajectory.answer or "" for trajectory in group] for group in groups]
 
     def _request(self, task: Task, samples: int) -> Request:

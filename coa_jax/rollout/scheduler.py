@@ -1,0 +1,369 @@
+"""The slots of one engine: which sample decodes in which, and which waits for its tool.
+
+One coroutine owns the engine.  It admits samples into free slots, extends the cache with finished
+observations, decodes a chunk in a thread of its own, and hands closed tool tags to asyncio tasks.
+A slot whose tool is running keeps its cache and simply does not decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from coa_jax.engine.engine import Engine
+from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.episodes import Episodes
+from coa_jax.rollout.inbox import Inbox
+from coa_jax.rollout.observation import observation_text
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig, tool_context
+from coa_jax.tools.base import Observation, Tool, call, unavailable
+from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
+
+
+@dataclasses.dataclass
+class _Running:
+    """A sample in a slot."""
+
+    request: Request
+    episode: Episode
+    slot: int
+    began: float
+    tool: asyncio.Task[tuple[Observation, float]] | None = None
+    tool_request: ToolRequest | None = None
+    tool_seconds: float = 0.0
+
+
+class Scheduler:
+    """Runs the requests that it takes from an inbox on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        episodes: Episodes,
+        inbox: Inbox,
+        tools: Sequence[Tool],
+        config: RolloutConfig,
+        on_text: Callable[[Arrival], None] | None,
+    ):
+        """Takes an engine over, whose slots are all free; see `run_episodes`."""
+        if config.constrain and engine.constraint is None:
+            raise ValueError("config.constrain is set, but the engine has no constraint")
+        self.engine, self.episodes, self.config = engine, episodes, config
+        self.tools = {tool.name: tool for tool in tools}
+        self.inbox, self.reader = inbox, inbox.reader()
+        self.on_text = on_text
+        self.free = deque(range(engine.config.slots))
+        self.running: dict[int, _Running] = {}
+        # The request whose prompt a slot has in its cache, after its sample has ended too.
+        self.held: dict[int, Request] = {}
+        self.waiting: deque[tuple[Request, int]] = deque()
+        self.refused: list[Trajectory] = []
+        self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but not over yet
+        # Those of the event loop may all be taken by tools that block.
+        self.thread = ThreadPoolExecutor(1, "engine")
+        self.device_call: asyncio.Future[Any] | None = None
+
+    async def admit(self) -> bool:
+        """Fills free slots; returns whether there is anything to do now."""
+        self._cancel()
+        placed: list[tuple[Request, int, int]] = []
+        prefills: list[tuple[int, int, Sequence[int]]] = []
+        forks: dict[int, list[int]] = {}
+        while self.free:
+            if not self.waiting:
+                request = self.inbox.take()
+                if request is None:
+                    break
+                self.waiting.extend((request, sample) for sample in request.samples)
+                continue
+            request, sample = self.waiting[0]
+            length, limit = len(request.prompt), self._limit(request)
+            if length >= limit:  # no room for a single token
+                self.waiting.popleft()
+                self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
+                continue
+            source = next((s for s, held in self.held.items() if held is request), None)
+            slot = source if source is not None and source in self.free else self.free[0]
+            if not self._reserve(slot, limit, source, length):
+                break
+            if source is not None and self.held.get(source) is not request:
+                source = None  # it had to give way
+            self.waiting.popleft()
+            self.free.remove(slot)
+            self.held[slot] = request
+            placed.append((request, sample, slot))
+            if source is None:
+                prefills.append((slot, 0, request.prompt))
+            elif source != slot:
+                forks.setdefault(source, []).append(slot)
+        if prefills or forks:
+            lengths = {source: len(self.held[source].prompt) for source in forks}
+            await self._on_device(self._prefill, prefills, forks, lengths)
+        for request, sample, slot in placed:
+            self._start(request, sample, slot)
+        return bool(self.running or self.refused)
+
+    async def arrival(self) -> bool:
+        """Waits for something to do; returns whether anything may come."""
+        if self.inbox.closed:
+            return False
+        await self.reader.changed()
+        return True
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of a whole trajectory."""
+        wanted = request.max_tokens or self.config.max_tokens
+        return min(wanted, self.engine.config.max_length)
+
+    def _cancel(self) -> None:
+        """Ends the samples that nobody wants any more, those that wait for a slot too."""
+        for request in self.reader.take_cancelled():
+            if self.inbox.drop(request):
+                self.waiting.extend((request, sample) for sample in request.samples)
+            for waiting in [pair for pair in self.waiting if pair[0] is request]:
+                self.waiting.remove(waiting)
+                self.refused.append(self._refuse(*waiting, StopReason.CANCELLED))
+            for run in [run for run in self.running.values() if run.request is request]:
+                if run.tool is not None:
+                    self._end(run.tool)
+                self.refused.append(self._finish(run, StopReason.CANCELLED))
+
+    def _end(self, task: asyncio.Future[Any]) -> None:
+        """Cancels a task; `close` waits until it has ended."""
+        task.cancel()
+        self.ending.add(task)
+        task.add_done_callback(self.ending.discard)
+
+    def _reserve(self, slot: int, limit: int, source: int | None, length: int) -> bool:
+        """Makes room in a slot; the prompts that free slots still hold give way to it."""
+        for other in (None, *self.free):
+            if other is not None and other not in (slot, source):
+                self.engine.release(other)
+                self.held.pop(other, None)
+            if self.engine.reserve(slot, limit, source, length):
+                return True
+            if source == slot:  # `reserve` took what it held
+                self.held.pop(slot, None)
+                source = None
+        return False
+
+    def _prefill(
+        self,
+        prefills: Sequence[tuple[int, int, Sequence[int]]],
+        forks: Mapping[int, Sequence[int]],
+        lengths: Mapping[int, int],
+    ) -> None:
+        self.engine.extend(prefills)
+        for source, slots in forks.items():
+            self.engine.fork(source, slots, lengths[source])
+
+    async def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a call of the engine in its thread: tools go on while the device works.
+
+        A thread cannot be stopped.  When the rollout is cancelled, `close` waits for the call,
+        which would otherwise wake up slots that are free again.
+        """
+        loop = asyncio.get_running_loop()
+        self.device_call = loop.run_in_executor(self.thread, function, *arguments)
+        return await asyncio.shield(self.device_call)
+
+    def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
+        """The trajectory of a sample that does not begin."""
+        episode = self.episodes.begin(request, sample)
+        return episode.finish(reason, request.task.gold, self._metadata(request, 0.0))
+
+    def _start(self, request: Request, sample: int, slot: int) -> None:
+        prompt, episode = request.prompt, self.episodes.begin(request, sample)
+        self.engine.start(
+            slot,
+            len(prompt),
+            last_token=prompt[-1],
+            limit=self._limit(request),
+            key=(request.seed, request.prompt_id, sample),
+            sampling=request.sampling,
+            protocol=request.task.protocol if request.agent and self.config.constrain else None,
+        )
+        self.engine.set_active(slot, True)
+        self.running[slot] = _Running(request, episode, slot, time.monotonic())
+
+    async def turn(self) -> list[Trajectory]:
+        """Collects finished tools, decodes one chunk, starts new tools."""
+        finished, self.refused = self.refused, []
+        finished += await self._collect()
+        if self.engine.any_active:
+            chunk = await self._on_device(self.engine.decode)
+            for run in list(self.running.values()):
+                if run.tool is None and chunk.count[run.slot]:
+                    count = int(chunk.count[run.slot])
+                    tokens = chunk.tokens[run.slot, :count].tolist()
+                    logps = chunk.logps[run.slot, :count].tolist()
+                    finished += self._advance(run, tokens, logps)
+                    self._check_ended(run, bool(chunk.active[run.slot]))
+            await asyncio.sleep(0)
+        elif not finished and self.running:
+            calls = {run.tool for run in self.running.values() if run.tool is not None}
+            news = asyncio.ensure_future(self.reader.changed())
+            try:
+                await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._end(news)
+        return finished
+
+    def _advance(
+        self, run: _Running, tokens: Sequence[int], logps: Sequence[float]
+    ) -> list[Trajectory]:
+        episode = run.episode
+        limit = self.config.max_turn_tokens if run.request.agent else 0
+        for token, logp in zip(tokens, logps, strict=True):
+            if not math.isfinite(logp):  # a policy whose logits are no numbers has sampled nothing
+                return [self._finish(run, StopReason.FAULT)]
+            event = episode.feed(token, logp)
+            self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
+            if event is None and limit and episode.turn_tokens >= limit:
+                event = StopReason.TURN_LENGTH
+            if event is None:
+                continue
+            if isinstance(event, StopReason):
+                return [self._finish(run, event)]
+            if len(episode.tool_calls) >= self.config.max_tool_calls:
+                return [self._finish(run, StopReason.TURNS)]
+            if self._room(run) <= 0:
+                return [self._finish(run, StopReason.LENGTH)]
+            # Tokens sampled beyond the closing tag are forgotten.
+            self.engine.truncate(run.slot, len(episode.tokens), token)
+            self.engine.set_active(run.slot, False)
+            run.tool_request = event
+            run.tool = asyncio.create_task(self._call(run, event))
+            return []
+        spent = self._spent(run)
+        return [self._finish(run, spent)] if spent else []
+
+    def _check_ended(self, run: _Running, active: bool) -> None:
+        """A row at rest without a tool would never decode again, and nobody would end it."""
+        if not active and run.tool is None and self.running.get(run.slot) is run:
+            raise RuntimeError(f"slot {run.slot} has ended, but not the sample in it")
+
+    async def _call(self, run: _Running, request: ToolRequest) -> tuple[Observation, float]:
+        start = time.monotonic()
+        tool = self.tools.get(request.tool)
+        if tool is None:
+            return unavailable(request.tool), start
+        context = tool_context(
+            self.config,
+            f"{run.request.task.id}/{run.episode.sample_id}",
+            run.episode.tool_calls,
+            question=run.episode.question,
+            think=run.episode.last_think,
+            seconds=start - run.began,
+            tool_seconds=run.tool_seconds,
+        )
+        observation = await call(tool, request.arguments, context)
+        run.tool_seconds += time.monotonic() - start
+        return observation, start
+
+    async def _collect(self) -> list[Trajectory]:
+        """Turns finished tool calls into environment tokens and cache entries."""
+        feeds: list[tuple[int, int, Sequence[int]]] = []
+        finished: list[Trajectory] = []
+        for run in list(self.running.values()):
+            request = run.tool_request
+            if run.tool is None or request is None or not run.tool.done():
+                continue
+            observation, start = run.tool.result()
+            run.tool, run.tool_request = None, None
+            episode = run.episode
+            ids, body = self.episodes.encode(episode, observation.text, self._room(run))
+            before = len(episode.tokens)
+            record = ToolCall(
+                tool=request.tool,
+                arguments=request.arguments,
+                observation=body,
+                outcome=observation.outcome,
+                ok=observation.ok,
+                start=start - run.began,
+                end=start - run.began + observation.seconds,
+                detail=observation.detail,
+            )
+            text = observation_text(episode.protocol, body)
+            episode.observe(ids, text, record)
+            self._tell(run, Author.ENVIRONMENT, text, record)
+            if spent := self._spent(run):
+                finished.append(self._finish(run, spent))
+            else:
+                self.engine.observe(run.slot)
+                feeds.append((run.slot, before - 1, episode.tokens[before - 1 :]))
+        if feeds:
+            await self._on_device(self.engine.extend, feeds)
+        for slot, _, _ in feeds:
+            self.engine.set_active(slot, True)
+        return finished
+
+    def _tell(self, run: _Running, author: Author, text: str, call: ToolCall | None = None) -> None:
+        if self.on_text and text:
+            task, sample = run.request.task, run.episode.sample_id
+            self.on_text(Arrival(task.id, sample, author, text, call))
+
+    def _room(self, run: _Running) -> int:
+        """Tokens that are left for the body of an observation."""
+        spent = len(run.episode.tokens) + self.episodes.frame(run.episode)
+        return self._limit(run.request) - spent
+
+    def _spent(self, run: _Running) -> StopReason | None:
+        """The budget of the whole trajectory that is used up, if one is."""
+        config = self.config
+        if len(run.episode.tokens) >= self._limit(run.request):
+            return StopReason.LENGTH
+        if not run.request.agent:
+            return None
+        if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
+            return StopReason.TOOL_TIME
+        if config.max_seconds and time.monotonic() - run.began > config.max_seconds:
+            return StopReason.DEADLINE
+        return None
+
+    def _finish(self, run: _Running, reason: StopReason) -> Trajectory:
+        self.engine.set_active(run.slot, False)
+        del self.running[run.slot]
+        self.free.append(run.slot)
+        metadata = self._metadata(run.request, time.monotonic() - run.began)
+        trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
+        # The last bytes may have been half a character.
+        self._tell(run, Author.POLICY, run.episode.take_text())
+        return trajectory
+
+    def _metadata(self, request: Request, seconds: float) -> dict[str, Any]:
+        """What describes a trajectory, with what a replay needs besides its tokens and calls."""
+        shapes = self.engine.config
+        return {
+            **request.task.metadata,
+            **request.metadata,
+            "source": request.task.source,
+            "prompt_id": request.prompt_id,
+            "seconds": round(seconds, 3),
+            "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
+            "rollout": dataclasses.asdict(self.config),
+            "engine": {
+                **dataclasses.asdict(shapes),
+                "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
+            },
+        }
+
+    async def close(self) -> None:
+        """Cancels tools that still run, and leaves every slot free."""
+        self.inbox.leave(self.reader)
+        self.thread.shutdown(wait=False)
+        if self.device_call is not None:
+            await asyncio.wait([self.device_call])
+        for run in self.running.values():
+            if run.tool is not None:
+                self._end(run.tool)
+        await asyncio.gather(*self.ending, return_exceptions=True)
+        for slot in list(self.running):
+            self.engine.set_active(slot, False)
+        self.running.clear()

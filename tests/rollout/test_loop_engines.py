@@ -1,0 +1,123 @@
+"""Several engines that take their requests from the same place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+
+import pytest
+
+from coa_jax.engine.config import SamplingParams
+from coa_jax.engine.engine import Engine
+from coa_jax.rollout.inbox import Inbox
+from coa_jax.rollout.loop import rollout
+from coa_jax.trajectory import StopReason
+from tests import tiny_policy
+from tests.rollout.small_loop import BUDGET, Hangs, engine, requests, run
+
+
+@functools.cache
+def two() -> tuple[Engine, Engine]:
+    """Of two slots each; they run the programs of `engine(slots=2)`."""
+    first = engine(slots=2)
+    return first, Engine(first.params, first.model, first.config, first.stop_tokens)
+
+
+def stream(wanted, tools=None):
+    tools = list(tiny_policy.tools().values()) if tools is None else tools
+    tokenizer = tiny_policy.policy().tokenizer
+    return contextlib.aclosing(rollout(two(), tokenizer, wanted, tools, BUDGET))
+
+
+def test_they_sample_the_same_bits_as_one():
+    wanted = requests(3, SamplingParams())
+    before = [one.row_steps for one in two()]
+    found = run(wanted, on=two())
+    assert all(one.row_steps > steps for one, steps in zip(two(), before, strict=True))
+    for ours, theirs in zip(found, run(wanted, on=two()[0]), strict=True):
+        assert [t.tokens.tolist() for t in ours] == [t.tokens.tolist() for t in theirs]
+        assert [t.logp.tolist() for t in ours] == [t.logp.tolist() for t in theirs]
+
+
+def test_an_error_of_one_ends_both_and_stays_what_it_was(monkeypatch):
+    decode, second = Engine.decode, two()[1]
+
+    def broken(self):
+        if self is second:
+            raise RuntimeError("the device is lost")
+        return decode(self)
+
+    searching = Hangs("wiki_search", deadline=3600.0)
+
+    async def go():
+        async with stream(requests(2), [searching]) as trajectories:
+            async for _ in trajectories:
+                pass
+
+    monkeypatch.setattr(Engine, "decode", broken)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        asyncio.run(asyncio.wait_for(go(), 60))
+    assert searching.cancelled == searching.entered
+    assert not any(one.any_active for one in two())
+
+
+def test_an_error_of_the_reader_frees_the_slots_of_both():
+    async def go():
+        async with stream(requests(2)) as trajectories:
+            async for _ in trajectories:
+                raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        asyncio.run(go())
+    assert not any(one.any_active for one in two())
+
+
+def test_cancelling_the_reader_ends_the_tools_of_both():
+    searching = Hangs("wiki_search", deadline=3600.0)
+
+    async def go():
+        async def consume():
+            async with stream(requests(2)[:2], [searching]) as trajectories:
+                async for _ in trajectories:
+                    pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.wait_for(searching.called(3), 60)  # more than one of them has slots
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(go())
+    assert searching.cancelled == searching.entered
+    assert not any(one.any_active for one in two())
+
+
+def test_a_request_is_taken_back_from_whichever_has_it():
+    searching = Hangs("wiki_search", deadline=3600.0)
+    first, second, late = requests(2)[0], requests(2)[1], requests(1)[2]
+
+    async def go():
+        inbox = Inbox()
+
+        async def read():
+            async with stream(inbox, [searching, tiny_policy.tools()["code"]]) as trajectories:
+                return [trajectory async for trajectory in trajectories]
+
+        running = asyncio.create_task(read())
+        await asyncio.sleep(0.05)  # both wait for something to do
+        inbox.put(first)
+        inbox.put(second)
+        await asyncio.wait_for(searching.called(4), 60)
+        inbox.cancel(second)
+        inbox.cancel(first)
+        inbox.put(late)
+        inbox.close()
+        return await asyncio.wait_for(running, 60)
+
+    finished = asyncio.run(go())
+    ended = {t.task_id for t in finished if t.stop_reason is StopReason.CANCELLED}
+    assert ended == {first.task.id, second.task.id} and len(finished) == 5
+    (other,) = (t for t in finished if t.stop_reason is not StopReason.CANCELLED)
+    assert (other.task_id, other.stop_reason) == (late.task.id, StopReason.ANSWER)
+    assert searching.cancelled == searching.entered == 4
