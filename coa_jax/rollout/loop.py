@@ -63,8 +63,8 @@ async def run_episodes(
 
     Args:
         engine: one, or several that work at the same time, with the same stop tokens; all slots
-            are free.  A request goes to an engine that has room; which one it is does not change
-            its trajectories.
+            are free.  A request goes to an engine that has room, and samples of it that wait there
+            to another that is idle; which one it is does not change a trajectory.
         episodes: how samples begin and go on.
         requests: consumed lazily, so a generator may keep the slots busy for as long as it likes;
             or an inbox, where they arrive at any time.
@@ -76,10 +76,16 @@ async def run_episodes(
         Ungraded trajectories, in the order in which they finish.
     """
     inbox = requests if isinstance(requests, Inbox) else Inbox(requests, closed=True)
-    schedulers = [Scheduler(one, episodes, inbox, tools, config, on_text) for one in _all(engine)]
-    async with contextlib.aclosing(_merged(list(map(_run, schedulers)))) as stream:
-        async for trajectory in stream:
-            yield trajectory
+    schedulers: list[Scheduler] = []
+    try:
+        for one in _all(engine):
+            schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text))
+        async with contextlib.aclosing(_merged(list(map(_run, schedulers)))) as stream:
+            async for trajectory in stream:
+                yield trajectory
+    finally:
+        # Not where one of them runs: there the end of another would cancel it.
+        await asyncio.gather(*(scheduler.close() for scheduler in schedulers))
 
 
 def _all(engine: Engine | Sequence[Engine]) -> Sequence[Engine]:
@@ -87,12 +93,9 @@ def _all(engine: Engine | Sequence[Engine]) -> Sequence[Engine]:
 
 
 async def _run(scheduler: Scheduler) -> AsyncGenerator[Trajectory, None]:
-    try:
-        while await scheduler.admit() or await scheduler.arrival():
-            for trajectory in await scheduler.turn():
-                yield trajectory
-    finally:
-        await scheduler.close()
+    while await scheduler.admit() or await scheduler.arrival():
+        for trajectory in await scheduler.turn():
+            yield trajectory
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

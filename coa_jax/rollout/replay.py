@@ -7,9 +7,9 @@ A trajectory is a function of the parameters, its prompt, the key of its randomn
 and what the tools returned.  All but the parameters are in its record: tools are not run, each call
 gets the result that was recorded for it, in the recorded order and only for the recorded arguments.
 The engine has the recorded shapes, with which even log-probabilities come out bit by bit on the
-same machine; on CPUs they do with other slots and prefill shapes too.  On GPUs and TPUs these round
-differently: log-probabilities then differ by some 1e-5, and where a draw lies on the very edge
-between two tokens, the other one may come.
+same machine.  In float32 on one CPU device they do with other slots (from 2 on) and prefill shapes
+too.  Elsewhere these round differently: log-probabilities then differ by some 1e-5, and where a
+draw lies on the very edge between two tokens, the other one may come.
 
 A phase is replayed with the model that produced it.  Each step of RL samples with parameters of its
 own: step 1 with the model that RL began with (--phase=rl --step=1), the later ones with parameters

@@ -62,7 +62,6 @@ class Scheduler:
         self.running: dict[int, _Running] = {}
         # The request whose prompt a slot has in its cache, after its sample has ended too.
         self.held: dict[int, Request] = {}
-        self.waiting: deque[tuple[Request, int]] = deque()
         self.refused: list[Trajectory] = []
         self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but not over yet
         # Those of the event loop may all be taken by tools that block.
@@ -75,17 +74,11 @@ class Scheduler:
         placed: list[tuple[Request, int, int]] = []
         prefills: list[tuple[int, int, Sequence[int]]] = []
         forks: dict[int, list[int]] = {}
-        while self.free:
-            if not self.waiting:
-                request = self.inbox.take()
-                if request is None:
-                    break
-                self.waiting.extend((request, sample) for sample in request.samples)
-                continue
-            request, sample = self.waiting[0]
+        while self.free and (first := self.reader.sample()):
+            request, sample = first
             length, limit = len(request.prompt), self._limit(request)
             if length >= limit:  # no room for a single token
-                self.waiting.popleft()
+                self.reader.waiting.popleft()
                 self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
             source = next((s for s, held in self.held.items() if held is request), None)
@@ -94,7 +87,7 @@ class Scheduler:
                 break
             if source is not None and self.held.get(source) is not request:
                 source = None  # it had to give way
-            self.waiting.popleft()
+            self.reader.waiting.popleft()
             self.free.remove(slot)
             self.held[slot] = request
             placed.append((request, sample, slot))
@@ -125,9 +118,9 @@ class Scheduler:
         """Ends the samples that nobody wants any more, those that wait for a slot too."""
         for request in self.reader.take_cancelled():
             if self.inbox.drop(request):
-                self.waiting.extend((request, sample) for sample in request.samples)
-            for waiting in [pair for pair in self.waiting if pair[0] is request]:
-                self.waiting.remove(waiting)
+                self.reader.waiting.extend((request, sample) for sample in request.samples)
+            for waiting in [pair for pair in self.reader.waiting if pair[0] is request]:
+                self.reader.waiting.remove(waiting)
                 self.refused.append(self._refuse(*waiting, StopReason.CANCELLED))
             for run in [run for run in self.running.values() if run.request is request]:
                 if run.tool is not None:

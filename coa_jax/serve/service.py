@@ -38,7 +38,8 @@ class Service:
         self.model, self.engines, self.config = model, engines, config
         self.tools = tools
         self.table = token_table(model.tokenizer)
-        self.meters = Meters(config.engine.slots)
+        self.slots = sum(engine.config.slots for engine in engines)
+        self.meters = Meters(self.slots)
         self.accepting = True
         self._visits: set[Visit] = set()
         self._samples = 0  # that wait or run
@@ -64,7 +65,7 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine runs."""
+        """Whether the agent loop runs."""
         return self._loop is not None and not self._loop.done()
 
     @property
@@ -148,7 +149,7 @@ class Service:
         """
         self._check_accepting()
         wanted = len(visit.samples)
-        if self._samples + wanted > self.config.engine.slots + self.config.max_waiting:
+        if self._samples + wanted > self.slots + self.config.max_waiting:
             raise Refused(429, f"{self._samples} completions run or wait already; try again later")
         self._visits.add(visit)
         self._samples += wanted
@@ -185,6 +186,6 @@ class Service:
         raise Refused(503, "the server is shutting down")
 
     def _report(self) -> None:
-        running = min(self._samples, self.config.engine.slots)
+        running = min(self._samples, self.slots)
         self.meters.running.set(running)
         self.meters.waiting.set(self._samples - running)

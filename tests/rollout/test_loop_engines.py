@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from coa_jax.rollout.loop import rollout
 from coa_jax.trajectory import StopReason
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, Hangs, engine, requests, run
+from tests.tiny_policy import TASKS
 
 
 @functools.cache
@@ -121,3 +123,61 @@ def test_a_request_is_taken_back_from_whichever_has_it():
     (other,) = (t for t in finished if t.stop_reason is not StopReason.CANCELLED)
     assert (other.task_id, other.stop_reason) == (late.task.id, StopReason.ANSWER)
     assert searching.cancelled == searching.entered == 4
+
+
+def test_an_error_of_both_lets_slow_tools_end_and_frees_the_slots(monkeypatch):
+    calls, ended = [], []
+
+    class Reluctant:
+        name, deadline = "wiki_search", 3600.0
+
+        async def __call__(self, arguments, context):
+            calls.append(context.trajectory_id)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(0.3)
+                ended.append(context.trajectory_id)
+
+    decode, failed = Engine.decode, []
+
+    def broken(self):
+        # The second fails while the first one waits for its tools to end.
+        if len(calls) >= 2 and not failed:
+            failed.append(self)
+            raise RuntimeError("the device is lost")
+        if failed:
+            time.sleep(0.1)
+            raise RuntimeError("the other one too")
+        return decode(self)
+
+    async def go():
+        searches, computes = requests(1)[0], requests(3)[2]
+        async with stream([searches, computes, *requests(2)[1:]], [Reluctant()]) as trajectories:
+            async for _ in trajectories:
+                pass
+
+    monkeypatch.setattr(Engine, "decode", broken)
+    with pytest.raises(RuntimeError):
+        asyncio.run(asyncio.wait_for(go(), 60))
+    assert calls and sorted(ended) == sorted(calls)
+    assert not any(one.any_active for one in two())
+
+
+def test_an_idle_one_takes_samples_of_a_request_that_does_not_fit_into_another():
+    (request,) = requests(4, tasks=TASKS[:1])
+    searching = Hangs("wiki_search", deadline=3600.0)
+
+    async def go():
+        async def consume():
+            async with stream([request], [searching]) as trajectories:
+                async for _ in trajectories:
+                    pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.wait_for(searching.called(4), 60)  # two slots each: all four run
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(go())
