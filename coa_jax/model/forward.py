@@ -29,7 +29,7 @@ from coa_jax.model.products import (
     project,
     row_sum,
 )
-from coa_jax.model.remat import MLP, Remat, rematerialize
+from coa_jax.model.remat import MLP, ROTATED, Remat, rematerialize
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain, gather
 
@@ -95,9 +95,12 @@ def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
-    share = jax.nn.sigmoid(gate)
-    return (jnp.stack((g * up * share * (1 + gate * (1 - share)), g * gate * share), axis=-2),)
+    # One formula for both halves: XLA computes what it has to stack three times as slowly on CPUs.
+    share = jax.nn.sigmoid(gate_up[..., :1, :])
+    slope = 1 + gate_up[..., :1, :] * (1 - share)
+    of_gate = jnp.arange(2)[:, None] == 0
+    other = jnp.flip(gate_up, axis=-2)
+    return (g[..., None, :] * share * other * jnp.where(of_gate, slope, 1.0),)
 
 
 swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
@@ -166,7 +169,7 @@ def _layer(
         q = rms_norm(q, layer["q_norm"], c.rms_eps)
         k = rms_norm(k, layer["k_norm"], c.rms_eps)
     with jax.named_scope("rope"):
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = (checkpoint_name(apply_rope(x, cos, sin), ROTATED) for x in (q, k))
     k, v = k[:, :, :, 0], v[:, :, :, 0]
     if attend_to is not None:
         attended = attend_to(q, k, v)

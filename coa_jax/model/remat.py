@@ -18,11 +18,15 @@ ATTENTION = "attention"
 MLP = "mlp"
 """Name of what the down projection multiplies."""
 
+ROTATED = "rotated"
+"""Name of the queries and the keys, each, that attention is given."""
+
 _POLICIES = jax.checkpoint_policies
 POLICIES: dict[str, Any] = {
     "none": None,
     "dots": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(ATTENTION, MLP)
+        _POLICIES.dots_with_no_batch_dims_saveable,
+        _POLICIES.save_only_these_names(ATTENTION, MLP, ROTATED),
     ),
     "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
@@ -33,8 +37,8 @@ POLICIES: dict[str, Any] = {
 computed again with each of them.
 
 - ``none`` keeps everything else.
-- ``dots`` keeps the results of products with weights, what the down projection multiplies, and the
-  results of attention where it names them (`splash` and `xla`).
+- ``dots`` keeps the results of products with weights, what the down projection multiplies, rotated
+  queries and keys, and the results of attention where it names them (`splash` and `xla`).
 - ``weight_dots`` keeps those of products with weights only; attention is computed again.
 - ``offload`` keeps the same ones in the memory of the host.
 - ``attention`` keeps what ``full`` does and what attention names, so that the backward pass need

@@ -64,6 +64,20 @@ def test_products_with_weights_are_kept_in_every_dtype(dtype):
     assert products("full") - products("weight_dots") == 3
 
 
+def test_rotated_queries_and_keys_are_kept_by_dots_only():
+    def rotations(remat):
+        def loss(params):
+            hidden, _ = forward(params, MODEL, TOKENS, np.arange(64), dtype="float32", remat=remat)
+            return jnp.sum(hidden**3)
+
+        # Each puts its halves together again.
+        return str(jax.make_jaxpr(jax.grad(loss))(PARAMS)).count("concatenate")
+
+    # Of queries and of keys.
+    assert rotations("weight_dots") - rotations("dots") == 2
+    assert rotations("full") == rotations("weight_dots")
+
+
 def test_names_and_flags():
     assert (policy_name(False), policy_name(True), policy_name("dots")) == ("none", "full", "dots")
     with pytest.raises(UserError, match="remat is 'some': use one of none, dots"):
