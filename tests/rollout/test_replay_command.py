@@ -62,6 +62,7 @@ class Fickle:
         if self.made % 19 == 0:
             raise OSError("the server is gone")
         seen = await self.tool(arguments, context)
+        await asyncio.sleep(0.06)  # longer than the smallest budget of tool time
         return dataclasses.replace(seen, text=f"{seen.text} ({self.made})")
 
 
