@@ -23,8 +23,9 @@ from coa_jax.model.remat import Remat
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain
 
-CHUNK = 512
-"""Default of ``vocab_chunk``: positions on one device whose logits exist at a time."""
+CHUNK, SHARED_CHUNK = 512, 2048
+"""Defaults of ``vocab_chunk``: positions on one device whose logits exist at a time.  Of several
+devices, which add up the gradient of the head once a chunk, they are more."""
 
 
 def token_logps(
@@ -36,7 +37,7 @@ def token_logps(
     remat: Remat,
     attention: Attention = REFERENCE,
     temperature: float = 1.0,
-    vocab_chunk: int = CHUNK,
+    vocab_chunk: int = 0,
     allowed: jax.Array | None = None,
     mask: Any = None,
     entropy: bool = True,
@@ -51,7 +52,7 @@ def token_logps(
         batch: rows to score.
         dtype, remat, attention: see `model.forward.forward`.
         temperature: divides the logits.
-        vocab_chunk: positions on one device whose logits exist at a time.
+        vocab_chunk: positions on one device whose logits exist at a time; 0 for the default.
         allowed: see above.
         mask: ``[R, T]``, not 0 where a token is wanted; the others cost nothing and come out
             as 0.  None for all.
@@ -81,7 +82,7 @@ def weighted_logp_sum(
     dtype: Any,
     remat: Remat,
     attention: Attention = REFERENCE,
-    vocab_chunk: int = CHUNK,
+    vocab_chunk: int = 0,
 ) -> jax.Array:
     """Sum of ``weights [R, T]``, which are constants, times the tokens' log-probabilities.
 
@@ -116,7 +117,7 @@ class _Order(NamedTuple):
 
 
 def chunked(
-    rows: int, length: int, attention: Attention, vocab_chunk: int = CHUNK
+    rows: int, length: int, attention: Attention, vocab_chunk: int = 0
 ) -> tuple[int, int, int]:
     """The form of a batch of ``rows`` of ``length`` tokens in front of the head.
 
@@ -125,11 +126,13 @@ def chunked(
     """
     if attention.one_device:
         rows, positions, each = 1, rows * (length - 1), 1
+        vocab_chunk = vocab_chunk or CHUNK
     else:
         # Rows lie on different devices: each device has a chunk's share of all of its own.
         assert attention.mesh is not None
         positions = length - 1
         each = -(-rows // (attention.mesh.size // attention.mesh.shape["tensor"]))
+        vocab_chunk = vocab_chunk or SHARED_CHUNK
     return rows, positions, min(max(vocab_chunk // each, 1), positions)
 
 

@@ -22,20 +22,16 @@ from coa_jax.model.cache import Cache, Layer, attend, write
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import (
     OutputMajor,
-    Weight,
     column_sum,
     computed_once,
     multiply,
     project,
     row_sum,
 )
-from coa_jax.model.remat import MLP, ROTATED, Remat, rematerialize
+from coa_jax.model.remat import MIDDLE, MLP, Remat, rematerialize
+from coa_jax.model.split_products import STREAM, narrow, widen
 from coa_jax.model.weights import Params
-from coa_jax.parallel.mesh import constrain, gather
-
-STREAM = ("batch", "length", None)
-"""Logical axes of the residual stream.  Without them the compiler would split it as the weights
-are, along D, and add up partial logits of all devices."""
+from coa_jax.parallel.mesh import constrain
 
 _WEIGHTS = {
     "qkv": ("embed", "kv_heads", None, None),
@@ -146,20 +142,11 @@ def _layer(
     c = config
     mesh = attention.mesh if cache is None else None
 
-    def weight(name: str) -> Weight:
-        # A layer's weights are smaller than its activations: products wait for all of them, not
-        # for one part after another, each added to a sum that is the size of the result.
-        if mesh is None:
-            return layer[name]
-        return gather(layer[name].astype(dtype), mesh, _WEIGHTS[name], ("embed",))
-
     with jax.named_scope("norm"):
         # Rounded before it is sent to the devices that share the row's products.
         h = rms_norm(x, layer["attn_norm"], c.rms_eps).astype(dtype)
-        h = gather(h, mesh, STREAM, ("length",))
     with jax.named_scope("qkv"):
-        qkv = multiply(h, weight("qkv"), dtype)
-        qkv = constrain(qkv, mesh, "batch", None, "kv_heads", None, None)
+        qkv = widen(h, layer["qkv"], dtype, mesh, _WEIGHTS["qkv"])
         if "lora" in layer:
             qkv = lora.add_qkv(qkv, h, layer, dtype)
     if c.qkv_bias:
@@ -169,7 +156,7 @@ def _layer(
         q = rms_norm(q, layer["q_norm"], c.rms_eps)
         k = rms_norm(k, layer["k_norm"], c.rms_eps)
     with jax.named_scope("rope"):
-        q, k = (checkpoint_name(apply_rope(x, cos, sin), ROTATED) for x in (q, k))
+        q, k = (apply_rope(x, cos, sin) for x in (q, k))
     k, v = k[:, :, :, 0], v[:, :, :, 0]
     if attend_to is not None:
         attended = attend_to(q, k, v)
@@ -183,22 +170,21 @@ def _layer(
     # Where an operand lies also says where its gradient does.
     attended = constrain(attended.astype(dtype), mesh, "batch", None, "kv_heads", None, None)
     with jax.named_scope("out"):
-        whole = attended.reshape(*x.shape[:2], -1)
-        x = x + constrain(multiply(whole, weight("out"), dtype, contracted=3), mesh, *STREAM)
+        x = x + narrow(attended, layer["out"], dtype, mesh, _WEIGHTS["out"])
         if "lora" in layer:
             x = lora.add_one("o", "btngk,ngkd->btd", x, attended, layer, dtype)
+    x = checkpoint_name(x, MIDDLE)
     with jax.named_scope("norm"):
         h = rms_norm(x, layer["mlp_norm"], c.rms_eps).astype(dtype)
-        h = gather(h, mesh, STREAM, ("length",))
     with jax.named_scope("mlp"):
-        gate_up = multiply(h, weight("gate_up"), dtype)
+        gate_up = widen(h, layer["gate_up"], dtype, mesh, _WEIGHTS["gate_up"])
         if "lora" in layer:
             gate_up = lora.add_gate_up(gate_up, h, layer, dtype)
         gate_up = constrain(gate_up, mesh, "batch", None, None, "mlp")
         # Kept in float32: as bfloat16, XLA converts all layers' at once to float32 on CPUs.
         h = checkpoint_name(swiglu(gate_up), MLP).astype(dtype)
         h = constrain(h, mesh, "batch", None, "mlp")
-        x = x + constrain(multiply(h, weight("down"), dtype), mesh, *STREAM)
+        x = x + narrow(h, layer["down"], dtype, mesh, _WEIGHTS["down"])
         if "lora" in layer:
             x = lora.add_one("down", "btf,fd->btd", x, h, layer, dtype)
         return x, cache

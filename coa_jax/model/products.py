@@ -19,20 +19,20 @@ def project(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _einsum(spec, x.astype(dtype), w.astype(dtype))
 
 
-def _product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """In the operands' dtype, accumulated and returned in float32."""
+def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """``einsum(spec, x, w)`` in the operands' dtype, accumulated and returned in float32."""
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(spec, x, w, precision=exact, preferred_element_type=jnp.float32)
 
 
-_einsum = jax.custom_vjp(_product, nondiff_argnums=(0,))
+_einsum = jax.custom_vjp(product, nondiff_argnums=(0,))
 
 
 def _einsum_fwd(
     spec: str, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # Not by `_einsum`, into which policies of `model.remat` do not look.
-    return _product(spec, x, w), (x, w)
+    return product(spec, x, w), (x, w)
 
 
 def _einsum_bwd(
@@ -45,8 +45,8 @@ def _einsum_bwd(
     inputs, out = spec.split("->")
     a, b = inputs.split(",")
     g = g.astype(x.dtype)
-    dx = _product(f"{out},{b}->{a}", g, w)
-    dw = _product(f"{a},{out}->{b}", x, g)
+    dx = product(f"{out},{b}->{a}", g, w)
+    dw = product(f"{a},{out}->{b}", x, g)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

@@ -18,18 +18,22 @@ ATTENTION = "attention"
 MLP = "mlp"
 """Name of what the down projection multiplies."""
 
-ROTATED = "rotated"
-"""Name of the queries and the keys, each, that attention is given."""
+OPERANDS = "operands"
+"""Name of the queries, the keys and the values, each, that attention is given."""
+
+MIDDLE = "middle"
+"""Name of the residual stream between attention and MLP."""
 
 _POLICIES = jax.checkpoint_policies
 POLICIES: dict[str, Any] = {
     "none": None,
     "dots": _POLICIES.save_from_both_policies(
         _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names(ATTENTION, MLP, ROTATED),
+        _POLICIES.save_only_these_names(ATTENTION, MLP, OPERANDS),
     ),
     "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "attention_block": _POLICIES.save_only_these_names(ATTENTION, OPERANDS, MIDDLE),
     "attention": _POLICIES.save_only_these_names(ATTENTION),
     "full": _POLICIES.nothing_saveable,
 }
@@ -37,10 +41,13 @@ POLICIES: dict[str, Any] = {
 computed again with each of them.
 
 - ``none`` keeps everything else.
-- ``dots`` keeps the results of products with weights, what the down projection multiplies, rotated
-  queries and keys, and the results of attention where it names them (`splash` and `xla`).
+- ``dots`` keeps the results of products with weights, what the down projection and attention
+  multiply, and the results of attention where it names them (`splash` and `xla`).
 - ``weight_dots`` keeps those of products with weights only; attention is computed again.
 - ``offload`` keeps the same ones in the memory of the host.
+- ``attention_block`` keeps what ``attention`` does, what attention multiplies, and the residual
+  stream behind it: norms and the products of gate and up are computed again, and of models that
+  normalise queries and keys those that give them.
 - ``attention`` keeps what ``full`` does and what attention names, so that the backward pass need
   not add up its values again.
 - ``full`` keeps the residual stream before each layer; the whole layer is computed again.

@@ -64,7 +64,7 @@ def test_products_with_weights_are_kept_in_every_dtype(dtype):
     assert products("full") - products("weight_dots") == 3
 
 
-def test_rotated_queries_and_keys_are_kept_by_dots_only():
+def test_rotated_queries_and_keys_are_kept_where_they_shall_be():
     def rotations(remat):
         def loss(params):
             hidden, _ = forward(params, MODEL, TOKENS, np.arange(64), dtype="float32", remat=remat)
@@ -75,7 +75,23 @@ def test_rotated_queries_and_keys_are_kept_by_dots_only():
 
     # Of queries and of keys.
     assert rotations("weight_dots") - rotations("dots") == 2
-    assert rotations("full") == rotations("weight_dots")
+    assert rotations("full") == rotations("attention") == rotations("weight_dots")
+    assert rotations("attention_block") == rotations("dots")
+
+
+def test_attention_block_computes_no_product_of_attention_again():
+    model = ModelConfig("llama", 64, 32, 96, 4, 4, 2, 8)
+    params = init_params(model, jax.random.key(0))
+
+    def products(remat):
+        def loss(params):
+            hidden, _ = forward(params, model, TOKENS, np.arange(64), remat=remat)
+            return jnp.sum(hidden**3)
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+
+    # Queries, keys and values, and the output of attention.
+    assert products("attention") - products("attention_block") == 2
 
 
 def test_names_and_flags():
@@ -101,4 +117,4 @@ def test_results_of_attention_are_kept_where_they_shall_be(name, width, capsys):
     # The values and the denominators of their softmax.
     assert kept("full") == kept("weight_dots") == []
     wanted = [f"f32[1,2,128,{width}]", "f32[1,2,128]"]
-    assert kept("attention") == kept("dots") == sorted(wanted)
+    assert kept("attention") == kept("attention_block") == kept("dots") == sorted(wanted)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.attention.blocked import attend_causally
 from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve, split_over
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.remat import ATTENTION
+from coa_jax.model.remat import ATTENTION, OPERANDS
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -91,7 +92,12 @@ def causal_attention(
         mask = jnp.broadcast_to(steps[:, None] >= steps, (shape[0], steps.size, steps.size))
         if segment_ids is not None:
             mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
-        return lambda *qkv: fold(attend_causally(*map(unfold, qkv), mask, dtype))
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k, v = (unfold(checkpoint_name(x, OPERANDS)) for x in (q, k, v))
+            return fold(attend_causally(q, k, v, mask, dtype))
+
+        return attend
     kernel = split_over(
         attention.mesh,
         functools.partial(_KERNELS[attention.implementation], interpret=attention.interpret),
@@ -104,7 +110,7 @@ def causal_attention(
     def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Scaled before it is rounded, as in the reference.
         q = q * q.shape[-1] ** -0.5
-        q, k, v = (unfold(x.astype(dtype)) for x in (q, k, v))
+        q, k, v = (unfold(checkpoint_name(x.astype(dtype), OPERANDS)) for x in (q, k, v))
         return fold(kernel(q, k, v, segment_ids)).astype(jnp.float32)
 
     return attend_with_kernel

@@ -1,0 +1,277 @@
+"""Products of a layer on a mesh, whose sums over devices leave each device its part.
+
+Between two products each device has its part of the rows' tokens and of the weights.  A product
+that widens (queries, keys and values; gate and up) needs the tokens of a tensor group and gives
+each of its devices a part of the outputs; one that narrows (out, down) gives partial sums of all
+tokens, of which each device wants those of its own tokens.  Gradients take the same way back, and
+those of weights are sums over all rows, of which each device wants its part of the weight.  Told
+no more than where arrays lie, XLA adds up everything on every device and throws most of it away, or
+adds one part after another to a sum that is larger than what it is made of.  So the movements are
+written out here, those over ``tensor`` as in "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv 2205.05198, section 4.2.2), those over ``fsdp`` as in "ZeRO" (arXiv
+1910.02054, stage 3).
+
+Shape letters: B rows, T tokens, D hidden, K contracted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from coa_jax.model.products import Weight, multiply, product
+from coa_jax.parallel.mesh import constrain, gather, sharding_for
+
+STREAM = ("batch", "length", None)
+"""Logical axes of the residual stream.  Without them the compiler would split it as the weights
+are, along D, and add up partial logits of all devices."""
+
+Axes = tuple[str | None, ...]
+
+
+def widen(x: jax.Array, w: Weight, dtype: Any, mesh: Mesh | None, axes: Axes) -> jax.Array:
+    """``x [B, T, D]`` times ``w [D, ...]``, float32 ``[B, T, ...]``.
+
+    Args:
+        x: split as `STREAM`.
+        w: weight, split as ``axes`` say.
+        dtype: of the operands.
+        mesh: None where nothing is split.
+        axes: logical axes of the weight; its outputs are split as it is.
+    """
+    if mesh is None:
+        return multiply(x, w, dtype)
+    assert isinstance(w, jax.Array)
+    if split := _split(mesh, axes, w, x, dtype):
+        return _widen(split, x, w)
+    w = gather(w.astype(dtype), mesh, axes, ("embed",))
+    whole = gather(x, mesh, STREAM, ("length",))
+    return constrain(multiply(whole, w, dtype), mesh, "batch", None, *axes[1:])
+
+
+def narrow(x: jax.Array, w: Weight, dtype: Any, mesh: Mesh | None, axes: Axes) -> jax.Array:
+    """``x [B, T, ...]`` times ``w [..., D]``, float32 ``[B, T, D]``, split as `STREAM`.
+
+    Args:
+        x: split as the weight along the axes that both have.
+        w: weight, split as ``axes`` say.
+        dtype: of the operands.
+        mesh: None where nothing is split.
+        axes: logical axes of the weight.
+    """
+    contracted = len(axes) - 1
+    flat = x.reshape(*x.shape[:2], -1)
+    if mesh is None:
+        return multiply(flat, w, dtype, contracted)
+    assert isinstance(w, jax.Array)
+    # Of the contracted axes the first one is split, and so is what they are together.
+    if split := _split(mesh, axes, w, x, dtype):
+        split = dataclasses.replace(split, weight=_flat(split.weight, contracted))
+        return _narrow(split, flat, w.reshape(-1, w.shape[-1]))
+    w = gather(w.astype(dtype), mesh, axes, ("embed",))
+    return constrain(multiply(flat, w, dtype, contracted), mesh, *STREAM)
+
+
+# --- how things are split ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How the operands of a product lie; static.
+
+    Attributes:
+        mesh: the devices.
+        dtype: of the operands.
+        rows: mesh axes of the batch.
+        weight: mesh axis of each axis of the weight.
+    """
+
+    mesh: Mesh
+    dtype: Any
+    rows: tuple[str, ...]
+    weight: tuple[str | None, ...]
+
+    def tokens(self, *rest: str | None) -> PartitionSpec:
+        """Of an array ``[B, T, ...]``."""
+        return PartitionSpec(self.rows, *rest)
+
+    @property
+    def stored(self) -> PartitionSpec:
+        """Of the weight as the device keeps it."""
+        return PartitionSpec(*self.weight)
+
+    @property
+    def whole(self) -> PartitionSpec:
+        """Of the weight as it is multiplied: whole but for the tensor group."""
+        return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.weight))
+
+    def run(self, function: Any, ins: Any, outs: Any, *arguments: jax.Array) -> Any:
+        """Calls a function on each device with its parts."""
+        # What all devices of a tensor group have gathered counts as varying over it.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False
+        )(*arguments)
+
+    def gather_weight(self, w: jax.Array) -> jax.Array:
+        """A device's part of the weight -> what it multiplies."""
+        w = w.astype(self.dtype)
+        if "fsdp" not in self.weight:
+            return w
+        return jax.lax.all_gather(w, "fsdp", axis=self.weight.index("fsdp"), tiled=True)
+
+    def scatter_weight(self, dw: jax.Array) -> jax.Array:
+        """The gradient from a device's rows -> the gradient of its part from all rows."""
+        others = self.rows
+        if "fsdp" in self.weight:
+            at = self.weight.index("fsdp")
+            dw = jax.lax.psum_scatter(dw, "fsdp", scatter_dimension=at, tiled=True)
+            others = tuple(axis for axis in others if axis != "fsdp")
+        return jax.lax.psum(dw, others) if others else dw
+
+    def gather_tokens(self, x: jax.Array) -> jax.Array:
+        """A device's tokens -> those of its tensor group."""
+        return jax.lax.all_gather(x.astype(self.dtype), "tensor", axis=1, tiled=True)
+
+    def scatter_product(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
+        """Products of the group's tokens with a part of the weight -> sums of the own tokens.
+
+        Args:
+            spec: of the product, ``[B, T, ...]`` with a weight to ``[B, T, D]``.
+            x, w: operands.
+            d: axis of the weight that becomes D.
+        """
+        if self.mesh.shape["tensor"] == 1:
+            return product(spec, x, w)
+
+        def at_once(x: jax.Array, w: jax.Array) -> jax.Array:
+            whole = product(spec, x, w)
+            return jax.lax.psum_scatter(whole, "tensor", scatter_dimension=1, tiled=True)
+
+        # The compiler of TPUs makes a whole sum of that, and lets everything wait for it.
+        around = functools.partial(self.scatter_around, spec, d=d)
+        result: jax.Array = jax.lax.platform_dependent(x, w, tpu=around, default=at_once)
+        return result
+
+    def scatter_around(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
+        """`scatter_product` whose sums go around the group while the next product is computed.
+
+        The sums of a device's tokens begin at its neighbour and end where they belong; one half of
+        D goes around one way and the other half the other way.
+        """
+        size, me = self.mesh.shape["tensor"], jax.lax.axis_index("tensor")
+        length = x.shape[1] // size
+
+        def one_way(w: jax.Array, way: int) -> jax.Array:
+            neighbours = [(i, (i + way) % size) for i in range(size)]
+
+            def part(step: int) -> jax.Array:
+                owner = (me - way * (1 + step)) % size
+                tokens = jax.lax.dynamic_slice_in_dim(x, owner * length, length, axis=1)
+                return product(spec, tokens, w)
+
+            total = part(0)
+            for step in range(1, size):
+                total = jax.lax.ppermute(total, "tensor", neighbours) + part(step)
+            return total
+
+        halves = jnp.split(w, (w.shape[d] // 2,), axis=d)
+        return jnp.concatenate([one_way(halves[0], 1), one_way(halves[1], -1)], axis=-1)
+
+
+def _split(mesh: Mesh, axes: Axes, w: jax.Array, x: jax.Array, dtype: Any) -> _Split | None:
+    """None where sizes do not divide so that every device has its part of all that is split."""
+    rows = tuple(axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1)
+    spec = tuple(sharding_for(mesh, axes, shape=w.shape).spec)
+    wanted = tuple(sharding_for(mesh, axes).spec)
+    whole = x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0
+    if not whole or spec != wanted or x.shape[1] % mesh.shape["tensor"]:
+        return None
+    return _Split(mesh, jnp.dtype(dtype).name, rows, spec)
+
+
+def _flat(axes: tuple[str | None, ...], contracted: int) -> tuple[str | None, ...]:
+    return (axes[0], *axes[contracted:])
+
+
+# --- products and their gradients ----------------------------------------------------------
+#
+# What was gathered is kept beside the result: `model.remat` gathers it again but once.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _widen(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _widen_fwd(split, x, w)[0]
+
+
+def _widen_fwd(
+    split: _Split, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
+    outputs = "uvwx"[: w.ndim - 1]
+
+    def local(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        x, w = split.gather_tokens(x), split.gather_weight(w)
+        return product(f"btk,k{outputs}->bt{outputs}", x, w), x, w
+
+    ins = (split.tokens("tensor"), split.stored)
+    outs = (split.tokens(None, *split.whole[1:]), split.tokens(), split.whole)
+    y, whole_x, whole_w = split.run(local, ins, outs, x, w)
+    return y, (whole_x, whole_w, (jnp.zeros((), x.dtype), jnp.zeros((), w.dtype)))
+
+
+def _widen_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w, (of_x, of_w) = saved
+    outputs = "uvwx"[: w.ndim - 1]
+
+    def local(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        g = g.astype(x.dtype)
+        dx = split.scatter_product(f"bt{outputs},k{outputs}->btk", g, w, 0)
+        dw = product(f"btk,bt{outputs}->k{outputs}", x, g)
+        return dx, split.scatter_weight(dw)
+
+    ins = (split.tokens(), split.whole, split.tokens(None, *split.whole[1:]))
+    dx, dw = split.run(local, ins, (split.tokens("tensor"), split.stored), x, w, g)
+    return dx.astype(of_x.dtype), dw.astype(of_w.dtype)
+
+
+_widen.defvjp(_widen_fwd, _widen_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _narrow_fwd(split, x, w)[0]
+
+
+def _narrow_fwd(
+    split: _Split, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
+    def local(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w = split.gather_weight(w)
+        return split.scatter_product("btk,kd->btd", x.astype(w.dtype), w, 1), w
+
+    ins = (split.tokens(None, split.weight[0]), split.stored)
+    y, whole_w = split.run(local, ins, (split.tokens("tensor"), split.whole), x, w)
+    return y, (x, whole_w, jnp.zeros((), w.dtype))
+
+
+def _narrow_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w, of_w = saved
+
+    def local(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        g = split.gather_tokens(g)
+        dx = product("btd,kd->btk", g, w).astype(x.dtype)
+        dw = product("btk,btd->kd", x.astype(w.dtype), g)
+        return dx, split.scatter_weight(dw)
+
+    inner = split.tokens(None, split.weight[0])
+    ins = (inner, split.whole, split.tokens("tensor"))
+    dx, dw = split.run(local, ins, (inner, split.stored), x, w, g)
+    return dx, dw.astype(of_w.dtype)
+
+
+_narrow.defvjp(_narrow_fwd, _narrow_bwd)
