@@ -46,7 +46,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 32 if size == "32b" else 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
-            "remat": "attention",
+            "remat": "attention_block" if size == "32b" else "attention",
             "validate_every": 10,
             "checkpoint_every": 10,
             "optimizer": {
