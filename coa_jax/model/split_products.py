@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -204,9 +205,21 @@ def _flat(axes: tuple[str | None, ...], contracted: int) -> tuple[str | None, ..
 # What was gathered is kept beside the result: `model.remat` gathers it again but once.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _widen(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _widen_fwd(split, x, w)[0]
+_Forward = Callable[[_Split, jax.Array, jax.Array], tuple[jax.Array, Any]]
+_Backward = Callable[[_Split, Any, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _with_gradient(
+    forward: _Forward, backward: _Backward
+) -> Callable[[_Split, jax.Array, jax.Array], jax.Array]:
+    """The product that `forward` gives first, with what it saves beside it for `backward`."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def product_of(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+        return forward(split, x, w)[0]
+
+    product_of.defvjp(forward, backward)
+    return product_of
 
 
 def _widen_fwd(
@@ -239,12 +252,7 @@ def _widen_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.
     return dx.astype(of_x.dtype), dw.astype(of_w.dtype)
 
 
-_widen.defvjp(_widen_fwd, _widen_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _narrow_fwd(split, x, w)[0]
+_widen = _with_gradient(_widen_fwd, _widen_bwd)
 
 
 def _narrow_fwd(
@@ -274,4 +282,4 @@ def _narrow_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax
     return dx, dw.astype(of_w.dtype)
 
 
-_narrow.defvjp(_narrow_fwd, _narrow_bwd)
+_narrow = _with_gradient(_narrow_fwd, _narrow_bwd)

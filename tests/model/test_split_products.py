@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import dataclasses, sys
+import sys
 import jax, jax.numpy as jnp, numpy as np
 from coa_jax.model import split_products
 from coa_jax.model.split_products import STREAM, _Split, narrow, widen
