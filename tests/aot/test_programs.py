@@ -185,6 +185,8 @@ EVERYTHING = Constraint(
 """A constraint that allows every token, in the one state that it has."""
 
 SLOW = pytest.mark.slow
+CORRECTED = {"old_logp": "trainer", "tis_cap": 2.0}
+"""Surplus groups are as old as an update: own scores need the correction for it."""
 # Algorithm, knobs, other settings, whether constrained, and the programs that are expected.
 CASES = {
     "a penalty in the loss": ("grpo", {}, {}, True, ["score", "train"]),
@@ -197,8 +199,8 @@ CASES = {
         True,
         ["score_adapters", "score", "values", "train", "critic"],
     ),
-    "own scores": ("dapo", {"old_logp": "trainer"}, {"updates": 2}, True, ["score", "train"]),
-    "own scores, one update": ("dapo", {"old_logp": "trainer"}, {}, False, ["train"]),
+    "own scores": ("dapo", CORRECTED, {"updates": 2}, True, ["score", "train"]),
+    "own scores, one update": ("dapo", CORRECTED, {}, False, ["train"]),
     "a penalty in the reward": (
         "reinforce++",
         {"old_logp": "trainer"},
