@@ -142,9 +142,19 @@ def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
     }
 
 
+_REFUSALS = (
+    r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm",
+    # Said where the temporaries alone are too much; the arguments come on top.
+    r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM",
+)
+
+
 def exceeded(message: str) -> int | None:
-    """Bytes that a program needs that the compiler refused for want of memory; None if not so."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    """Bytes that a program needs at least that the compiler refused for want of memory.
+
+    None if the message is of something else.
+    """
+    found = next(filter(None, (re.search(refusal, message) for refusal in _REFUSALS)), None)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
 
 
@@ -217,9 +227,11 @@ def advice(
     worst = max(rows, key=lambda row: row["bytes_per_chip"]["total"])
     memory = worst["bytes_per_chip"]
     most = chip.hbm_bytes * (1 - reserve)
+    least = "at least " if worst.get("refused") else ""
     head = (
-        f"{worst['name']} needs {memory['total'] / 1e9:.1f} GB a chip, {most / 1e9:.1f} GB are "
-        f"there ({chip.hbm_bytes / 1e9:.1f} GB, of which {reserve:.0%} stay free): "
+        f"{worst['name']} needs {least}{memory['total'] / 1e9:.1f} GB a chip, "
+        f"{most / 1e9:.1f} GB are there "
+        f"({chip.hbm_bytes / 1e9:.1f} GB, of which {reserve:.0%} stay free): "
     )
     if worst["name"] in ("extend", "decode", "fork", "merge", "publish"):
         return head + "lower engine.slots or engine.max_length, or set engine.pages"

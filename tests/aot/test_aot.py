@@ -173,7 +173,7 @@ def test_the_compiler_of_tpus_refuses_what_does_not_fit():
     assert code == 1
     assert result["programs"][0]["refused"]
     assert result["programs"][0]["bytes_per_chip"]["total"] > CHIPS["v5e"].hbm_bytes
-    assert "train needs" in err
+    assert "train needs at least " in err
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,22 @@ def test_who_runs_out_of_memory_is_told_to_keep_less_where_that_helps(program, r
     assert ("remat" in line) == bool(said)
 
 
-def test_the_refusal_of_the_compiler_is_read():
-    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
-    assert exceeded(text) == int(20.5 * 1024**3)
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm.", 20.5),
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (69.56G) "
+            "exceeds available HBM (15.75G).",
+            69.56,
+        ),
+    ],
+)
+def test_the_refusal_of_the_compiler_is_read(text, gib):
+    assert exceeded(f"RESOURCE_EXHAUSTED: {text}") == int(gib * 1024**3)
+
+
+def test_other_faults_of_the_compiler_are_not_taken_for_refusals():
     assert exceeded("INTERNAL: something else") is None
 
 
