@@ -82,7 +82,7 @@ def command(workdir, *more):
         "coa_jax.distill",
         "--config=configs/distill/factbook.py",
         f"--workdir={workdir}",
-        "--config.tasks.train=60",
+        "--config.tasks.train=30",
         "--config.tasks.validation=10",
         "--config.teacher.concurrency=2",
         *more,

@@ -129,7 +129,7 @@ def ran(batches: int, size: int, code_every: int) -> tuple[list[Census], list[st
 
 
 def test_rollouts_leave_no_task_file_thread_process_or_slot():
-    counted, outcomes = ran(batches=3, size=30, code_every=10)
+    counted, outcomes = ran(batches=3, size=20, code_every=10)
     # The first batch starts the server of the sandbox and the threads of the event loop.
     assert counted[0].tasks == 1
     assert counted[0].processes == 1
