@@ -222,7 +222,11 @@ def _parts(gold: Iterable[str]) -> Iterator[str]:
 def _told(gold: Iterable[str], text: str) -> bool:
     """Whether an accepted answer, or a part of one, stands in a text, by whole words."""
     haystack = f" {normalize_answer(text)} "
-    return any(f" {normalize_answer(part)} " in haystack for part in _parts(gold))
+    return any(f" {_normal(part)} " in haystack for part in _parts(gold))
+
+
+_normal = functools.cache(normalize_answer)
+"""For parts of answers: a few thousand of them are in tens of thousands of programs."""
 
 
 @functools.cache
@@ -238,7 +242,7 @@ def _items(split: str) -> tuple[_Item, ...]:
         again = len(solution.entities) < _distinct(program)
         if not inside or again or _told(solution.gold, render(program)):
             continue
-        if any(normalize_answer(part) in seen for part in _parts(solution.gold)):
+        if any(_normal(part) in seen for part in _parts(solution.gold)):
             continue
         last = program.steps[-1]
         source = program.steps[-2] if isinstance(last, Arithmetic) else last

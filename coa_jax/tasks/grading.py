@@ -103,6 +103,8 @@ def normalize_answer(text: str) -> str:
 
 
 def _folded(text: str) -> str:
+    if text.isascii():  # most texts: nothing in them changes but case
+        return text.lower()
     if len(text) > _LONG_TEXT:
         text = _with_few_marks(text)
     text = _MARKS.sub("", unicodedata.normalize("NFKD", text.translate(_TYPED).lower()))

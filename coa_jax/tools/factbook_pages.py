@@ -177,11 +177,15 @@ def fold(text: str) -> str:
     Where a mark makes another letter, as in the Cyrillic й, it is no accent; on Latin and Greek
     letters all are.
     """
-    text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
-    text = html.unescape(html.unescape(re.sub(r"</?[a-zA-Z][^>]*>", "", text)))
-    text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
-    text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
-    text = re.sub("[\u0300-\u036f]", "", text)  # marks of stress, which compose no letter
+    if "<" in text:
+        text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
+        text = re.sub(r"</?[a-zA-Z][^>]*>", "", text)
+    if "&" in text:
+        text = html.unescape(html.unescape(text))
+    if not text.isascii():
+        text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
+        text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
+        text = re.sub("[\u0300-\u036f]", "", text)  # marks of stress, which compose no letter
     return re.sub(r"\s+", " ", text).strip()
 
 
