@@ -7,8 +7,10 @@
 `coa_jax/bench/workload.py` describes the file; with turns it has calls of tools.  The parts are
 those of `coa_jax.rl`: the engine, the agent loop, the training step, on-policy, without a KL term.
 Groups are the rollouts of one prompt; the reward is the share of sampled ids that are even, which
-any model can learn.  The first step compiles and is given apart.  Prints one JSON object; what is
-measured in each step is given as its median, smallest and largest value:
+any model can learn.  A row of a batch is a group, in which the prompt stands once; what is saved is
+lost again in attention where samples are far longer than their prompt (``--noshare_prompts``).  The
+first step compiles and is given apart.  Prints one JSON object; what is measured in each step is
+given as its median, smallest and largest value:
 
     step_s                   seconds of a step, which are, added up:
     publish_s                  the parameters, brought into the layout of decoding
@@ -58,15 +60,37 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Reward, Trajectory
 
 
+def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tuple[int, int]:
+    """``row_length`` and ``attention_length`` of `RLConfig` for a workload.
+
+    Args:
+        workload: its samples have to fit.
+        row_length: tokens of a row; 0 for those of a group that shares its prompt, in whole
+            blocks of 64, or else for the least multiple of 128 from 512 on that holds any sample.
+        share_prompts: whether the samples of a group share their prompt.
+    """
+    if not share_prompts:
+        return row_length or max(512, -(-workload.longest // 128) * 128), 0
+    folded, whole = np.zeros((2, len(workload.prompts)), int)
+    for script in workload.scripts:
+        length, prompt = workload.length(script), len(workload.prompts[script.prompt])
+        whole[script.prompt] += length
+        # The first has the prompt, the others a copy of its last token.
+        folded[script.prompt] += length - (prompt - 1 if folded[script.prompt] else 0)
+    row_length = row_length or -(-int(folded.max()) // 64) * 64
+    groups = max(1, row_length // int(folded.max()))
+    return row_length, max(row_length, groups * -(-int(whole.max()) // 64) * 64)
+
+
 def rl_config(
     workload: Workload,
     shapes: EngineConfig,
     *,
     rows: int,
     row_length: int,
+    share_prompts: bool,
     remat: str,
     steps: int,
-    attention_length: int = 0,
 ) -> RLConfig:
     """Settings of a run of ``steps`` updates over the workload's groups.
 
@@ -74,8 +98,8 @@ def rl_config(
         workload: its groups have one size.
         shapes: of the engine.
         rows: of a micro-batch; 0 for as many as trajectories fill.
-        row_length: tokens of a row; 0 for the least multiple of 128 from 512 on that holds any.
-        remat, steps, attention_length: see `RLConfig`.
+        row_length, share_prompts: see `row_lengths`.
+        remat, steps: see `RLConfig`.
 
     Raises:
         UserError: groups of different sizes, or of one.
@@ -86,8 +110,8 @@ def rl_config(
             f"workload {workload.name}: its groups have {sorted(set(members.tolist()))} rollouts; "
             "give groups of one size, at least 2"
         )
-    row_length = row_length or max(512, shapes.max_length)
-    per_row = max(1, row_length // workload.longest)
+    row_length, attention_length = row_lengths(workload, row_length, share_prompts)
+    per_row = max(1, max(row_length, attention_length) // workload.longest)
     return RLConfig(
         model="",
         tasks="",
@@ -107,7 +131,7 @@ def rl_config(
         algorithm=Algorithm(name="grpo", kl_coef=0.0),
         optimizer=OptimizerConfig(learning_rate=1e-6, total_steps=steps),
         engine=shapes,
-        rollout=RolloutConfig(max_tokens=shapes.max_length),
+        rollout=RolloutConfig(max_tokens=workload.longest),
         checkpoint_every=steps,
     )
 
@@ -130,16 +154,16 @@ def measure(
     *,
     rows: int = 0,
     row_length: int = 0,
-    remat: str = "none",
+    share_prompts: bool = True,
+    remat: str = "dots",
     steps: int = 3,
     attention: str = "auto",
-    attention_length: int = 0,
 ) -> dict[str, Any]:
     """The result of the command.
 
     Args:
         subject: the model, with float32 parameters; they are used up.
-        workload, shapes, rows, row_length, remat, attention_length: see `rl_config`.
+        workload, shapes, rows, row_length, share_prompts, remat: see `rl_config`.
         steps: measured steps.
         attention: see `RLConfig`.
     """
@@ -148,9 +172,9 @@ def measure(
         shapes,
         rows=rows,
         row_length=row_length,
+        share_prompts=share_prompts,
         remat=remat,
         steps=steps + 1,
-        attention_length=attention_length,
     )
     model = Model(subject.config, subject.params, subject.tokenizer)
     chosen = choose(attention, subject.config, config.dtype)
@@ -201,7 +225,7 @@ def measure(
         **dataclasses.asdict(shapes),
         "rows": config.rows,
         "row_length": config.row_length,
-        "attention_length": attention_length,
+        "attention_length": config.attention_length,
         "remat": remat,
         "steps": steps,
         "first_step_s": round(first["step_s"], 2),
@@ -216,14 +240,9 @@ def define_flags() -> None:
     define_model_flags()
     define_shape_flags()
     flags.DEFINE_integer("rows", 0, "rows of a micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_integer("row_length", 0, "tokens of a row; 0 for 512 or more", lower_bound=0)
-    flags.DEFINE_integer(
-        "attention_length",
-        0,
-        "positions of a row in attention, where samples share their prompt; 0 shares none",
-        lower_bound=0,
-    )
-    flags.DEFINE_enum("remat", "none", list(POLICIES), "what the backward pass computes again")
+    flags.DEFINE_integer("row_length", 0, "tokens of a row; 0 for a group's", lower_bound=0)
+    flags.DEFINE_bool("share_prompts", True, "a row has the prompt of a group's samples once")
+    flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass computes again")
     flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
 
 
@@ -240,10 +259,10 @@ def main(_: list[str]) -> None:
         given_shapes(values, workload),
         rows=values.rows,
         row_length=values.row_length,
+        share_prompts=values.share_prompts,
         remat=values.remat,
         steps=values.repeats,
         attention=values.attention,
-        attention_length=values.attention_length,
     )
     report(result, out)
 

@@ -122,7 +122,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("batch", 8, "sequences of a step", lower_bound=1)
     flags.DEFINE_integer("length", 256, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("rows", 0, "sequences of a micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_enum("remat", "none", list(POLICIES), "what the backward pass computes again")
+    flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass computes again")
     flags.DEFINE_integer("lora_rank", 0, "of adapters; 0 trains everything", lower_bound=0)
     flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
     flags.DEFINE_integer("steps", 3, "measured steps", lower_bound=1)

@@ -88,15 +88,15 @@ class Workload:
         calls = itertools.chain.from_iterable(script.calls for script in self.scripts)
         return prompts + sum(len(call.observation) for call in calls)
 
+    def length(self, script: Script) -> int:
+        """Tokens of a rollout, its prompt included."""
+        observed = sum(len(call.observation) for call in script.calls)
+        return len(self.prompts[script.prompt]) + sum(script.lengths) + observed
+
     @property
     def longest(self) -> int:
-        """Tokens of the longest rollout, its prompt included."""
-        return max(
-            len(self.prompts[script.prompt])
-            + sum(script.lengths)
-            + sum(len(call.observation) for call in script.calls)
-            for script in self.scripts
-        )
+        """Tokens of the longest rollout."""
+        return max(map(self.length, self.scripts))
 
 
 # --- reading -------------------------------------------------------------------------------

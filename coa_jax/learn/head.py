@@ -103,6 +103,36 @@ def _pick(z: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
 
 
+def _softmax_parts(
+    z: jax.Array, may: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest of logits ``[..., V]``, ``[..., 1]``; exp of the distances to it; their sum.
+
+    Tokens that ``may`` not be sampled count 0.
+    """
+    largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
+    powers = jnp.exp(z - largest)
+    if may is not None:
+        powers = jnp.where(may, powers, 0.0)
+    return largest, *_with_sum(powers)
+
+
+def _with_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is added up over the last axis, and the sum.
+
+    XLA is slow at adding up what it computes meanwhile on CPUs: there it is computed first.
+    """
+
+    def one_after_another(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = jax.lax.optimization_barrier(x)
+        return x, row_sum(x)
+
+    result: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
+        x, cpu=one_after_another, default=lambda x: (x, jnp.sum(x, axis=-1))
+    )
+    return result
+
+
 # --- log-probabilities and entropies -------------------------------------------------------
 
 
@@ -149,13 +179,14 @@ def _score(
         h, y, rule = _at((hidden, targets, rules), k)
         may = head.may(allowed, rule, weight)
         z = head.logits(h, weight, may)
-        denominator = jax.nn.logsumexp(z, axis=-1, where=may)
+        largest, powers, total = _softmax_parts(z, may)
+        log_total = jnp.log(total)
+        denominator = log_total + largest[..., 0]
         logp = _pick(z if may is None else jnp.where(may, z, -jnp.inf), y) - denominator
         entropy = jnp.zeros_like(logp)
         if head.entropy:
-            each = z - denominator[..., None]
-            p = jnp.exp(each) if may is None else jnp.where(may, jnp.exp(each), 0.0)
-            entropy = -jnp.sum(p * each, axis=-1)
+            # Neither term is below 0, so nothing cancels where one token has all of the mass.
+            entropy = log_total - _with_sum(powers * (z - largest))[1] / total
         values = (logp, entropy, denominator)
         return tuple(_put(x, value, k) for x, value in zip(out, values, strict=True))
 
@@ -239,9 +270,7 @@ def _weighted_fwd(head: Head, *primals: Any) -> tuple[jax.Array, Any]:
         h, y, factor = _at((hidden, targets, factors), k)
         z = head.logits(h, cast)
         # One exponential for the loss and the gradient.
-        largest = jnp.max(z, axis=-1, keepdims=True)
-        powers = jax.lax.optimization_barrier(jnp.exp(z - largest))
-        total_power = row_sum(powers)
+        largest, powers, total_power = _softmax_parts(z)
         log_sum = jnp.log(total_power) + largest[..., 0]
         total = out[0] + jnp.sum((_pick(z, y) - log_sum) * factor)
         dz = factor[..., None] * (_is(y, z.shape[-1]) - powers / total_power[..., None])

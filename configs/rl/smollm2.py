@@ -42,7 +42,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 1,
             "row_length": 768,
             "dtype": "float32",
-            "remat": "none",
+            "remat": "dots",
             "algorithm": {"name": "dapo", "overlong_buffer": 0},
             "optimizer": {
                 "learning_rate": 1e-5,

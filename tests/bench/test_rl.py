@@ -50,6 +50,23 @@ def test_groups_are_those_of_the_prompts_and_rewards_count_even_ids(tmp_path):
         assert trajectory.reward.value == pytest.approx(np.mean([i % 2 == 0 for i in ids]))
 
 
+def test_rows_hold_a_group_with_its_prompt_once_unless_prompts_are_not_shared(tmp_path):
+    # 12 tokens of the prompt, 5 sampled, 6 observed and 3 sampled ones.
+    work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 1, 0, 1)))
+    assert {work.length(script) for script in work.scripts} == {26}
+    # A group has 26 tokens and 14 more behind a copy of the prompt's last one; 52 unfolded.
+    assert rl.row_lengths(work, 0, True) == (64, 64)
+    assert rl.row_lengths(work, 130, True) == (130, 3 * 64)
+    assert rl.row_lengths(work, 0, False) == (512, 0)
+    assert rl.row_lengths(work, 30, False) == (30, 0)
+    shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")
+    shared = rl.measure(own(), work, shapes, steps=1)
+    apart = rl.measure(own(), work, shapes, steps=1, share_prompts=False)
+    assert (shared["row_length"], shared["attention_length"]) == (64, 64)
+    assert (apart["row_length"], apart["attention_length"]) == (512, 0)
+    assert 0 < shared["logp_gap_max"]["max"] < 1e-4
+
+
 @pytest.mark.parametrize("prompts", [(0, 0, 1), (0, 1)])
 def test_groups_of_one_or_of_several_sizes_are_refused(tmp_path, prompts):
     work = workload(tmp_path, *(rollout(prompt) for prompt in prompts))
