@@ -184,7 +184,7 @@ coa_setup_env() {
   exec 9<&-
   export PATH="$COA_VENV/bin:$PATH"
   # A training step on a CPU takes and returns gigabytes at once.  In pages of 4 KiB their first use
-  # can cost more than the arithmetic (docs/performance.md); this asks for large ones.
+  # can cost more than the arithmetic (docs/findings.md); this asks for large ones.
   export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 }
 

@@ -95,7 +95,7 @@ class EngineConfig:
     def on_platform(self, platform: str) -> EngineConfig:
         """With the extend_buckets and the extend_block of a platform where none are given.
 
-        On CPUs there is a single bucket: larger programs read no faster (docs/performance.md).
+        On CPUs there is a single bucket: larger programs read no faster (docs/findings.md).
         """
         buckets, block = ((64,), 8) if platform == "cpu" else ((32, 128, 512), 16)
         return dataclasses.replace(

@@ -70,7 +70,7 @@ class Head:
     ) -> tuple[jax.Array, jax.Array | None]:
         """The gradients of a chunk of hidden states, and of the weight, added to ``dw [D, V]``."""
         # XLA of jaxlib 0.10.2 returns rubbish on CPUs where it fuses a maximum, exp and a single
-        # product of it, which is what a frozen head would have here (docs/performance.md).
+        # product of it, which is what a frozen head would have here (docs/findings.md).
         dz = jax.lax.optimization_barrier(dz if self.temperature == 1.0 else dz / self.temperature)
         dh = project("rcv,vd->rcd" if self.tied else "rcv,dv->rcd", dz, weight, self.dtype)
         if dw is not None:

@@ -48,7 +48,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 # The gradients of the next two are written out because XLA makes slow loops on CPUs of what
-# differentiation gives (docs/performance.md): sums fused with what they add up, and a concatenation
+# differentiation gives (docs/findings.md): sums fused with what they add up, and a concatenation
 # of padded halves.
 
 

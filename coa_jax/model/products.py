@@ -61,7 +61,7 @@ class OutputMajor(NamedTuple):
     """A weight ``[..., K]``, whose outputs come first, for products of several rows on CPUs.
 
     XLA's CPU products of ``w [N, K]`` and few columns are half as long again as fast as those of
-    few rows and ``[K, N]`` (docs/performance.md): the rows are what they rearrange first, and not
+    few rows and ``[K, N]`` (docs/findings.md): the rows are what they rearrange first, and not
     the weight.
     """
 
