@@ -98,14 +98,15 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
     """The fields of a dataclass in a JSON object; tuples and arrays are still lists.
 
     Raises:
-        KeyError, TypeError: a field is missing or of the wrong type.
+        KeyError, TypeError: a field without a default is missing, or a field has the wrong type.
     """
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
     chosen = {}
     for field in dataclasses.fields(cls):
         name, allowed = field.name, _json_types(cls)[field.name]
-        if name not in value and field.default_factory is not dataclasses.MISSING:
+        optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+        if name not in value and optional:
             continue
         found = value[name]
         is_enum = any(issubclass(kind, enum.Enum) for kind in allowed)  # its constructor checks

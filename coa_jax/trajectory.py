@@ -237,6 +237,8 @@ class DistilledRecord:
             turn.  Each part is tokenised alone, so that nothing has to be searched for.
         answer: the answer given.
         metadata: JSON values (hops, source, mistakes, ...).
+        prompt: the whole user message (instructions and question) that the source of the record
+            gives; "" where the source gives none. Used with the prompt style ``data``.
     """
 
     id: str
@@ -246,6 +248,7 @@ class DistilledRecord:
     parts: tuple[tuple[str, str], ...]
     answer: str
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompt: str = ""
 
     def __post_init__(self) -> None:
         for author, text in self.parts:

@@ -49,7 +49,7 @@ def prompt_text(task: Task, style: str, instructions: str) -> str:
     """The user message of a task; with instructions, those instead of our own wording."""
     if instructions:
         return f"{instructions.strip()}\n\nQuestion: {task.question}"
-    return render_prompt(get_protocol(task.protocol), task.question, style)
+    return render_prompt(get_protocol(task.protocol), task.question, style, task.prompt)
 
 
 def local_policy(

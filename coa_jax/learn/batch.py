@@ -72,9 +72,19 @@ class Batch(NamedTuple):
     unfolded: Unfolded | None = None
 
 
-def prompt_ids(tokenizer: Any, protocol: str, question: str, style: str) -> tuple[int, ...]:
-    """Ids of a task's prompt: one user message and the opening of the assistant's turn."""
-    text = render_prompt(get_protocol(protocol), question, style=style)
+def prompt_ids(
+    tokenizer: Any, protocol: str, question: str, style: str, given: str = ""
+) -> tuple[int, ...]:
+    """Returns token ids of a task's prompt: one user message and the assistant turn's opening.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        protocol: name of the protocol.
+        question: question of the task.
+        style: prompt style, see `protocol.render_prompt`.
+        given: user message that the data set gives, for the style ``data``.
+    """
+    text = render_prompt(get_protocol(protocol), question, style, given)
     return tuple(chat_ids(tokenizer, text))
 
 
@@ -84,7 +94,7 @@ def record_example(tokenizer: Any, record: DistilledRecord, style: str) -> Examp
     Parts of the environment are split as the agent loop encodes them, so that training sees the
     ids that a rollout produces.  The end of the turn is learned after the last part.
     """
-    prompt = prompt_ids(tokenizer, record.protocol, record.question, style)
+    prompt = prompt_ids(tokenizer, record.protocol, record.question, style, record.prompt)
     tokens, mask = list(prompt), [0.0] * len(prompt)
     observation = get_protocol(record.protocol).observation
     for author, text in record.parts:

@@ -130,7 +130,7 @@ def _request(config: RLConfig, model: Model, task: Task, index: int) -> Request:
     return Request(
         task=task,
         prompt=prompt_ids(
-            model.tokenizer, task.protocol, task.question, config.rollout.prompt_style
+            model.tokenizer, task.protocol, task.question, config.rollout.prompt_style, task.prompt
         ),
         seed=config.seed,
         prompt_id=index,

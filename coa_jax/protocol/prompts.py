@@ -53,15 +53,29 @@ _ANSWERS = {
 }
 
 
-def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
-    """The user message of a task: instructions, a blank line, ``Question: `` and the question.
+PROMPT_STYLES = ("full", "brief", "data")
+
+
+def render_prompt(protocol: Protocol, question: str, style: str = "full", given: str = "") -> str:
+    """Returns the user message of a task: instructions, a blank line, ``Question: ``, question.
+
+    Args:
+        protocol: protocol whose rules the instructions explain.
+        question: question of the task.
+        style: ``full`` explains every rule, ``brief`` only names the protocol, ``data`` takes the
+            message that the data set gives.
+        given: user message that the data set gives; the style ``data`` falls back to ``full``
+            where it is empty.
 
     Raises:
-        UserError: ``style`` is neither ``"full"`` nor ``"brief"``.
+        UserError: ``style`` is unknown.
     """
-    if style not in ("full", "brief"):
-        raise UserError(f"prompt style {style!r} is unknown; use 'full' or 'brief'")
-    instructions = _full(protocol) if style == "full" else _brief(protocol)
+    if style not in PROMPT_STYLES:
+        known = ", ".join(PROMPT_STYLES)
+        raise UserError(f"prompt style {style!r} is unknown; use one of {known}")
+    if style == "data" and given:
+        return given
+    instructions = _brief(protocol) if style == "brief" else _full(protocol)
     return f"{instructions}\n\nQuestion: {question}"
 
 

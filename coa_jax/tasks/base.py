@@ -24,6 +24,8 @@ class Task:
         source: the source it was loaded from.
         metadata: JSON values; generated sources give ``hops`` (number of searches), ``kind`` and
             ``entities``.
+        prompt: the whole user message (instructions and question) that the source of the task
+            gives; "" where the source gives none. Used with the prompt style ``data``.
     """
 
     id: str
@@ -32,6 +34,7 @@ class Task:
     gold: tuple[str, ...]
     source: str
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompt: str = ""
 
 
 def check_split(split: str) -> None:
