@@ -19,6 +19,7 @@ from typing import IO
 
 from absl import flags
 
+from coa_jax.bounds import MAX_INT
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
@@ -31,7 +32,6 @@ from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
-from coa_jax.settings import MAX_SEED
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -139,7 +139,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("prompt_style", "brief", ["brief", "full"], "as in its training")
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
     flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
-    flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_SEED)
+    flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_INT)
     flags.DEFINE_integer("max_tokens", 416, "tokens of prompt and answer together", lower_bound=2)
     flags.DEFINE_integer("max_turn_tokens", 160, "tokens in a row, 0 for any", lower_bound=0)
     flags.DEFINE_integer("max_tool_calls", 8, "calls before it is stopped", lower_bound=0)

@@ -18,6 +18,7 @@ from typing import Any
 import ml_collections
 from absl import flags
 
+from coa_jax.bounds import MAX_INT
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
@@ -31,7 +32,7 @@ from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import MAX_SEED, build
+from coa_jax.settings import build
 from coa_jax.tasks import load_splits, load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import read_records
@@ -167,7 +168,7 @@ def define_flags() -> None:
     config_flag("configs/quickstart/factbook.py")
     workdir_flag("where the run is written", "runs/quickstart")
     flags.DEFINE_integer(
-        "seed", None, "short for the seeds of data, policy, SFT and RL", 0, MAX_SEED
+        "seed", None, "short for the seeds of data, policy, SFT and RL", 0, MAX_INT
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
 
+from coa_jax.bounds import check, shown
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -22,66 +23,20 @@ _LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
 """Types of settings that a command line may give as one text: what reads a part, and its name."""
 
 
-def at_least_one(settings: Any, where: str, *names: str) -> None:
-    """Refuses numbers below 1.
-
-    Args:
-        settings: a dataclass.
-        where: stands before the name of a setting in the error.
-        names: of the settings.
-
-    Raises:
-        UserError: one of them is.
-    """
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise UserError(f"{where}{name} is {getattr(settings, name)}; give at least 1")
-
-
-MAX_SEED = 2**31 - 1
-
-
-def check_seed(seed: int, where: str = "config.seed") -> None:
-    """Refuses a seed that is no part of a sample's key (`engine.sampling.sample_key`).
-
-    Args:
-        seed: of the samples.
-        where: what the error calls it.
-
-    Raises:
-        UserError: it is not from 0 to `MAX_SEED`.
-    """
-    if not 0 <= seed <= MAX_SEED:
-        raise UserError(f"{where} is {seed}; give 0 to {MAX_SEED}")
-
-
-def one_of(settings: Any, where: str, known: Sequence[str], *names: str) -> None:
-    """Refuses words that are not known.
-
-    Args:
-        settings: a dataclass.
-        where: stands before the name of a setting in the error.
-        known: words that may be given.
-        names: of the settings.
-
-    Raises:
-        UserError: one of them is another.
-    """
-    for name in names:
-        if getattr(settings, name) not in known:
-            choice = ", ".join(filter(None, known))
-            raise UserError(f"{where}{name} is {getattr(settings, name)!r}: use one of {choice}")
-
-
-def take(values: dict[str, Any], key: str) -> Any:
+def take(values: dict[str, Any], key: str, annotation: Any = Any) -> Any:
     """Removes a setting that an entry point uses itself, and returns it.
 
+    Args:
+        values: the settings.
+        key: name of the setting.
+        annotation: type and bounds of the setting.
+
     Raises:
-        UserError: it is missing.
+        UserError: the setting is missing, has another type or is out of bounds.
     """
     if key not in values:
         raise UserError(f"config.{key} is missing; give it in the config file")
-    return values.pop(key)
+    return check(values.pop(key), annotation, f"config.{key}")
 
 
 def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
@@ -93,8 +48,7 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
         where: what error messages call it.
 
     Raises:
-        UserError: a key is unknown or missing, or holds one value where a group of settings
-            belongs, or a list of numbers has a word that is none.
+        UserError: a key is unknown or missing, or its value has another type or is out of bounds.
     """
     types = typing.get_type_hints(cls)
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
@@ -115,14 +69,25 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
         if dataclasses.is_dataclass(types[name]):
             if not isinstance(value, Mapping | ConfigDict):
                 inner = ", ".join(f.name for f in dataclasses.fields(types[name]))
-                raise UserError(f"{where}.{name} is {value!r}; it is a group of settings: {inner}")
+                shorter = shown(value)
+                raise UserError(f"{where}.{name} is {shorter}; it is a group of settings: {inner}")
             value = build(types[name], value, f"{where}.{name}")
         elif types[name] in _LISTS:
             value = _parts(value, types[name], f"{where}.{name}")
-        elif isinstance(value, list):
-            value = tuple(value)  # frozen dataclasses are static arguments and must hash
+        elif isinstance(value, str) and typing.get_origin(types[name]) is tuple:
+            value = (_literal(value.strip()) or value) if value else ()
+        else:
+            value = _frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
         arguments[name] = value
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except UserError as error:
+        raise UserError(f"{where}.{error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    """The value with tuples for lists: frozen dataclasses are static arguments and must hash."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
@@ -132,7 +97,7 @@ def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
     tuple, and one text of ``('a', 'b')`` where it had an empty one.
     """
     convert, number, example = _LISTS[kind]
-    refused = UserError(f"{where} is {value!r}; give {number}, such as {example}")
+    refused = UserError(f"{where} is {shown(value)}; give {number}, such as {example}")
     if isinstance(value, tuple | list) and len(value) == 1 and isinstance(value[0], str):
         (value,) = value
     if isinstance(value, str):
@@ -161,7 +126,7 @@ def _literal(text: str) -> tuple[Any, ...] | None:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return None  # "[::1]" is a host
-    return tuple(value) if isinstance(value, tuple | list) else None
+    return _frozen(value) if isinstance(value, tuple | list) else None
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:

@@ -20,7 +20,7 @@ PACKAGE = REPOSITORY / "coa_jax"
 # A module of the package that is not named here is an entry point and may import anything.
 ROOMS = (
     ("errors",),
-    ("files", "progress"),
+    ("bounds", "files", "progress"),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings"),
     ("run_dir",),

@@ -31,10 +31,10 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.measure import output_path
+from coa_jax.bounds import MAX_INT, Seed, check
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.files import read_json_object, replace
-from coa_jax.settings import MAX_SEED, check_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def read_workload(path: str | Path, vocab_size: int) -> Workload:
     if not scripts:
         raise UserError(f"{path}: rollouts is empty; there is nothing to run")
     seed = reader.number(data, "seed", int, 0)
-    check_seed(seed, f"{path}: seed")
+    check(seed, Seed, f"{path}: seed")
     return Workload(str(data.get("name", path.stem)), seed, prompts, scripts)
 
 
@@ -322,7 +322,7 @@ def define_flags() -> None:
     """The flags of the command: those of a `Recipe`, over a preset."""
     flags.DEFINE_enum("preset", "W1", list(PRESETS), "where the values not given come from")
     flags.DEFINE_string("out", None, "file to write", required=True)
-    flags.DEFINE_integer("seed", 0, "of all that is drawn", 0, MAX_SEED)
+    flags.DEFINE_integer("seed", 0, "of all that is drawn", 0, MAX_INT)
     flags.DEFINE_integer("rollouts", None, "rollouts", lower_bound=1)
     flags.DEFINE_integer("group_size", None, "rollouts of a prompt", lower_bound=1)
     flags.DEFINE_integer("prompt_tokens", None, "of each prompt", lower_bound=1)

@@ -10,17 +10,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import math
 import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from coa_jax import jsonl
+from coa_jax.bounds import (
+    Amount,
+    Between,
+    Bounded,
+    Count,
+    NotNegative,
+    Place,
+    Seconds,
+    SecondsOrNone,
+    Temperature,
+    Variable,
+)
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
-from coa_jax.settings import one_of
 from coa_jax.tools.net.secrets import Secret
 
 T = TypeVar("T")
@@ -36,7 +46,7 @@ _PLAIN = 'Which number comes after 1? Reply with a JSON object: {"number": ...}.
 
 
 @dataclasses.dataclass(frozen=True)
-class EndpointConfig:
+class EndpointConfig(Bounded):
     """Where the model is, how it is asked, and what may be spent.
 
     Attributes:
@@ -57,20 +67,20 @@ class EndpointConfig:
             counts tokens.
     """
 
-    base_url: str = ""
-    model: str = ""
-    key_variable: str = "OPENAI_API_KEY"
-    temperature: float = 0.7
-    max_tokens: int = 1024
-    max_tokens_name: str = "max_tokens"
+    base_url: Place = ""
+    model: Place = ""
+    key_variable: Variable = "OPENAI_API_KEY"
+    temperature: Temperature = 0.7
+    max_tokens: Count = 1024
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     json_mode: bool = False
-    timeout_s: float = 120.0
-    retries: int = 6
-    backoff_s: float = 0.5
-    prices: tuple[tuple[str, float, float], ...] = ()
-    max_calls: int = 0
-    max_total_tokens: int = 0
-    max_money: float = 0.0
+    timeout_s: Seconds = 120.0
+    retries: Annotated[int, Between(0, 100)] = 6
+    backoff_s: SecondsOrNone = 0.5
+    prices: tuple[tuple[Place, NotNegative, NotNegative], ...] = ()
+    max_calls: Amount = 0
+    max_total_tokens: Amount = 0
+    max_money: NotNegative = 0.0
 
     def check(self, where: str = "config.endpoint") -> None:
         """Refuses settings by which no model could be asked, or no budget held.
@@ -79,22 +89,11 @@ class EndpointConfig:
             where: what the error calls the settings.
 
         Raises:
-            UserError: an address is missing, a price or a limit is none, or the price that
-                ``max_money`` needs is unknown.
+            UserError: the address, the model or the price that ``max_money`` needs is missing.
         """
         if not self.base_url or not self.model:
             raise UserError(f"give {where}.base_url and {where}.model")
-        one_of(self, f"{where}.", ("max_tokens", "max_completion_tokens"), "max_tokens_name")
         form = "(model, per million prompt tokens, per million completion tokens)"
-        for price in self.prices:
-            if not _is_price(price):
-                raise UserError(
-                    f"{where}.prices holds {price!r}, which is no {form}; give such as "
-                    "(('NAME', 1.0, 2.0),)"
-                )
-        for name in ("max_calls", "max_total_tokens", "max_money"):
-            if not _is_amount(value := getattr(self, name)):
-                raise UserError(f"{where}.{name} is {value!r}; give a limit, or 0 for none")
         if self.max_money and not any(self.price or ()):
             raise UserError(
                 f"{where}.max_money needs the price of {self.model!r}, which is "
@@ -111,20 +110,6 @@ class EndpointConfig:
     def label(self) -> str:
         """The model and how it is asked: what its replies depend on."""
         return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
-
-
-def _is_price(price: Any) -> bool:
-    return (
-        isinstance(price, Sequence)
-        and len(price) == 3
-        and isinstance(price[0], str)
-        and all(map(_is_amount, price[1:]))
-    )
-
-
-def _is_amount(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
 
 
 class RequestRefusedError(Exception):

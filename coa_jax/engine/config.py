@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+from typing import Annotated
 
+from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Temperature, TopP
 from coa_jax.errors import UserError
+from coa_jax.model.attention.choice import implementations
 from coa_jax.model.config import DTYPES
-from coa_jax.settings import one_of
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Bounded):
     """How the tokens of a sequence are drawn.
 
     Attributes:
@@ -21,24 +22,16 @@ class SamplingParams:
         top_k: 0 keeps all.
 
     Raises:
-        UserError: one of them is out of its range.
+        UserError: a value is out of bounds.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature is {self.temperature}; give 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1 (all tokens)")
-        if not 0 <= self.top_k < 2**31:
-            raise UserError(f"top_k is {self.top_k}; give 0 (all tokens) or more, below 2**31")
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Natural = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Bounded):
     """Static shapes of the engine's programs; each distinct value compiles once.
 
     Attributes:
@@ -65,32 +58,26 @@ class EngineConfig:
             `num_engines`.  It is `make_engines` that makes several.
 
     Raises:
-        UserError: a number is too small, or a dtype is not known.
+        UserError: a value is out of bounds.
     """
 
-    slots: int = 16
-    max_length: int = 1024
-    chunk: int = 8
-    extend_buckets: tuple[int, ...] = ()
-    extend_block: int = 0
-    dtype: str = "float32"
-    cache_dtype: str = ""
-    page_size: int = 128
-    pages: int = 0
-    decode_programs: int = 4
-    attention: str = "auto"
-    engines: int = 0
+    slots: Count = 16
+    max_length: Count = 1024
+    chunk: Count = 8
+    extend_buckets: Annotated[tuple[Count, ...], Items(0, 32)] = ()
+    extend_block: Natural = 0
+    dtype: Annotated[str, OneOf(*DTYPES)] = "float32"
+    cache_dtype: Annotated[str, OneOf("", *DTYPES, "int8")] = ""
+    page_size: Count = 128
+    pages: Natural = 0
+    decode_programs: Annotated[int, Between(1, 64)] = 4
+    attention: Annotated[str, OneOf("auto", *implementations("paged"))] = "auto"
+    engines: Natural = 0
 
     def __post_init__(self) -> None:
-        least = {name: 1 for name in ("slots", "max_length", "chunk", "page_size")}
-        least |= {"extend_block": 0, "pages": 0, "decode_programs": 1, "engines": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UserError(f"engine.{name} is {getattr(self, name)}; give at least {bound}")
+        super().__post_init__()
         if self.engines > self.slots:
-            raise UserError(f"engine.engines is {self.engines}; give at most one for each slot")
-        one_of(self, "engine.", DTYPES, "dtype")
-        one_of(self, "engine.", ("", *DTYPES, "int8"), "cache_dtype")
+            raise UserError(f"engines is {self.engines}; give at most slots, {self.slots}")
 
     def on_platform(self, platform: str) -> EngineConfig:
         """With the extend_buckets and the extend_block of a platform where none are given.

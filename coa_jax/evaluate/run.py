@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from coa_jax import files
+from coa_jax.bounds import Bounded, Count, Natural, OneOf, Place, Seed, Temperature, TopP
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
@@ -23,14 +24,13 @@ from coa_jax.model.api import load_model
 from coa_jax.progress import progress
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import check_seed
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Reward, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Bounded):
     """An evaluation.
 
     Attributes:
@@ -52,31 +52,27 @@ class EvaluateConfig:
         retry_faults: run samples again in which a part of ours broke.
     """
 
-    tasks: str
-    split: str
-    num_tasks: int
-    samples: int
-    seed: int
-    temperature: float
-    top_p: float
-    top_k: int
+    tasks: Place
+    split: Annotated[str, OneOf("validation", "test")]
+    num_tasks: Natural
+    samples: Count
+    seed: Seed
+    temperature: Temperature
+    top_p: TopP
+    top_k: Natural
     engine: EngineConfig
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
-    instructions: str = ""
-    blocked: tuple[str, ...] = BLOCKED
+    instructions: Place = ""
+    blocked: tuple[Place, ...] = BLOCKED
     retry_faults: bool = False
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if self.samples < 1:
-            raise UserError(f"config.samples is {self.samples}; give 1 or more")
+        super().__post_init__()
         if self.best_of.n > self.samples:
-            raise UserError(
-                f"config.best_of.n is {self.best_of.n}, but config.samples is {self.samples}"
-            )
+            raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
 
     @property
     def sampling(self) -> SamplingParams:

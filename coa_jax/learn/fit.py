@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from absl import logging
 
+from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Prose, Seed
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
@@ -20,22 +21,22 @@ from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
+from coa_jax.model.attention.choice import implementations
 from coa_jax.model.config import DTYPES, warn_of_positions
 from coa_jax.model.lora import LoraBase
 from coa_jax.model.peft_io import save_trained
-from coa_jax.model.remat import policy_name
+from coa_jax.model.remat import POLICIES
 from coa_jax.model.weights import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import at_least_one, check_seed, one_of
 
 _PARTS = ("data", "update", "validation", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig:
+class FitConfig(Bounded):
     """What all runs over a fixed set of examples have in common.
 
     Attributes:
@@ -57,28 +58,21 @@ class FitConfig:
         profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
-    model: str
-    seed: int
-    batch_size: int
-    rows: int
-    row_length: int
-    dtype: str
-    remat: str
+    model: Place
+    seed: Seed
+    batch_size: Count
+    rows: Count
+    row_length: Count
+    dtype: Annotated[str, OneOf(*DTYPES)]
+    remat: Annotated[str, OneOf(*POLICIES)]
     optimizer: OptimizerConfig
-    validate_every: int = 1
-    checkpoint_every: int
+    validate_every: Count = 1
+    checkpoint_every: Count
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention: str = "auto"
-    keep_last: int = 2
-    keep_best: str = ""
-    profile_steps: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        policy_name(self.remat, "config: remat")
-        one_of(self, "config: ", DTYPES, "dtype")
-        check_seed(self.seed, "config: seed")
-        at_least_one(self, "config: ", "batch_size", "rows", "row_length", "validate_every",
-                     "checkpoint_every")  # fmt: skip
+    attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
+    keep_last: Count = 2
+    keep_best: Prose = ""
+    profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
 
 def fit(

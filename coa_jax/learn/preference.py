@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from coa_jax.bounds import Count, Place, Positive, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import score
@@ -36,7 +37,6 @@ from coa_jax.model.weights import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import at_least_one
 from coa_jax.trajectory import Trajectory
 
 Pair = tuple[Trajectory, Trajectory]
@@ -58,18 +58,11 @@ class DPOConfig(FitConfig):
         per_task: at most so many pairs of one task.
     """
 
-    traces: str
-    phase: str
-    beta: float
-    min_gap: float
-    per_task: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_one(self, "dpo config: ", "per_task")
-        for name in ("beta", "min_gap"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"dpo config: {name} is {getattr(self, name)}; give more than 0")
+    traces: Place
+    phase: Prose
+    beta: Positive
+    min_gap: Positive
+    per_task: Count
 
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:

@@ -11,10 +11,12 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import grain
 from absl import logging
 
+from coa_jax.bounds import Between, Count, Place, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, trajectory_example
 from coa_jax.learn.data import next_batches
@@ -24,7 +26,6 @@ from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import at_least_one
 from coa_jax.trajectory import Trajectory, read_trajectories
 
 
@@ -39,14 +40,10 @@ class RFTConfig(FitConfig):
         per_task: at most so many of one task, so that easy tasks do not crowd out the others.
     """
 
-    traces: str
-    phase: str
-    min_reward: float
-    per_task: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_one(self, "rft config: ", "per_task")
+    traces: Place
+    phase: Prose
+    min_reward: Annotated[float, Between(-1e9, 1e9)]
+    per_task: Count
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:

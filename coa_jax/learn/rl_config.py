@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
+from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Prose, Seed
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.attention.choice import implementations
 from coa_jax.model.config import DTYPES
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.remat import policy_name
+from coa_jax.model.remat import POLICIES
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import at_least_one, check_seed, one_of
 from coa_jax.tasks import GradersConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class RLConfig:
+class RLConfig(Bounded):
     """A reinforcement-learning run.
 
     Attributes:
@@ -59,34 +61,34 @@ class RLConfig:
         profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
     """
 
-    model: str
-    tasks: str
-    num_tasks: int
-    seed: int
-    groups: int
-    group_size: int
-    max_rounds: int
-    updates: int
+    model: Place
+    tasks: Place
+    num_tasks: Count
+    seed: Seed
+    groups: Count
+    group_size: Count
+    max_rounds: Count
+    updates: Count
     format_reward: bool
-    temperature: float
-    rows: int
-    row_length: int
-    dtype: str
-    remat: str
+    temperature: Annotated[float, Between(0, 100, above=True)]
+    rows: Count
+    row_length: Count
+    dtype: Annotated[str, OneOf(*DTYPES)]
+    remat: Annotated[str, OneOf(*POLICIES)]
     algorithm: Algorithm
     optimizer: OptimizerConfig
     engine: EngineConfig
     rollout: RolloutConfig
-    checkpoint_every: int
+    checkpoint_every: Count
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention_length: int = 0
-    attention: str = "auto"
+    attention_length: Natural = 0
+    attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    rollouts_ahead: int = 0
-    keep_last: int = 2
-    keep_best: str = ""
-    profile_steps: tuple[int, ...] = ()
+    rollouts_ahead: Annotated[int, Between(0, 1)] = 0
+    keep_last: Count = 2
+    keep_best: Prose = ""
+    profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
     @property
     def longest(self) -> int:
@@ -99,53 +101,39 @@ class RLConfig:
         return self.algorithm.resolve(self.longest)
 
     def __post_init__(self) -> None:
-        policy_name(self.remat, "rl config: remat")
-        check_seed(self.seed, "rl config: seed")
-        one_of(self, "rl config: ", DTYPES, "dtype")
+        super().__post_init__()
         longest = self.longest
         if self.row_length < longest:
             raise UserError(
-                f"rl config: row_length is {self.row_length}, trajectories have up to {longest} "
+                f"row_length is {self.row_length}, trajectories have up to {longest} "
                 "tokens; raise row_length or lower rollout.max_tokens"
             )
         if self.attention_length and self.attention_length < self.row_length:
             raise UserError(
-                f"rl config: attention_length is {self.attention_length}, rows have "
+                f"attention_length is {self.attention_length}, rows have "
                 f"{self.row_length} tokens; give 0, or more than row_length"
-            )
-        if self.temperature <= 0:
-            raise UserError(
-                f"rl config: temperature is {self.temperature}; without chance in the samples "
-                "there is nothing to learn from, give 1.0"
             )
         algorithm = self.chosen
         alone = algorithm.advantage in ("batch", "gae") and algorithm.learn_from == "all"
         if self.group_size == 1 and not alone:
             raise UserError(
-                "rl config: group_size is 1; samples of one task are compared with each other: "
+                "group_size is 1; samples of one task are compared with each other: "
                 "give at least 2, or algorithm.name=ppo or reinforce++, which learn from all"
             )
-        at_least_one(self, "rl config: ", "groups", "group_size", "max_rounds", "updates", "rows",
-                     "num_tasks", "checkpoint_every")  # fmt: skip
         if self.optimizer.total_steps < self.updates:
             raise UserError(
-                f"rl config: optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
+                f"optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
                 f"{self.updates} updates; give at least as many"
             )
         older = self.rollouts_ahead or algorithm.learn_from == "signal"  # and its surplus
         if older and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
             why = "rollouts_ahead is 1" if self.rollouts_ahead else "surplus groups are kept"
             raise UserError(
-                f"rl config: {why} and algorithm.old_logp is 'trainer': nothing corrects for the "
+                f"{why} and algorithm.old_logp is 'trainer': nothing corrects for the "
                 "policy that sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
             )
         if self.updates > self.groups:
             raise UserError(
-                f"rl config: updates is {self.updates}, of {self.groups} groups; an update needs a "
+                f"updates is {self.updates}, of {self.groups} groups; an update needs a "
                 "group: give at most as many"
-            )
-        if self.rollouts_ahead not in (0, 1):
-            raise UserError(
-                f"rl config: rollouts_ahead is {self.rollouts_ahead}; give 0 or 1, the ratio does "
-                "not correct for older policies"
             )

@@ -10,18 +10,18 @@ from typing import Literal
 
 import jax
 
+from coa_jax.bounds import Bounded, Count, Positive, Seed, Share
 from coa_jax.learn.induction import add_induction
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
 from coa_jax.protocol import get_protocol, render_prompt
-from coa_jax.settings import check_seed
 from coa_jax.trajectory import DistilledRecord
 
 
 @dataclasses.dataclass(frozen=True)
-class ScratchConfig:
+class ScratchConfig(Bounded):
     """Size of a policy that is trained from nothing.
 
     Attributes:
@@ -37,20 +37,17 @@ class ScratchConfig:
     """
 
     architecture: Literal["llama", "qwen3"] = "llama"
-    vocab_size: int = 768
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    rope_theta: float = 1e6
+    vocab_size: Count = 768
+    hidden_size: Count = 256
+    intermediate_size: Count = 768
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Count = 64
+    rope_theta: Positive = 1e6
     induction: bool = True
-    common_word: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed, "config.policy.seed")
+    common_word: Share = 0.1
+    seed: Seed = 0
 
 
 def write_policy(

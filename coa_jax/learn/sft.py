@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax.bounds import Place, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, split_rows
 from coa_jax.learn.data import example_stream, next_batches, tokenize_records
@@ -45,10 +46,10 @@ class SFTConfig(FitConfig):
         lora: adapters to train in place of the whole model, see `model.lora`.
     """
 
-    data: str
-    validation: str
+    data: Place
+    validation: Place
     prompt_style: str
-    rename_share: float
+    rename_share: Share
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class SFTConfig(FitConfig):
             not self.validation or self.checkpoint_every % self.validate_every
         ):
             raise UserError(
-                f"sft config: keep_best is {self.keep_best}, which is not known at every "
+                f"keep_best is {self.keep_best}, which is not known at every "
                 "checkpoint; give validation, and make checkpoint_every a multiple of "
                 "validate_every"
             )

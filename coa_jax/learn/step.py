@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from coa_jax.bounds import Between, Bounded, Count, Natural, Positive, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, stack
 from coa_jax.learn.losses import Stats
@@ -26,7 +26,6 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, attach
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import put_batch
-from coa_jax.settings import at_least_one
 
 
 class TrainState(NamedTuple):
@@ -49,7 +48,7 @@ class TrainState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Bounded):
     """AdamW with linear warm-up and cosine or constant rate.
 
     Attributes:
@@ -58,44 +57,20 @@ class OptimizerConfig:
         warmup_steps: updates until the peak.
         final_ratio: rate at the end relative to the peak; 1 keeps it constant after warm-up.
         b1, b2, eps, weight_decay: of AdamW; norms and biases do not decay.
-        clip_norm: bound on the global gradient norm.
+        clip_norm: bound on the global gradient norm; 1e9 for none.
         max_skipped: skipped updates in a row (see `train_step`) after which training ends.
     """
 
-    learning_rate: float
-    total_steps: int
-    warmup_steps: int = 0
-    final_ratio: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    max_skipped: int = 5
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "optimizer.", "total_steps", "max_skipped")
-        if self.warmup_steps < 0:
-            raise UserError(
-                f"optimizer.warmup_steps is {self.warmup_steps}; give 0 for none, or more"
-            )
-        bounds = {"learning_rate": math.inf, "final_ratio": math.inf, "b1": 1.0, "b2": 1.0}
-        for name, bound in bounds.items():
-            if not 0 <= getattr(self, name) < bound:
-                raise UserError(
-                    f"optimizer.{name} is {getattr(self, name):g}; give a finite number from 0"
-                    f"{' to less than 1' if bound == 1 else ''}"
-                )
-        if not 0 < self.eps < math.inf:
-            raise UserError(
-                f"optimizer.eps is {self.eps:g}, and what has no gradient would be divided by it; "
-                "give a positive number"
-            )
-        if not self.clip_norm > 0:
-            raise UserError(
-                f"optimizer.clip_norm is {self.clip_norm:g}, which leaves nothing of a gradient; "
-                "give a positive bound, 1e9 for none"
-            )
+    learning_rate: Annotated[float, Between(0, 10)]
+    total_steps: Count
+    warmup_steps: Natural = 0
+    final_ratio: Share = 0.0
+    b1: Annotated[float, Between(0, 1, below=True)] = 0.9
+    b2: Annotated[float, Between(0, 1, below=True)] = 0.95
+    eps: Annotated[float, Between(0, 1, above=True)] = 1e-8
+    weight_decay: Annotated[float, Between(0, 10)] = 0.01
+    clip_norm: Positive = 1.0
+    max_skipped: Count = 5
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:

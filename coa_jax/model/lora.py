@@ -9,14 +9,14 @@ some lie in one array here (see `weights`); `peft_io` writes them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from coa_jax.errors import UserError
+from coa_jax.bounds import Bounded, Items, Natural, OneOf, Positive
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.products import project
 from coa_jax.model.weights import Params, WeightSpec, from_paths
@@ -26,7 +26,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Bounded):
     """Adapters of a run.
 
     Attributes:
@@ -35,19 +35,11 @@ class LoraConfig:
         projections: which have adapters, of `PROJECTIONS`.
     """
 
-    rank: int = 0
-    alpha: float = 32.0
-    projections: tuple[str, ...] = PROJECTIONS
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise UserError(f"lora.rank is {self.rank}; give 0 for none, or a rank such as 16")
-        unknown = sorted(set(self.projections) - set(PROJECTIONS))
-        if unknown or not self.projections:
-            raise UserError(
-                f"lora.projections are {', '.join(self.projections) or 'none'}; choose from "
-                + ", ".join(PROJECTIONS)
-            )
+    rank: Natural = 0
+    alpha: Positive = 32.0
+    projections: Annotated[
+        tuple[Annotated[str, OneOf(*PROJECTIONS)], ...], Items(1, len(PROJECTIONS))
+    ] = PROJECTIONS
 
 
 @jax.tree_util.register_dataclass

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
-from coa_jax.errors import UserError
+from coa_jax.bounds import OneOf, check
 
 Remat = bool | str
 """A name of `POLICIES`; False is ``none`` and True ``full``."""
@@ -62,9 +62,7 @@ def policy_name(remat: Remat, where: str = "remat") -> str:
     """
     if isinstance(remat, bool):
         return "full" if remat else "none"
-    if remat not in POLICIES:
-        raise UserError(f"{where} is {remat!r}: use one of {', '.join(POLICIES)}")
-    return remat
+    return check(remat, Annotated[str, OneOf(*POLICIES)], where)
 
 
 def rematerialize(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import jax
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from coa_jax.bounds import MAX_INT, Between, Bounded, Natural, Seconds
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 
 T = TypeVar("T")
 
+Axis = Annotated[int, Between(1, MAX_INT, also=(-1,))]
+
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Bounded):
     """Sizes of the mesh axes, and how long its processes wait for each other.
 
     Attributes:
@@ -26,11 +29,11 @@ class MeshConfig:
         wait_seconds: how long a process waits where all meet for the last one to arrive.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    decode_tensor: int = 0
-    wait_seconds: float = 1800.0
+    data: Axis = 1
+    fsdp: Axis = 1
+    tensor: Axis = 1
+    decode_tensor: Natural = 0
+    wait_seconds: Seconds = 1800.0
 
 
 def training_mesh(config: MeshConfig, rows: int = 0) -> Mesh | None:

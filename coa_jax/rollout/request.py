@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.bounds import Bounded, Count, Natural, SecondsOrNone
 from coa_jax.engine.config import SamplingParams
-from coa_jax.errors import UserError
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, ToolCall
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Bounded):
     """Budgets of a trajectory; the `StopReason` of each stands behind it.
 
     Attributes:
@@ -36,31 +35,15 @@ class RolloutConfig:
             `rollout.constrain`; the engine needs the constraint.
     """
 
-    max_tokens: int = 1024
-    max_tool_calls: int = 12
-    max_observation_tokens: int = 512
-    max_seconds: float = 0.0
-    max_tool_seconds: float = 0.0
+    max_tokens: Count = 1024
+    max_tool_calls: Natural = 12
+    max_observation_tokens: Natural = 512
+    max_seconds: SecondsOrNone = 0.0
+    max_tool_seconds: SecondsOrNone = 0.0
     prompt_style: str = "brief"
-    max_turn_tokens: int = 0
+    max_turn_tokens: Natural = 0
     strict: bool = False
     constrain: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                raise UserError(f"rollout.{name} is {value}; give at least {least}")
-
-
-_LEAST = {
-    "max_tokens": 1,
-    "max_tool_calls": 0,
-    "max_observation_tokens": 0,
-    "max_turn_tokens": 0,
-    "max_seconds": 0,
-    "max_tool_seconds": 0,
-}
 
 
 @dataclasses.dataclass(frozen=True)

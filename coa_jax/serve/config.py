@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from coa_jax.bounds import Bounded, Count, Place, Port, Prose, SecondsOrNone, Seed, Variable
 from coa_jax.engine.config import EngineConfig
-from coa_jax.errors import UserError
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import check_seed
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Bounded):
     """A server of one policy.
 
     Attributes:
@@ -32,24 +31,16 @@ class ServeConfig:
         rollout: budgets of an agent's trajectory.
     """
 
-    model: str
-    name: str
-    host: str
-    port: int
-    api_key_env: str
+    model: Place
+    name: Prose
+    host: Place
+    port: Port
+    api_key_env: Variable
     protocol: str
-    max_waiting: int
-    max_samples: int
-    max_body: int
-    shutdown_seconds: float
-    seed: int
+    max_waiting: Count
+    max_samples: Count
+    max_body: Count
+    shutdown_seconds: SecondsOrNone
+    seed: Seed
     engine: EngineConfig
     rollout: RolloutConfig
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise UserError(f"config.port is {self.port}; give 0 to 65535")
-        check_seed(self.seed)
-        for name in ("max_waiting", "max_samples", "max_body"):
-            if getattr(self, name) < 1:
-                raise UserError(f"config.{name} is {getattr(self, name)}; give at least 1")

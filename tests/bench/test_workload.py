@@ -66,7 +66,7 @@ TURN = ("rollouts", 0, "turns", 0)
         (changed(["prompts", 0, 1], 512), r"prompts\[0\] holds 512, the model's ids go .* to 511"),
         (changed(["prompts", 0, 1], True), r"prompts\[0\] holds True"),
         (changed(["seed"], "a"), "seed is 'a'; it must be a whole number from 0"),
-        (changed(["seed"], 2**31), "seed is 2147483648; give 0 to 2147483647"),
+        (changed(["seed"], 2**31), "seed is 2147483648; give a whole number from 0 to 2147483647"),
         (changed(["rollouts"], []), "rollouts is empty"),
         (changed(["rollouts", 0], 5), r"rollouts\[0\].prompt is missing"),
         (changed(["rollouts", 0, "prompt"], 1), r"rollouts\[0\].prompt is 1, there are 1 prompts"),

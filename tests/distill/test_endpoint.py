@@ -16,6 +16,7 @@ from coa_jax.distill.llm import language_minds
 from coa_jax.distill.messages import Ending
 from coa_jax.distill.pipeline import run_teacher
 from coa_jax.errors import UserError
+from coa_jax.settings import build
 from tests.distill.chat_server import serving
 
 CHAT = [{"role": "user", "content": "one two three"}]
@@ -184,18 +185,19 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
             {"max_money": 1.0, "prices": (("m", 0.0, 0.0),)},
             "the price of 'm', which is 0: it would limit nothing; give it in config.solver.prices",
         ),
-        ({"prices": ("m", 1.0, 2.0)}, "config.solver.prices holds 'm', which is no"),
-        ({"prices": (("m", "1", "2"),)}, "config.solver.prices holds ('m', '1', '2'), which is no"),
-        ({"prices": (("m", -1.0, 2.0),)}, "config.solver.prices holds ('m', -1.0, 2.0), which is"),
-        ({"prices": (("m", 1.0, float("nan")),)}, "config.solver.prices holds ('m', 1.0, nan)"),
-        ({"max_money": float("nan")}, "config.solver.max_money is nan; give a limit, or 0 for"),
-        ({"max_calls": -1}, "config.solver.max_calls is -1; give a limit, or 0 for none"),
-        ({"max_tokens_name": "length"}, "config.solver.max_tokens_name is 'length': use one of"),
+        ({"prices": ("m", 1.0, 2.0)}, "config.solver.prices[0] is 'm'; give a tuple"),
+        ({"prices": (("m", "1", "2"),)}, "config.solver.prices[0][1] is '1'; give a number"),
+        ({"prices": (("m", -1.0, 2.0),)}, "config.solver.prices[0][1] is -1.0; give"),
+        ({"prices": (("m", 1.0, float("nan")),)}, "config.solver.prices[0][2] is nan; give"),
+        ({"max_money": float("nan")}, "config.solver.max_money is nan; give a number from 0"),
+        ({"max_calls": -1}, "config.solver.max_calls is -1; give a whole number from 0"),
+        ({"max_tokens_name": "length"}, "config.solver.max_tokens_name is 'length'; give one of"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change, message):
-    config = EndpointConfig(**{"base_url": "http://localhost:9/v1", "model": "m", **change})
+    values = {"base_url": "http://localhost:9/v1", "model": "m", **change}
     with pytest.raises(UserError, match=re.escape(message)):
+        config = build(EndpointConfig, values, "config.solver")
         Endpoint(config, tmp_path / "calls.jsonl", "config.solver")
 
 

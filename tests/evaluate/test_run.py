@@ -237,7 +237,7 @@ def test_only_what_graders_read_of_a_task_makes_its_grades_void(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"samples": 0}, "config.samples is 0"), ({"instructions": "absent.txt"}, "absent.txt")],
+    [({"samples": 0}, "samples is 0"), ({"instructions": "absent.txt"}, "absent.txt")],
 )
 def test_settings_that_make_no_sense_are_refused(change, message, tmp_path):
     with pytest.raises(UserError, match=message):

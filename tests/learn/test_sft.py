@@ -93,13 +93,13 @@ def test_records_that_are_too_long_are_said_to_be(folder):
 
 @pytest.mark.parametrize("name", ["batch_size", "rows", "validate_every", "checkpoint_every"])
 def test_settings_that_cannot_work_are_refused_at_once(folder, name):
-    with pytest.raises(UserError, match=f"{name} is 0; give at least 1"):
+    with pytest.raises(UserError, match=f"{name} is 0; give a whole number from 1"):
         sft_config(folder / "base", folder / "data.jsonl", **{name: 0})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seeds_that_cannot_order_the_data_are_refused_at_once(folder, seed):
-    with pytest.raises(UserError, match=f"seed is {seed}; give 0 to"):
+    with pytest.raises(UserError, match=f"seed is {seed}; give a whole number"):
         sft_config(folder / "base", folder / "data.jsonl", seed=seed)
 
 

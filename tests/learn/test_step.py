@@ -106,7 +106,7 @@ def test_skipped_updates_of_a_critic_are_an_error_too():
 
 @pytest.mark.parametrize("name", ["total_steps", "max_skipped", "clip_norm", "eps"])
 def test_an_optimiser_that_cannot_work_is_refused(name):
-    with pytest.raises(UserError, match=f"optimizer.{name} is 0"):
+    with pytest.raises(UserError, match=f"^{name} is 0"):
         dataclasses.replace(OPTIMIZER, **{name: 0})
 
 
@@ -122,12 +122,12 @@ def test_an_optimiser_that_cannot_work_is_refused(name):
     ],
 )
 def test_a_number_that_would_spoil_every_parameter_is_refused(name, value):
-    with pytest.raises(UserError, match=f"optimizer.{name} is {value:g}"):
+    with pytest.raises(UserError, match=f"^{name} is {value}"):
         dataclasses.replace(OPTIMIZER, **{name: value})
 
 
 def test_a_negative_warm_up_is_refused():
-    with pytest.raises(UserError, match=r"optimizer\.warmup_steps is -1; give 0 for none"):
+    with pytest.raises(UserError, match=r"^warmup_steps is -1; give a whole number from 0"):
         dataclasses.replace(OPTIMIZER, warmup_steps=-1)
 
 

@@ -59,5 +59,5 @@ def test_a_call_may_take_what_the_tighter_budget_leaves(budgets, deadline):
     ],
 )
 def test_a_budget_that_means_nothing_is_refused(name, value):
-    with pytest.raises(UserError, match=f"rollout.{name} is {value}; give at least"):
+    with pytest.raises(UserError, match=f"^{name} is {value}; give a"):
         RolloutConfig(**{name: value})

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
+from coa_jax.bounds import Bounded, Count, Place, Seed, Share, Temperature
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distill.llm import read_object, without_thought
@@ -28,7 +29,6 @@ from coa_jax.model.tokenizer import chat_ids, eos_ids
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig
-from coa_jax.settings import check_seed
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_facts import compute, to_decimal
 from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Neighbour, Step, understand
@@ -40,7 +40,7 @@ _SYSTEM = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ClosedBookConfig:
+class ClosedBookConfig(Bounded):
     """The check without tools.
 
     Attributes:
@@ -54,11 +54,11 @@ class ClosedBookConfig:
     """
 
     who: Literal["prior", "endpoint", "policy"] = "prior"
-    samples: int = 32
-    max_rate: float = 0.3
-    policy: str = ""
-    seed: int = 0
-    temperature: float = 1.0
+    samples: Count = 32
+    max_rate: Share = 0.3
+    policy: Place = ""
+    seed: Seed = 0
+    temperature: Temperature = 1.0
     engine: EngineConfig = dataclasses.field(
         default_factory=lambda: EngineConfig(slots=32, max_length=416, chunk=16)
     )
@@ -67,13 +67,9 @@ class ClosedBookConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.who not in ("prior", "endpoint", "policy"):
-            raise UserError(f"without_tools.who is {self.who!r}; give prior, endpoint or policy")
-        if self.samples < 1 or not 0.0 <= self.max_rate <= 1.0:
-            raise UserError("without_tools: give samples of 1 or more and a max_rate from 0 to 1")
-        check_seed(self.seed, "without_tools.seed")
+        super().__post_init__()
         if (self.who == "policy") != bool(self.policy):
-            raise UserError("without_tools.policy goes with without_tools.who=policy; give both")
+            raise UserError(f"policy is {self.policy!r} and who is {self.who!r}; give both or none")
 
 
 class ClosedBook(Protocol):

@@ -13,11 +13,12 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from coa_jax.bounds import OneOf, check
 from coa_jax.errors import UserError
 from coa_jax.parallel.mesh import sharding_for
 
@@ -157,7 +158,6 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
     Raises:
         UserError: the name is unknown, or what it names cannot serve this case.
     """
-    names = implementations(kind)
     able = [name for name in (*_KERNELS[kind], "xla") if not unmet(kind, name, case)]
     if wanted == "auto":
         # Why a kernel of this very platform was passed over is worth a word.
@@ -169,8 +169,7 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
         reason = f" ({'; '.join(passed)})" if passed else ""
         _announce(f"{kind} attention: {able[0]} on {case.platform} in {case.dtype}{reason}")
         return able[0]
-    if wanted not in names:
-        raise UserError(f"{where} is {wanted!r}: use auto or one of {', '.join(names)}")
+    check(wanted, Annotated[str, OneOf("auto", *implementations(kind))], where)
     if reason := unmet(kind, wanted, case):
         raise UserError(
             f"{where} is {wanted!r}, which cannot run on {case.platform}: {reason}; use auto "

@@ -67,7 +67,7 @@ def test_an_explicit_choice_that_cannot_run_is_refused(wanted, changes, reason):
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
-    with pytest.raises(UserError, match="use auto or one of xla, splash, cudnn, pallas_gpu"):
+    with pytest.raises(UserError, match="give one of auto, xla, splash, cudnn, pallas_gpu"):
         resolve("causal", "flash", CASE)
 
 

@@ -1,0 +1,259 @@
+"""Bounds of settings, declared once: in the annotations of a config dataclass.
+
+    @dataclasses.dataclass(frozen=True)
+    class Sampling(Bounded):
+        temperature: Annotated[float, Between(0, 100)] = 1.0
+        samples: Count = 1
+        order: Annotated[str, OneOf("random", "sorted")] = "random"
+        sizes: tuple[Count, ...] = ()
+
+An instance with a value of another type or beyond its bound cannot be made, neither by
+`settings.build` from a config file nor by a caller in Python:
+
+    >>> Sampling(temperature=1e20)
+    UserError: temperature is 1e+20; give a number from 0 to 100
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+import re
+import typing
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, TypeVar
+
+from coa_jax.errors import UserError
+
+T = TypeVar("T")
+
+MAX_INT = 2**31 - 1
+"""Largest whole number of a setting: XLA counts positions, rows and bytes of a row in int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """Numbers from ``low`` to ``high``; NaN never, infinity only as a bound that is included.
+
+    Attributes:
+        low, high: bounds.
+        above: whether ``low`` itself is excluded.
+        below: whether ``high`` itself is excluded.
+        also: further values, such as a 0 that means none.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    also: tuple[float, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value of the annotated type is allowed."""
+        inside = self.low <= value <= self.high
+        edge = (self.above and value == self.low) or (self.below and value == self.high)
+        return (inside and not edge) or value in self.also
+
+    def wanted(self, kind: type[Any]) -> str:
+        """Completes "give ..." in the error for a value of type ``kind``."""
+        noun = "a whole number" if kind is int else "a number"
+        low = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
+        high = f"below {_number(self.high)}" if self.below else f"to {_number(self.high)}"
+        if self.above and not self.below:
+            high = f"and at most {_number(self.high)}"
+        return " or ".join([f"{noun} {low} {high}", *map(_number, self.also)])
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class OneOf:
+    """Names that are known.
+
+    Attributes:
+        known: the names, or a function that lists them when a value is checked.
+    """
+
+    known: tuple[str, ...] | Callable[[], Iterable[str]]
+
+    def __init__(self, *known: str | Callable[[], Iterable[str]]):
+        """Takes the names, or one function that lists them."""
+        table = known[0] if known and callable(known[0]) else known
+        object.__setattr__(self, "known", table)
+
+    def names(self) -> tuple[str, ...]:
+        """The names that are known now."""
+        return tuple(self.known() if callable(self.known) else self.known)
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value of the annotated type is allowed."""
+        return value in self.names()
+
+    def wanted(self, kind: type[Any]) -> str:
+        """Completes "give ..." in the error for a value of type ``kind``."""
+        return "one of " + ", ".join(name or '""' for name in self.names())
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Texts that a path and a request can hold: UTF-8 without NUL.
+
+    Attributes:
+        longest: characters.
+        pattern: regular expression of the whole text.
+        what: completes "give ..." in an error.
+    """
+
+    longest: int = 100_000
+    pattern: str = ".*"
+    what: str = ""
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value of the annotated type is allowed."""
+        if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
+            return False
+        return re.fullmatch(self.pattern, value, re.DOTALL) is not None
+
+    def wanted(self, kind: type[Any]) -> str:
+        """Completes "give ..." in the error for a value of type ``kind``."""
+        return self.what or f"at most {self.longest} characters of UTF-8 without NUL"
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Tuples and tables of ``low`` to ``high`` items."""
+
+    low: int
+    high: int
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value of the annotated type is allowed."""
+        return self.low <= len(value) <= self.high
+
+    def wanted(self, kind: type[Any]) -> str:
+        """Completes "give ..." in the error for a value of type ``kind``."""
+        return f"{self.low} to {self.high} items"
+
+
+Bound = Between | OneOf | Text | Items
+
+Share = Annotated[float, Between(0, 1)]
+Seed = Annotated[int, Between(0, MAX_INT)]
+Count = Annotated[int, Between(1, MAX_INT)]
+Natural = Annotated[int, Between(0, MAX_INT)]
+Amount = Annotated[int, Between(0, 2**63 - 1)]
+"""Bytes, or tokens of a whole run: what is counted in Python and not in int32."""
+Temperature = Annotated[float, Between(0, 100)]
+TopP = Annotated[float, Between(0, 1, above=True)]
+Positive = Annotated[float, Between(0, 1e9, above=True)]
+NotNegative = Annotated[float, Between(0, 1e9)]
+Seconds = Annotated[float, Between(0, 30 * 86400, above=True)]
+"""Limits of time; a longer one than 30 days is a mistake."""
+SecondsOrNone = Annotated[float, Between(0, 30 * 86400)]
+Port = Annotated[int, Between(0, 65535)]
+Prose = Annotated[str, Text()]
+Place = Annotated[str, Text(4096)]
+"""A file, a directory, an address or a source of tasks; "" where the field allows for none."""
+Variable = Annotated[
+    str,
+    Text(200, r"([A-Za-z_][A-Za-z0-9_]*)?", 'the name of an environment variable, or ""'),
+]
+"""The name of an environment variable; "" for none."""
+
+
+class Bounded:
+    """Base of a config dataclass: its fields keep to their annotations."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields; a subclass with checks of its own calls this first.
+
+        Raises:
+            UserError: a value has another type or is out of bounds; the message begins with the
+                field's name, before which `settings.build` sets the place.
+        """
+        cls: Any = type(self)
+        for name, annotation in declared(cls).items():
+            check(getattr(self, name), annotation, name)
+
+
+@functools.cache
+def declared(cls: type[Any]) -> dict[str, Any]:
+    """The annotations of a dataclass's fields by name, bounds included."""
+    found = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+
+
+def check(value: T, annotation: Any, where: str) -> T:
+    """Returns a value that has the type and keeps the bounds of an annotation.
+
+    Args:
+        value: of a setting.
+        annotation: such as ``int``, `Count` or ``tuple[Share, ...]``.
+        where: name of the setting.
+
+    Raises:
+        UserError: the value has another type or is out of bounds.
+    """
+    kind, bounds = parts(annotation)
+    if not _has_type(value, kind) or not all(bound.holds(value) for bound in bounds):
+        wanted = ", ".join(bound.wanted(kind) for bound in bounds) or _NOUNS.get(kind)
+        raise UserError(f"{where} is {shown(value)}; give {wanted or f'a {kind.__name__}'}")
+    if isinstance(value, tuple):
+        items = typing.get_args(annotation_of(annotation))
+        if items[1:] == (...,):
+            items = items[:1] * len(value)
+        if len(items) != len(value):
+            raise UserError(f"{where} is {shown(value)}; give {len(items)} items")
+        for index, (part, item) in enumerate(zip(value, items, strict=True)):
+            check(part, item, f"{where}[{index}]")
+    return value
+
+
+def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
+    """The class and the bounds of an annotation; names for a ``Literal``, tuple for its items'."""
+    plain = annotation_of(annotation)
+    bounds = () if plain is annotation else typing.get_args(annotation)[1:]
+    origin = typing.get_origin(plain)
+    if origin is Literal:
+        return str, (OneOf(*typing.get_args(plain)), *bounds)
+    return (object if plain is Any else origin or plain), bounds
+
+
+def annotation_of(annotation: Any) -> Any:
+    """An annotation without its own bounds; those of a tuple's items stay."""
+    annotated = typing.get_origin(annotation) is Annotated
+    return typing.get_args(annotation)[0] if annotated else annotation
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: in one line, and short."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number inside has more digits than Python prints
+        return f"a {type(value).__name__} with a number too long to show"
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
+
+
+def _has_type(value: Any, kind: type[Any]) -> bool:
+    """Whether a value has a type: a bool is no number, and a whole number is a float too."""
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+_NOUNS: dict[type[Any], str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a tuple",
+}
+
+
+def _number(value: float) -> str:
+    """A bound in as few characters as show it exactly."""
+    short = str(value) if isinstance(value, int) else f"{value:g}"
+    return short if float(short) == value else repr(value)
