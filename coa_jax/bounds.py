@@ -101,11 +101,13 @@ class Text:
         longest: characters.
         pattern: regular expression of the whole text.
         what: completes "give ..." in an error.
+        hidden: whether errors leave out the value, in case it is a secret.
     """
 
     longest: int = 100_000
     pattern: str = ".*"
     what: str = ""
+    hidden: bool = False
 
     def holds(self, value: Any) -> bool:
         """Whether a value of the annotated type is allowed."""
@@ -149,15 +151,21 @@ NotNegative = Annotated[float, Between(0, 1e9)]
 Seconds = Annotated[float, Between(0, 30 * 86400, above=True)]
 """Limits of time; a longer one than 30 days is a mistake."""
 SecondsOrNone = Annotated[float, Between(0, 30 * 86400)]
+Times = Annotated[int, Between(1, 1000)]
+"""Attempts at something, or things at a time."""
+MiB = Annotated[int, Between(1, 2**24)]
+Bytes = Annotated[int, Between(1, 2**44)]
 Port = Annotated[int, Between(0, 65535)]
 Prose = Annotated[str, Text()]
 Place = Annotated[str, Text(4096)]
 """A file, a directory, an address or a source of tasks; "" where the field allows for none."""
 Variable = Annotated[
     str,
-    Text(200, r"([A-Za-z_][A-Za-z0-9_]*)?", 'the name of an environment variable, or ""'),
+    Text(200, r"([A-Za-z_]\w*)?", 'the name of an environment variable, or ""', hidden=True),
 ]
 """The name of an environment variable; "" for none."""
+Name = Annotated[str, Text(100, r"[\w.+-]*", "letters, digits and . _ + -")]
+"""A name that a user makes up, such as that of a stage, which becomes part of a path."""
 
 
 class Bounded:
@@ -196,7 +204,9 @@ def check(value: T, annotation: Any, where: str) -> T:
     kind, bounds = parts(annotation)
     if not _has_type(value, kind) or not all(bound.holds(value) for bound in bounds):
         wanted = ", ".join(bound.wanted(kind) for bound in bounds) or _NOUNS.get(kind)
-        raise UserError(f"{where} is {shown(value)}; give {wanted or f'a {kind.__name__}'}")
+        hidden = any(isinstance(bound, Text) and bound.hidden for bound in bounds)
+        what = "a text that may be secret" if hidden and isinstance(value, str) else shown(value)
+        raise UserError(f"{where} is {what}; give {wanted or f'a {kind.__name__}'}")
     if isinstance(value, tuple):
         items = typing.get_args(annotation_of(annotation))
         if items[1:] == (...,):

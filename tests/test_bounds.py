@@ -93,7 +93,7 @@ BAD = [
     ("path", "\udcff", r"path is '\udcff'; give at most 4096 characters of UTF-8 without NUL"),
     ("path", "x" * 5000, f"path is '{'x' * 79}... (5002 characters); give at most 4096"),
     ("path", 3, "path is 3; give at most 4096 characters"),
-    ("key", "sk-secret!", "key is 'sk-secret!'; give the name of an environment variable"),
+    ("key", "sk-secret!", "key is a text that may be secret; give the name of an environment"),
     ("on", 1, "on is 1; give True or False"),
     ("names", (), "names is (); give 1 to 2 items"),
     ("names", ("x", "z"), "names[1] is 'z'; give one of x, y"),

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Annotated
 
+from coa_jax.bounds import Between, Bounded
 from coa_jax.distill.convert import convert, same_answer, verdict_score
 from coa_jax.distill.messages import Kind, Message, MessageLog
 from coa_jax.distill.readers.base import Trace
@@ -53,7 +55,7 @@ class Unconvertible(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class Completion(Bounded):
     """What may be written out that a run did without words.
 
     Attributes:
@@ -71,8 +73,8 @@ class Completion:
     plan: bool = True
     verification: bool = True
     review: bool = True
-    good_from: float = 7.0
-    average_from: float = 4.0
+    good_from: Annotated[float, Between(0, 10)] = 7.0
+    average_from: Annotated[float, Between(0, 10)] = 4.0
 
 
 def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> MessageLog:

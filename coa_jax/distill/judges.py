@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from coa_jax.bounds import Bounded
 from coa_jax.distill.filters import Filter, Run, first_failure, has_no_fault
 from coa_jax.distill.together import gather
 from coa_jax.protocol import get_protocol, render_prompt
@@ -39,7 +40,7 @@ the instructions were kept, {{"rationale": "one sentence", "judgement": "incorre
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgesConfig:
+class JudgesConfig(Bounded):
     """Which models judge runs; one without ``chat.url`` is not asked.
 
     Attributes:

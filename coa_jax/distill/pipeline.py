@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from coa_jax.bounds import Bounded, Count, Natural, Seed, Share, Times
 from coa_jax.distill.convert import as_trajectory, convert
 from coa_jax.distill.filters import (
     Filter,
@@ -43,7 +44,7 @@ from coa_jax.trajectory import DistilledRecord
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(Bounded):
     """How the teacher works and what is kept.
 
     Attributes:
@@ -61,27 +62,17 @@ class DistillConfig:
         judges: models that are asked where rules cannot decide.
     """
 
-    mistake_rate: float = 0.1
-    unrecovered_rate: float = 0.02
-    seed: int = 0
-    concurrency: int = 16
-    max_messages: int = 80
-    max_chars: int = 8000
-    min_interactions: int = 5
-    plain_fraction: float = 1.0
-    corrected_copies: int = 1
+    mistake_rate: Share = 0.1
+    unrecovered_rate: Share = 0.02
+    seed: Seed = 0
+    concurrency: Times = 16
+    max_messages: Count = 80
+    max_chars: Count = 8000
+    min_interactions: Natural = 5
+    plain_fraction: Share = 1.0
+    corrected_copies: Times = 1
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("mistake_rate", "unrecovered_rate", "plain_fraction"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise UserError(f"distill config: {name} is {value}; give a value from 0 to 1")
-        for name in ("concurrency", "max_messages", "max_chars", "corrected_copies"):
-            value = getattr(self, name)
-            if value < 1:
-                raise UserError(f"distill config: {name} is {value}; give at least 1")
 
     def minds(self) -> Minds:
         """The scripted minds that this configuration describes."""

@@ -10,7 +10,9 @@ import dataclasses
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
+from coa_jax.bounds import Between, Bounded, Natural, Place, Share
 from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, Run, SetFilter
@@ -43,7 +45,7 @@ _DIRECTION = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectionConfig:
+class SelectionConfig(Bounded):
     """Thresholds of the further filters; 0 or a tuple of blank names turns one off.
 
     Attributes:
@@ -65,25 +67,17 @@ class SelectionConfig:
             first is kept.
     """
 
-    near_query: float = 0.0
-    max_tokens: int = 0
-    max_answer_words: int = 0
-    min_tool_calls: int = 0
-    evaluation: tuple[str, ...] = ("",)
-    evaluation_size: int = 1000
-    ngram: int = 8
-    ngram_share: float = 0.5
-    entity_share: float = 0.8
-    blocked: tuple[str, ...] = ("",)
-    near_duplicate: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("near_query", "ngram_share", "entity_share", "near_duplicate"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise UserError(f"selection.{name} is {value}; give a value from 0 to 1")
-        if self.ngram < 1:
-            raise UserError(f"selection.ngram is {self.ngram}; give at least 1")
+    near_query: Share = 0.0
+    max_tokens: Natural = 0
+    max_answer_words: Natural = 0
+    min_tool_calls: Natural = 0
+    evaluation: tuple[Place, ...] = ("",)
+    evaluation_size: Natural = 1000
+    ngram: Annotated[int, Between(1, 1000)] = 8
+    ngram_share: Share = 0.5
+    entity_share: Share = 0.8
+    blocked: tuple[Place, ...] = ("",)
+    near_duplicate: Share = 0.0
 
 
 def further_filters(

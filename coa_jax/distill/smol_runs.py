@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import files, jsonl
+from coa_jax.bounds import Bounded, Count, Natural, Times
 from coa_jax.distill.endpoint import EndpointConfig, Spent, check_budget
 from coa_jax.distill.journal import check_fingerprint
 from coa_jax.distill.readers.base import total_usage
@@ -22,7 +23,7 @@ from coa_jax.tools.net.secrets import redact_all
 
 
 @dataclasses.dataclass(frozen=True)
-class SmolConfig:
+class SmolConfig(Bounded):
     """How the two agents work.
 
     Attributes:
@@ -31,9 +32,9 @@ class SmolConfig:
         concurrency: tasks in flight at once.
     """
 
-    max_steps: int = 12
-    planning_interval: int = 6
-    concurrency: int = 8
+    max_steps: Count = 12
+    planning_interval: Natural = 6
+    concurrency: Times = 8
 
 
 def endpoint_model(config: EndpointConfig) -> Any:

@@ -7,22 +7,23 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from coa_jax import jsonl
+from coa_jax.bounds import Bounded, OneOf, Place
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
-from coa_jax.distill.readers import read_traces
+from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import get_protocol, protocol_names
 from coa_jax.tasks.base import Task
 from coa_jax.trajectory import DistilledRecord, write_records
 
 
 @dataclasses.dataclass(frozen=True)
-class TracesConfig:
+class TracesConfig(Bounded):
     """Which files, and what is made of them.
 
     Attributes:
@@ -32,9 +33,9 @@ class TracesConfig:
         completion: what may be written out that a run did without words.
     """
 
-    files: tuple[str, ...]
-    format: str
-    protocol: str
+    files: tuple[Place, ...]
+    format: Annotated[str, OneOf(*READERS)]
+    protocol: Annotated[str, OneOf(protocol_names)]
     completion: Completion = dataclasses.field(default_factory=Completion)
 
 

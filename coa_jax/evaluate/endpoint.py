@@ -14,8 +14,9 @@ import hashlib
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from coa_jax.bounds import Between, Bounded, Count, Place, Prose, Seconds, Times, Variable
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
@@ -41,7 +42,7 @@ _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyEndpoint:
+class PolicyEndpoint(Bounded):
     """Where a policy is served.
 
     Attributes:
@@ -57,22 +58,21 @@ class PolicyEndpoint:
         retries: further attempts after a failure that may pass (no connection, 429, 5xx).
     """
 
-    url: str = ""
-    model: str = ""
-    key_env: str = ""
-    concurrency: int = 32
-    opening: str = ""
-    observation_chars: int = 16_000
-    timeout_s: float = 600.0
-    retries: int = 5
+    url: Place = ""
+    model: Place = ""
+    key_env: Variable = ""
+    concurrency: Times = 32
+    opening: Prose = ""
+    observation_chars: Count = 16_000
+    timeout_s: Seconds = 600.0
+    retries: Annotated[int, Between(0, 1000)] = 5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.url and not self.model:
-            raise UserError(f"config.endpoint.model: name the model at {self.url}")
+            raise UserError(f"model is missing; name the model at {self.url}")
         if self.url:
             trusting(self.url)
-        if self.concurrency < 1:
-            raise UserError("config.endpoint.concurrency must be 1 or more")
 
     def __bool__(self) -> bool:
         return bool(self.url)

@@ -14,10 +14,11 @@ import random
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from coa_jax.bounds import MAX_INT, Between, Bounded, Count, Times
 from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
@@ -48,7 +49,7 @@ a mistake. Write one JSON object and nothing else, with a NUMBER from 1 to {n}:
 
 
 @dataclasses.dataclass(frozen=True)
-class PickConfig:
+class PickConfig(Bounded):
     """Best-of-n.
 
     Attributes:
@@ -61,23 +62,19 @@ class PickConfig:
         concurrency: choices at a time.
     """
 
-    n: int = 0
+    n: Annotated[int, Between(2, MAX_INT, also=(0,))] = 0
     chat: ChatConfig = dataclasses.field(
         default_factory=lambda: ChatConfig(max_tokens=512, timeout_s=120.0)
     )
-    attempt_chars: int = 24_000
-    observation_chars: int = 1000
-    attempts: int = 3
-    concurrency: int = 8
+    attempt_chars: Count = 24_000
+    observation_chars: Count = 1000
+    attempts: Times = 3
+    concurrency: Times = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.n and not self.chat:
-            raise UserError("config.best_of.n is set, but config.best_of.chat.url names no model")
-        if self.n < 0 or self.n == 1:
-            raise UserError(f"config.best_of.n is {self.n}; give 2 or more, or 0 for none")
-        for name in ("attempts", "concurrency"):  # of 0 at a time, none would ever be made
-            if getattr(self, name) < 1:
-                raise UserError(f"config.best_of.{name} is {getattr(self, name)}; give 1 or more")
+            raise UserError(f"n is {self.n}, but chat.url is empty; name the model that picks")
 
 
 # --- best of n -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.bounds import Bounded, Count, Place, Port, Prose, SecondsOrNone, Seed, Variable
+from coa_jax.bounds import Bounded, Count, Name, Place, Port, SecondsOrNone, Seed, Variable
 from coa_jax.engine.config import EngineConfig
 from coa_jax.rollout.request import RolloutConfig
 
@@ -32,11 +32,11 @@ class ServeConfig(Bounded):
     """
 
     model: Place
-    name: Prose
+    name: Place
     host: Place
     port: Port
     api_key_env: Variable
-    protocol: str
+    protocol: Name
     max_waiting: Count
     max_samples: Count
     max_body: Count

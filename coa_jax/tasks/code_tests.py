@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from coa_jax.bounds import Bounded, MiB, Seconds
 from coa_jax.protocol import parse_code
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import Limits
@@ -63,7 +64,7 @@ _main()
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeLimits:
+class CodeLimits(Bounded):
     """What a program that is graded may use.
 
     Attributes:
@@ -72,9 +73,9 @@ class CodeLimits:
         memory_mb: MiB of memory.
     """
 
-    test_s: float = 6.0
-    total_s: float = 300.0
-    memory_mb: int = 2048
+    test_s: Seconds = 6.0
+    total_s: Seconds = 300.0
+    memory_mb: MiB = 2048
 
 
 @dataclasses.dataclass(frozen=True)

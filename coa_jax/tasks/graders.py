@@ -18,8 +18,9 @@ import functools
 import json
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks import release_rewards
@@ -42,7 +43,7 @@ ANSWER_REWARDS = ("exact_match", "f1", *release_rewards.QA)
 
 
 @dataclasses.dataclass(frozen=True)
-class GradersConfig:
+class GradersConfig(Bounded):
     """How answers are graded.
 
     Attributes:
@@ -57,24 +58,18 @@ class GradersConfig:
         maths_s: seconds to compare two expressions.
     """
 
-    answer: str = "exact_match"
+    answer: Annotated[str, OneOf(*ANSWER_REWARDS)] = "exact_match"
     judge_all: bool = False
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     code: CodeLimits = dataclasses.field(default_factory=CodeLimits)
-    private_tests: str = ""
-    programs: int = 4
-    maths_s: float = 10.0
+    private_tests: Place = ""
+    programs: Times = 4
+    maths_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
-        if self.answer not in ANSWER_REWARDS:
-            known = ", ".join(ANSWER_REWARDS)
-            raise UserError(f"graders.answer: {self.answer!r} is unknown; known are {known}")
+        super().__post_init__()
         if self.judge_all and not self.judge:
-            raise UserError("graders.judge_all is set, but graders.judge.chat.url names no judge")
-        if self.programs < 1:
-            raise UserError(f"graders.programs must be 1 or more, not {self.programs}")
-        if not self.maths_s > 0:
-            raise UserError(f"graders.maths_s must be more than 0, not {self.maths_s:g}")
+            raise UserError("judge_all is True, but judge.chat.url is empty; name a judge")
 
 
 class Graders:

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from coa_jax.errors import UserError
+from coa_jax.bounds import Bounded, Count, Place, Times
 from coa_jax.tools.base import Observation
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
@@ -50,7 +50,7 @@ Write one JSON object and nothing else: {{"rationale": "one sentence", "judgemen
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgeConfig:
+class JudgeConfig(Bounded):
     """Which model judges, and how.
 
     Attributes:
@@ -64,15 +64,10 @@ class JudgeConfig:
     chat: ChatConfig = dataclasses.field(
         default_factory=lambda: ChatConfig(max_tokens=512, timeout_s=60.0)
     )
-    attempts: int = 3
-    concurrency: int = 8
-    answer_chars: int = 2000
-    cache: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("attempts", "concurrency", "answer_chars"):
-            if getattr(self, name) < 1:
-                raise UserError(f"judge: {name} must be 1 or more, not {getattr(self, name)}")
+    attempts: Times = 3
+    concurrency: Times = 8
+    answer_chars: Count = 2000
+    cache: Place = ""
 
     def __bool__(self) -> bool:
         return bool(self.chat)

@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.bounds import Bounded, Bytes, Count, Place, Seconds, Times
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
@@ -42,7 +43,7 @@ _BAD_CALL = (
 
 
 @dataclasses.dataclass(frozen=True)
-class CrawlConfig:
+class CrawlConfig(Bounded):
     """How pages are read.
 
     Attributes:
@@ -60,16 +61,16 @@ class CrawlConfig:
         summarizer: the model that summarises; without one the text itself is shown.
     """
 
-    max_pages: int = 5
-    page_chars: int = 6000
-    timeout_s: float = 120.0
-    page_timeout_s: float = 30.0
-    max_bytes: int = 8 << 20
-    attempts: int = 2
+    max_pages: Times = 5
+    page_chars: Count = 6000
+    timeout_s: Seconds = 120.0
+    page_timeout_s: Seconds = 30.0
+    max_bytes: Bytes = 8 << 20
+    attempts: Times = 2
     robots: bool = True
-    allow_hosts: tuple[str, ...] = ()
-    blocked: tuple[str, ...] = MIRRORS
-    concurrency: int = 16
+    allow_hosts: tuple[Place, ...] = ()
+    blocked: tuple[Place, ...] = MIRRORS
+    concurrency: Times = 16
     summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
 
 

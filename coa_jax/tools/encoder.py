@@ -13,12 +13,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax.bounds import Between, Bounded, OneOf, Place, Prose
 from coa_jax.errors import UserError
 
 _SHORTEST = 16
@@ -44,7 +45,7 @@ _LAYER = {
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(Bounded):
     """Which model turns texts into vectors.
 
     Attributes:
@@ -58,17 +59,12 @@ class EncoderConfig:
             default one.
     """
 
-    path: str = ""
-    query_prefix: str = "query: "
-    passage_prefix: str = "passage: "
-    max_tokens: int = 512
-    batch_size: int = 32
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"encoder: {name} is {getattr(self, name)}; give 1 or more")
+    path: Place = ""
+    query_prefix: Prose = "query: "
+    passage_prefix: Prose = "passage: "
+    max_tokens: Annotated[int, Between(1, 2**20)] = 512
+    batch_size: Annotated[int, Between(1, 2**16)] = 32
+    device: Annotated[str, OneOf("", "cpu", "gpu", "cuda", "rocm", "tpu")] = "cpu"
 
     def __bool__(self) -> bool:
         return bool(self.path)

@@ -7,8 +7,23 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from coa_jax.bounds import (
+    Bounded,
+    Count,
+    MiB,
+    Name,
+    Natural,
+    NotNegative,
+    OneOf,
+    Place,
+    Seconds,
+    Text,
+    Times,
+    Variable,
+    check,
+)
 from coa_jax.errors import UserError
 from coa_jax.protocol import add_protocol, protocol_with_tools
 from coa_jax.settings import build
@@ -27,9 +42,12 @@ from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
+BUILT_IN = ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
+"""Names of the tools that need no MCP server."""
+
 
 @dataclasses.dataclass(frozen=True)
-class StoreConfig:
+class StoreConfig(Bounded):
     """Answers of tools that are kept on disk.
 
     Attributes:
@@ -41,11 +59,11 @@ class StoreConfig:
         max_entries: how many answers are kept, the youngest; 0 for all.
     """
 
-    path: str = ""
+    path: Place = ""
     mode: Mode = "cache"
-    tools: tuple[str, ...] = ()
-    max_age_s: float = 0.0
-    max_entries: int = 0
+    tools: tuple[Name, ...] = ()
+    max_age_s: NotNegative = 0.0
+    max_entries: Natural = 0
 
     def keeps(self, name: str) -> bool:
         """Whether the answers of a tool are kept."""
@@ -55,7 +73,7 @@ class StoreConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolsConfig:
+class ToolsConfig(Bounded):
     """Which tools there are, and their limits.
 
     Attributes:
@@ -87,21 +105,21 @@ class ToolsConfig:
         store: answers that are kept.
     """
 
-    names: tuple[str, ...] = ("wiki_search", "code")
-    protocol: str = ""
-    top_k: int = 3
-    corpus: str = ""
+    names: tuple[Name, ...] = ("wiki_search", "code")
+    protocol: Name = ""
+    top_k: Times = 3
+    corpus: Place = ""
     retrieval: Retrieval = "bm25"
     encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
-    wiki_url: str = ""
-    passage_chars: int = 300
-    code_timeout_s: float = 7.0
-    code_cpu_s: float = 5.0
-    code_memory_mb: int = 5120
-    code_output_chars: int = 1536
+    wiki_url: Place = ""
+    passage_chars: Count = 300
+    code_timeout_s: Seconds = 7.0
+    code_cpu_s: Seconds = 5.0
+    code_memory_mb: MiB = 5120
+    code_output_chars: Count = 1536
     code_session: bool = False
-    code_url: str = ""
-    remote_key_env: str = ""
+    code_url: Place = ""
+    remote_key_env: Variable = ""
     code_unsafe: bool = False
     web_search: WebSearchConfig = dataclasses.field(default_factory=WebSearchConfig)
     crawl_page: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
@@ -110,6 +128,15 @@ class ToolsConfig:
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        for tag, settings in self.mcp.items():
+            check(tag, Annotated[str, Text(100, r"[A-Za-z]\w*", "a tag of letters")], "mcp")
+            if tag in BUILT_IN:
+                raise UserError(f"mcp.{tag} is a tool that is built in; choose another tag")
+            build(McpConfig, settings, f"mcp.{tag}")
+        known = tuple[Annotated[str, OneOf(*BUILT_IN, *self.mcp)], ...]
+        check(self.names, known, "names")
+        check(self.store.tools, known, "store.tools")
         addresses = [self.wiki_url, self.code_url]
         addresses += [str(settings.get("url") or "") for settings in self.mcp.values()]
         for address in filter(None, addresses):
@@ -135,13 +162,8 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
         "visual_inspector": lambda: VisualInspector(config.visual_inspector),
     }
     for tag, settings in config.mcp.items():
-        if tag in makers:
-            raise UserError(f"tools.mcp.{tag}: the tag belongs to another tool; choose another")
         built = build(McpConfig, settings, f"config.tools.mcp.{tag}")
         makers[tag] = functools.partial(McpTool, tag, built)
-    for name in config.names:
-        if name not in makers:
-            raise UserError(f"tools.names: {name!r} is unknown; known are {', '.join(makers)}")
     tools = [makers[name]() for name in config.names]
     if config.protocol:
         described = {t.name: run_in_thread(t.describe()) for t in tools if isinstance(t, McpTool)}

@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from coa_jax.bounds import Bounded, Count, Place, Prose, Seconds, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
@@ -36,7 +37,7 @@ _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
-class McpConfig:
+class McpConfig(Bounded):
     """One tool of a server.
 
     Attributes:
@@ -52,15 +53,15 @@ class McpConfig:
         max_chars: characters of an observation.
     """
 
-    command: tuple[str, ...] = ()
-    url: str = ""
-    tool: str = ""
-    description: str = ""
-    schema: str = ""
-    env: tuple[str, ...] = ()
-    key_env: str = ""
-    timeout_s: float = 30.0
-    max_chars: int = 6000
+    command: tuple[Prose, ...] = ()
+    url: Place = ""
+    tool: Prose = ""
+    description: Prose = ""
+    schema: Prose = ""
+    env: tuple[Variable, ...] = ()
+    key_env: Variable = ""
+    timeout_s: Seconds = 30.0
+    max_chars: Count = 6000
 
 
 class _Session:

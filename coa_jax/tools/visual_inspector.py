@@ -17,6 +17,7 @@ import stat
 import time
 from pathlib import Path
 
+from coa_jax.bounds import Bounded, Bytes, Count, Place
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
 from coa_jax.tools.base import Observation, Outcome, ToolContext, time_for
@@ -44,7 +45,7 @@ _WITH_QUESTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class VisualConfig:
+class VisualConfig(Bounded):
     """Which model looks at images, and at which.
 
     Attributes:
@@ -58,10 +59,10 @@ class VisualConfig:
     chat: ChatConfig = dataclasses.field(
         default_factory=lambda: ChatConfig(max_tokens=1000, timeout_s=60.0)
     )
-    folder: str = ""
-    allow_hosts: tuple[str, ...] = ()
-    max_bytes: int = 10 << 20
-    max_chars: int = 6000
+    folder: Place = ""
+    allow_hosts: tuple[Place, ...] = ()
+    max_bytes: Bytes = 10 << 20
+    max_chars: Count = 6000
 
 
 class VisualInspector:

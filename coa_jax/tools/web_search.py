@@ -14,8 +14,9 @@ import json
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from coa_jax.bounds import Between, Bounded, Count, Place, Seconds, Text, Times, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
@@ -34,7 +35,8 @@ LOCAL_HOST = "wiki.local"
 MIRRORS = ("huggingface.co/datasets",)
 """Pages that hold benchmarks with their answers (paper App C shows a model that found one)."""
 
-_MOST = 20
+_PROVIDERS = r"auto|serper|searxng|local|[\w.]+:\w+"
+_PROVIDERS_TOLD = "auto, serper, searxng, local, or module:function of your own"
 _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 
@@ -57,7 +59,7 @@ Raises FetchError where there is no answer.
 
 
 @dataclasses.dataclass(frozen=True)
-class WebSearchConfig:
+class WebSearchConfig(Bounded):
     """Where ``web_search`` looks.
 
     Attributes:
@@ -74,16 +76,17 @@ class WebSearchConfig:
         blocked: hosts and beginnings of paths that are never shown, as in `Guard.block`.
     """
 
-    provider: str = "auto"
-    url: str = "https://google.serper.dev/search"
-    key_env: str = "SERPER_API_KEY"
-    top_k: int = 10
-    snippet_chars: int = 600
-    timeout_s: float = 30.0
-    attempts: int = 3
-    blocked: tuple[str, ...] = MIRRORS
+    provider: Annotated[str, Text(200, _PROVIDERS, _PROVIDERS_TOLD)] = "auto"
+    url: Place = "https://google.serper.dev/search"
+    key_env: Variable = "SERPER_API_KEY"
+    top_k: Annotated[int, Between(1, 20)] = 10
+    snippet_chars: Count = 600
+    timeout_s: Seconds = 30.0
+    attempts: Times = 3
+    blocked: tuple[Place, ...] = MIRRORS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.url:
             trusting(self.url)  # before a setting is written anywhere
 
@@ -195,8 +198,6 @@ class WebSearch:
         Raises:
             UserError: a setting is wrong, or the key is not in the environment.
         """
-        if not 1 <= config.top_k <= _MOST:
-            raise UserError(f"web_search: top_k is {config.top_k}; give 1 to {_MOST}")
         self.provider = choose(config)
         if self.provider == "serper":
             self._search = serper(config.url, Secret(config.key_env))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from coa_jax.bounds import Between, Bounded, Count, Items, Name, Natural, OneOf, Seed
 from coa_jax.distill.llm import UnusableReplyError
 from coa_jax.distill.synthesis.drafts import (
     Author,
@@ -24,7 +25,6 @@ from coa_jax.distill.synthesis.drafts import (
 )
 from coa_jax.distill.synthesis.solvers import Verdict
 from coa_jax.distill.together import gather
-from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.factbook_facts import fraction
 from coa_jax.tasks.grading import parse_number
@@ -34,7 +34,7 @@ Solver = Callable[[Sequence[Task]], Awaitable[list[Verdict]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class SynthesisConfig:
+class SynthesisConfig(Bounded):
     """What is made.
 
     Attributes:
@@ -50,22 +50,15 @@ class SynthesisConfig:
         text: what is asked of texts.
     """
 
-    atomic: int = 300
-    depth: tuple[int, ...] = (200, 100)
-    width: int = 100
-    splits: tuple[str, ...] = SPLITS
-    protocol: str = "generalist"
-    seed: int = 0
-    batch: int = 64
-    candidates: int = 24
+    atomic: Natural = 300
+    depth: Annotated[tuple[Natural, ...], Items(0, 16)] = (200, 100)
+    width: Natural = 100
+    splits: Annotated[tuple[Annotated[str, OneOf(*SPLITS)], ...], Items(1, len(SPLITS))] = SPLITS
+    protocol: Name = "generalist"
+    seed: Seed = 0
+    batch: Annotated[int, Between(1, 100_000)] = 64
+    candidates: Count = 24
     text: TextRules = dataclasses.field(default_factory=TextRules)
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.splits) - set(SPLITS))
-        if unknown or not self.splits:
-            raise UserError(f"synthesis.splits: give some of {', '.join(SPLITS)}")
-        if min(self.atomic, self.width, *self.depth, 0) < 0 or self.batch < 1:
-            raise UserError("synthesis: numbers of tasks are 0 or more, and a batch is 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)

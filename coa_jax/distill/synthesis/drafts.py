@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
+from coa_jax.bounds import Bounded, Count, Natural, Share
 from coa_jax.distill.contamination import ngrams
 from coa_jax.distill.duplicates import similarity
 from coa_jax.tasks.base import Task
@@ -127,7 +128,7 @@ def _stands_in(answer: str, text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextRules:
+class TextRules(Bounded):
     """What is asked of the text of a draft.
 
     Attributes:
@@ -137,10 +138,10 @@ class TextRules:
             (Jaccard) are one.
     """
 
-    min_words: int = 4
-    max_words: int = 80
-    max_answer_words: int = 12
-    near_duplicate: float = 0.8
+    min_words: Natural = 4
+    max_words: Count = 80
+    max_answer_words: Count = 12
+    near_duplicate: Share = 0.8
 
 
 def fault_of(draft: Draft, rules: TextRules) -> str | None:

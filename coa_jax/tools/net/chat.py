@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.bounds import Bounded, Count, Place, Seconds, Temperature, Times, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net.errors import FetchError
@@ -19,7 +20,7 @@ _KEY_IN_QUERY = re.compile(r"[?&][\w.-]*(?:key|token|secret|passw|auth)[\w.-]*="
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatConfig:
+class ChatConfig(Bounded):
     """Which model answers, and within what limits.
 
     Attributes:
@@ -32,17 +33,18 @@ class ChatConfig:
         attempts: tries.
     """
 
-    url: str = ""
-    model: str = ""
-    key_env: str = ""
-    temperature: float = 0.0
-    max_tokens: int = 1024
-    timeout_s: float = 120.0
-    attempts: int = 3
+    url: Place = ""
+    model: Place = ""
+    key_env: Variable = ""
+    temperature: Temperature = 0.0
+    max_tokens: Count = 1024
+    timeout_s: Seconds = 120.0
+    attempts: Times = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.url and not self.model:
-            raise UserError(f"the endpoint {self.url} needs the name of a model")
+            raise UserError(f"model is missing; name the model at {self.url}")
         if self.url:
             trusting(self.url)
 
