@@ -16,13 +16,14 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_collections
 import numpy as np
 from absl import flags
 
 from coa_jax import files
+from coa_jax.bounds import Bounded, Count, Items, Name, OneOf, Place, Seed, check
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
@@ -46,6 +47,37 @@ _OF_RUNS = ("mistake_rate", "unrecovered_rate", "seed", "concurrency", "max_mess
 """Settings of the teacher's runs, which come before any arm."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Tasks(Bounded):
+    """Which tasks the teacher solves: their source, and how many."""
+
+    tasks: Place
+    train: Count
+
+
+@dataclasses.dataclass(frozen=True)
+class Command(Bounded):
+    """The settings of the command; those of SFT lack the paths.
+
+    Attributes:
+        seeds: of data, policy and order; each once.
+        references: arms with which every other one is compared.
+        arms: name -> settings of the filters that differ from the teacher's.
+        prompt_style, tools, distill, teacher, policy, sft, evaluate: as in the quickstart.
+    """
+
+    seeds: Annotated[tuple[Seed, ...], Items(1, 1000)]
+    references: tuple[Name, ...]
+    prompt_style: str
+    tools: ToolsConfig
+    distill: Tasks
+    teacher: DistillConfig
+    arms: Annotated[Mapping[str, Any], Items(1, 1000)]
+    policy: ScratchConfig
+    sft: Mapping[str, Any]
+    evaluate: EvaluateConfig
+
+
 class Ablation:
     """The stages over one work directory."""
 
@@ -56,35 +88,34 @@ class Ablation:
             UserError: a setting is wrong.
         """
         self.config, self.workdir = config.to_dict(), workdir
-        settings = build(ToolsConfig, self.config["tools"], "config.tools")
-        self.tools: list[Tool] = make_tools(settings)
-        self.teacher = build(DistillConfig, self.config["teacher"], "config.teacher")
+        self.command = build(Command, config)
+        self.teacher, self.evaluation = self.command.teacher, self.command.evaluate
         self.arms = {
             name: build(DistillConfig, _arm(self.config["teacher"], arm, where), where)
             for name, arm in self.config["arms"].items()
             for where in (f"config.arms.{name}",)
         }
-        if not self.arms or UNFILTERED in self.arms:
-            raise UserError(f"config.arms: name one arm or more, none of them {UNFILTERED!r}")
-        unknown = sorted(set(self.config["references"]) - {UNFILTERED, *self.arms})
-        if unknown:
-            raise UserError(f"config.references: there is no arm {unknown[0]!r}")
-        if not self.config["seeds"]:
-            raise UserError("config.seeds: give at least one seed")
-        twice = [seed for seed, n in collections.Counter(self.config["seeds"]).items() if n > 1]
+        for name in self.arms:
+            check(name, Name, "config.arms")
+        if UNFILTERED in self.arms:
+            raise UserError(f"config.arms.{UNFILTERED} is there without filters; choose a name")
+        known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
+        check(self.command.references, known, "config.references")
+        twice = [seed for seed, n in collections.Counter(self.command.seeds).items() if n > 1]
         if twice:
             raise UserError(f"config.seeds: {twice[0]} is there twice; give each seed once")
-        evaluation = build(EvaluateConfig, self.config["evaluate"], "config.evaluate")
-        self.evaluation = evaluation
+        self._sft(self.command.seeds[0], UNFILTERED)  # refused now, not after the data are made
+        self.tools: list[Tool] = make_tools(self.command.tools)
+        evaluation = self.evaluation
         self.held_out = load_tasks(
             evaluation.tasks, evaluation.split, evaluation.num_tasks or None, evaluation.seed
         )
 
     def data(self, seed: int) -> dict[str, dict[str, Any]]:
         """Distils for one seed and writes every arm's records; returns figures of the sets."""
-        folder, source = self.workdir / f"seed{seed}", self.config["distill"]
+        folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
-        tasks = load_tasks(source["tasks"], "train", source["train"], seed)
+        tasks = load_tasks(source.tasks, "train", source.train, seed)
         named = {tool.name: tool for tool in self.tools}
         with progress(f"distil seed {seed}", total=len(tasks)) as bar:
             split = distill_split(
@@ -119,9 +150,8 @@ class Ablation:
         """The untrained policy of a seed, from which every arm starts."""
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
-            policy = build(ScratchConfig, self.config["policy"], "config.policy")
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
-            style = self.config["prompt_style"]
+            policy, style = self.command.policy, self.command.prompt_style
             write_policy(dataclasses.replace(policy, seed=seed), records, style, path)
         return path
 
@@ -133,6 +163,7 @@ class Ablation:
             known = files.read_json_object(summary) if summary.exists() else {}
             if "grades" not in known:
                 began = time.monotonic()
+                self.base(seed)
                 sft.train(self._sft(seed, name), run, folder / "model")
                 trained = time.monotonic()
                 outcome = evaluate_model(
@@ -150,11 +181,11 @@ class Ablation:
 
     def _sft(self, seed: int, name: str) -> sft.SFTConfig:
         values = {
-            **self.config["sft"],
-            "model": str(self.base(seed)),
+            **self.command.sft,
+            "model": str(self.workdir / f"seed{seed}" / "base"),
             "data": str(self.workdir / f"seed{seed}" / name / "train.jsonl"),
             "validation": "",
-            "prompt_style": self.config["prompt_style"],
+            "prompt_style": self.command.prompt_style,
             "seed": seed,
         }
         return build(sft.SFTConfig, values, "config.sft")
@@ -296,7 +327,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     with RunDir(workdir) as run:
         run.keep_config(config)
         work = Ablation(config, workdir)
-        names, seeds = (UNFILTERED, *work.arms), work.config["seeds"]
+        names, seeds = (UNFILTERED, *work.arms), work.command.seeds
         sets: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         rows: dict[str, list[list[float | None]]] = {name: [] for name in names}
         took: dict[str, float] = {}
@@ -312,7 +343,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 block = done["policy"]
                 print(f"  pass@1 {block['pass_at_1']:.3f}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}
-        told = results(grades, work.config["references"])
+        told = results(grades, work.command.references)
         summary = {"arms": told, "sets": sets, "timings_s": took}
         run.summary(summary)
         text = report(told, sets, work.config["sft"]["optimizer"]["total_steps"])

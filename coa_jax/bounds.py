@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import numbers
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
@@ -166,6 +167,8 @@ Variable = Annotated[
 """The name of an environment variable; "" for none."""
 Name = Annotated[str, Text(100, r"[\w.+-]*", "letters, digits and . _ + -")]
 """A name that a user makes up, such as that of a stage, which becomes part of a path."""
+Split = Literal["train", "validation", "test"]
+"""Which part of a source of tasks."""
 
 
 class Bounded:
@@ -190,6 +193,14 @@ def declared(cls: type[Any]) -> dict[str, Any]:
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
+def present(annotation: Any) -> Any:
+    """``X`` of an annotation ``X | None``, and every other annotation itself."""
+    if not isinstance(annotation, types.UnionType):
+        return annotation
+    (kind,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
+    return kind
+
+
 def check(value: T, annotation: Any, where: str) -> T:
     """Returns a value that has the type and keeps the bounds of an annotation.
 
@@ -201,6 +212,9 @@ def check(value: T, annotation: Any, where: str) -> T:
     Raises:
         UserError: the value has another type or is out of bounds.
     """
+    if value is None and present(annotation) is not annotation:
+        return value
+    annotation = present(annotation)
     kind, bounds = parts(annotation)
     if not _has_type(value, kind) or not all(bound.holds(value) for bound in bounds):
         wanted = ", ".join(bound.wanted(kind) for bound in bounds) or _NOUNS.get(kind)

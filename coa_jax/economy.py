@@ -10,6 +10,7 @@ kept in ``team.jsonl`` (and ``calls/``): a second start, or another policy, pays
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import ml_collections
 from absl import flags
 
 from coa_jax import jsonl
+from coa_jax.bounds import Bounded, Count, Name, Natural, Place, Seed, Split
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.economy import policy_economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
@@ -75,7 +77,41 @@ def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
         return False
 
 
-def tasks_of(config: ml_collections.ConfigDict, traces: list[Trajectory]) -> list[Task]:
+@dataclasses.dataclass(frozen=True)
+class Tasks(Bounded):
+    """The tasks of the evaluation, see `EvaluateConfig`; ``num_tasks`` 0 for all."""
+
+    source: Place
+    split: Split
+    num_tasks: Natural
+    seed: Seed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Bounded):
+    """The settings of the command.
+
+    Attributes:
+        traces: ``traces.jsonl`` of an evaluation.
+        phase: its trajectories that are compared.
+        model: the policy's directory, for its tokenizer.
+        number: tasks that the team solves.
+        tasks: the tasks of the evaluation.
+        teacher, tools: how the team works, and with which tools.
+        endpoint: the team's model; without it the team is scripted.
+    """
+
+    traces: Place
+    phase: Name
+    model: Place
+    number: Count
+    tasks: Tasks
+    teacher: DistillConfig
+    tools: ToolsConfig
+    endpoint: EndpointConfig | None = None
+
+
+def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
     """The first tasks of an evaluation, in its order.
 
     Raises:
@@ -95,20 +131,20 @@ def tasks_of(config: ml_collections.ConfigDict, traces: list[Trajectory]) -> lis
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs the team and compares; returns what it writes to ``summary.json``."""
-    teacher = build(DistillConfig, config.teacher, "config.teacher")
-    traces = read_traces(config.traces, config.phase)
-    tokenizer = load_tokenizer(config.model)
-    check_tokens(tokenizer, traces, config.model)
+    command = build(Command, config)
+    teacher, limits = command.teacher, command.endpoint
+    traces = read_traces(command.traces, command.phase)
+    tokenizer = load_tokenizer(command.model)
+    check_tokens(tokenizer, traces, command.model)
     settings = config.tools.to_dict()
     # Before the tasks, which may name the protocol that tools bring.
-    tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
-    tasks = tasks_of(config.tasks, traces)[: config.number]
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    tasks = tasks_of(command.tasks, traces)[: command.number]
     with RunDir(workdir) as run:
         run.write_config(config)
         minds, endpoint = teacher.minds(), None
         model = asked = "scripted"
-        if "endpoint" in config:
-            limits = build(EndpointConfig, config.endpoint, "config.endpoint")
+        if limits:
             endpoint = Endpoint(limits, workdir / "calls" / "team.jsonl")
             minds, model, asked = language_minds(endpoint), limits.model, limits.label
         slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}

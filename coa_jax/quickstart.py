@@ -8,17 +8,18 @@ one that finished, and within SFT and RL after the last checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 from absl import flags
 
-from coa_jax.bounds import MAX_INT
+from coa_jax.bounds import MAX_INT, Bounded, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
@@ -27,6 +28,7 @@ from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
@@ -38,29 +40,75 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import read_records
 
 
+@dataclasses.dataclass(frozen=True)
+class Tasks(Bounded):
+    """Which tasks the teacher solves; the names are those of `load_splits`."""
+
+    tasks: Place
+    train: Natural
+    validation: Natural
+    seed: Seed = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Command(Bounded):
+    """The settings of the command, by stage; those of SFT and RL lack the paths."""
+
+    prompt_style: str
+    tools: ToolsConfig
+    distill: Tasks
+    teacher: DistillConfig
+    policy: ScratchConfig
+    sft: Mapping[str, Any]
+    rl: Mapping[str, Any]
+    evaluate: EvaluateConfig
+
+    def sft_config(self, path: Path) -> SFTConfig:
+        """The settings of SFT in a work directory."""
+        values = {
+            **self.sft,
+            "model": str(path / "models" / "base"),
+            "data": str(path / "data" / "train.jsonl"),
+            "validation": str(path / "data" / "validation.jsonl"),
+            "prompt_style": self.prompt_style,
+        }
+        return build(SFTConfig, values, "config.sft")
+
+    def rl_config(self, path: Path) -> RLConfig:
+        """The settings of RL in a work directory."""
+        values = {**self.rl, "model": str(path / "models" / "sft")}
+        return build(RLConfig, values, "config.rl")
+
+
 class Pipeline:
     """The stages over one work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
-        self.config, self.run = config.to_dict(), run
+        """Reads all settings, those of the last stage too.
+
+        Raises:
+            UserError: a setting is wrong.
+        """
+        self.config, self.run = build(Command, config), run
+        self.sft_config = self.config.sft_config(run.path)
+        self.rl_config = self.config.rl_config(run.path)
+        self.told_tools = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
-        self.tools = make_tools(build(ToolsConfig, self.config["tools"], "config.tools"))
-        evaluation = self.config["evaluate"]
-        self.evaluation = build(EvaluateConfig, evaluation, "config.evaluate")
+        self.tools = make_tools(self.config.tools)
+        self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
         self.held_out = load_tasks(
             self.evaluation.tasks,
             self.evaluation.split,
             self.evaluation.num_tasks or None,
             self.evaluation.seed,
         )
-        self.teacher = build(DistillConfig, self.config["teacher"], "config.teacher")
 
     def distill(self) -> None:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
-        source = self.config["distill"]
+        source = self.config.distill
         named = {tool.name: tool for tool in self.tools}
-        sizes = {split: source[split] for split in ("train", "validation")}
-        for split, tasks in load_splits(source["tasks"], sizes, source["seed"]).items():
+        sizes = {split: getattr(source, split) for split in ("train", "validation")}
+        for split, tasks in load_splits(source.tasks, sizes, source.seed).items():
             with progress(f"distil {split}", total=len(tasks)) as bar:
                 distill_split(
                     split,
@@ -68,16 +116,16 @@ class Pipeline:
                     named,
                     self.teacher,
                     self.data,
-                    self.config["tools"],
+                    self.told_tools,
                     functools.partial(_show, bar),
                 )
 
     def base(self) -> None:
         """Makes the untrained policy."""
         write_policy(
-            build(ScratchConfig, self.config["policy"], "config.policy"),
+            self.config.policy,
             read_records(self.data / "train.jsonl"),
-            self.config["prompt_style"],
+            self.config.prompt_style,
             self.models / "base",
         )
 
@@ -92,20 +140,11 @@ class Pipeline:
 
     def sft(self) -> None:
         """Fine-tunes the untrained policy on the distilled trajectories."""
-        values = {
-            **self.config["sft"],
-            "model": str(self.models / "base"),
-            "data": str(self.data / "train.jsonl"),
-            "validation": str(self.data / "validation.jsonl"),
-            "prompt_style": self.config["prompt_style"],
-        }
-        sft.train(build(sft.SFTConfig, values, "config.sft"), self.run, self.models / "sft")
+        sft.train(self.sft_config, self.run, self.models / "sft")
 
     def rl(self) -> None:
         """Reinforces the fine-tuned policy with live tools."""
-        values = {**self.config["rl"], "model": str(self.models / "sft")}
-        config = build(RLConfig, values, "config.rl")
-        rl.train(config, self.run, self.models / "rl", self.tools)
+        rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def evaluate(self, stage: str) -> None:
         """Measures a policy on the held-out tasks."""
@@ -116,7 +155,7 @@ class Pipeline:
             self.run,
             stage,
             self.tools,
-            self.config["tools"],
+            self.told_tools,
         )
         print(table(outcome), flush=True)
 

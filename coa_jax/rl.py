@@ -8,6 +8,7 @@ Writes metrics, every trajectory and checkpoints to the work directory and the m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from absl import flags
@@ -16,17 +17,22 @@ from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags, open_run
 from coa_jax.learn.rl import train
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.settings import build, take
+from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig, make_tools
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(RLConfig):
+    """The settings of the command: those of the run, and its tools."""
+
+    tools: ToolsConfig
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    values = flags.FLAGS.config.to_dict()
-    tools = build(ToolsConfig, take(values, "tools"), "config.tools")
-    config = build(RLConfig, values)
+    config = build(Command, flags.FLAGS.config)
     with open_run() as (run, output):
-        train(config, run, output, make_tools(tools))
+        train(config, run, output, make_tools(config.tools))
 
 
 if __name__ == "__main__":

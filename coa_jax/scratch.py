@@ -8,15 +8,32 @@ Reads the output of ``python -m coa_jax.distill`` and writes a Hugging Face dire
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from absl import flags
 
+from coa_jax.bounds import Bounded, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.trajectory import read_records
+
+
+@dataclasses.dataclass(frozen=True)
+class Command(Bounded):
+    """The settings of the command.
+
+    Attributes:
+        data: JSONL of distilled records.
+        prompt_style: of the prompts, as in SFT.
+        policy: sizes of the policy.
+    """
+
+    data: Place
+    prompt_style: str
+    policy: ScratchConfig
 
 
 def define_flags() -> None:
@@ -27,12 +44,11 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    config = flags.FLAGS.config
-    policy = build(ScratchConfig, config.policy, "config.policy")
+    config = build(Command, flags.FLAGS.config)
     records = read_records(config.data)
     with RunDir(Path(flags.FLAGS.workdir)) as run:
-        run.write_config(config)
-        write_policy(policy, records, config.prompt_style, run.path / "model")
+        run.write_config(flags.FLAGS.config)
+        write_policy(config.policy, records, config.prompt_style, run.path / "model")
     print(f"model -> {run.path / 'model'}")
 
 

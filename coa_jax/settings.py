@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
 
-from coa_jax.bounds import check, shown
+from coa_jax.bounds import present, shown
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -21,22 +21,6 @@ _LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
     tuple[float, ...]: (float, "numbers with commas", "0.5,1"),
 }
 """Types of settings that a command line may give as one text: what reads a part, and its name."""
-
-
-def take(values: dict[str, Any], key: str, annotation: Any = Any) -> Any:
-    """Removes a setting that an entry point uses itself, and returns it.
-
-    Args:
-        values: the settings.
-        key: name of the setting.
-        annotation: type and bounds of the setting.
-
-    Raises:
-        UserError: the setting is missing, has another type or is out of bounds.
-    """
-    if key not in values:
-        raise UserError(f"config.{key} is missing; give it in the config file")
-    return check(values.pop(key), annotation, f"config.{key}")
 
 
 def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
@@ -50,7 +34,7 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
     Raises:
         UserError: a key is unknown or missing, or its value has another type or is out of bounds.
     """
-    types = typing.get_type_hints(cls)
+    types = {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     unknown = sorted(set(values) - set(known))
     if unknown:

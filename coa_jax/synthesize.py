@@ -23,6 +23,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import jsonl
+from coa_jax.bounds import Bounded, Count, Times
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.llm import language_minds
@@ -37,51 +38,89 @@ from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
 from coa_jax.evaluate.policy import weights_name
 from coa_jax.progress import progress
-from coa_jax.protocol import get_protocol
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.corpus import read_corpus
-from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
 from coa_jax.tools.wiki_search import WikiIndex, load_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Team(Bounded):
+    """The team that solves with tools.
+
+    Attributes:
+        attempts: runs of a question, of which one must be right.
+        concurrency: questions in flight at a time.
+        max_messages: messages after which a run is given up.
+    """
+
+    attempts: Times = 1
+    concurrency: Times = 16
+    max_messages: Count = 80
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Bounded):
+    """The settings of the command.
+
+    Attributes:
+        tools: tools of the team, and the corpus.
+        synthesis: questions that are made.
+        with_tools, without_tools: what a kept question must be, and not be, to solve.
+        judge: the model that compares answers in words.
+        endpoint: the model that writes; without it the Factbook's facts do.
+        solver: the model that is asked without tools, where it is not the same.
+    """
+
+    tools: ToolsConfig
+    synthesis: SynthesisConfig
+    with_tools: Team
+    without_tools: ClosedBookConfig
+    judge: JudgeConfig
+    endpoint: EndpointConfig | None = None
+    solver: EndpointConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_protocol(self.synthesis.protocol, self.tools, "synthesis.protocol")
 
 
 def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Makes the questions; returns what it writes to ``summary.json``."""
-    how = build(SynthesisConfig, config.synthesis, "config.synthesis")
-    tools = build(ToolsConfig, config.tools, "config.tools")
+    command = build(Command, config)
+    tools = command.tools
     with RunDir(workdir) as run:
         run.write_config(config)
         passages = read_corpus(tools.corpus) if tools.corpus else None
         index = load_index(None, tools.passage_chars, passages)
         source = Path(tools.corpus).name if tools.corpus else "factbook"
-        summary = asyncio.run(_work(config, how, tools, index, source, workdir))
+        summary = asyncio.run(_work(config, command, index, source, workdir))
         run.summary(summary, anew=True)
     return summary
 
 
 async def _work(
     config: ml_collections.ConfigDict,
-    how: SynthesisConfig,
-    tools: ToolsConfig,
+    command: Command,
     index: WikiIndex,
     source: str,
     workdir: Path,
 ) -> dict[str, Any]:
+    how, check = command.synthesis, command.without_tools
     endpoints = {
         name: Endpoint(settings, workdir / f"calls/{name}.jsonl", f"config.{name}")
-        for name, settings in endpoints_of(config).items()
+        for name, settings in endpoints_of(command).items()
     }
     model = endpoints.get("endpoint")
     documents = [document_of(passage) for passage in index.passages]
     author: Author = (
         FactsAuthor(documents, how.seed) if model is None else LanguageAuthor(model, how.text)
     )
-    with_tools = _with_tools(config, tools, model, workdir)
-    get_protocol(how.protocol)  # an unknown one is refused before anything is asked for
-    check = build(ClosedBookConfig, config.without_tools, "config.without_tools")
+    with_tools = _with_tools(config, command, model, workdir)
     asked = endpoints.get("solver", model)
-    name, solver = closed_book(check, documents, asked, config.with_tools.concurrency)
+    name, solver = closed_book(check, documents, asked, command.with_tools.concurrency)
     if check.policy:  # one that was trained again in the same folder answers anew
         name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
@@ -108,17 +147,10 @@ async def _work(
     }
 
 
-def endpoints_of(config: ml_collections.ConfigDict) -> dict[str, EndpointConfig]:
-    """Who writes (``endpoint``) and who is asked without tools (``solver``), as far as given.
-
-    Raises:
-        UserError: a key is unknown or missing.
-    """
-    found = {
-        name: build(EndpointConfig, config[name], f"config.{name}")
-        for name in ("endpoint", "solver")
-        if name in config
-    }
+def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
+    """Who writes (``endpoint``) and who is asked without tools (``solver``), as far as given."""
+    both = {"endpoint": command.endpoint, "solver": command.solver}
+    found = {name: settings for name, settings in both.items() if settings}
     if len(found) == 2:
         found["solver"] = _with_those_of(found["endpoint"], found["solver"])
     return found
@@ -140,15 +172,12 @@ def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> Endpoint
 
 
 def _with_tools(
-    config: ml_collections.ConfigDict, tools: ToolsConfig, model: Endpoint | None, workdir: Path
+    config: ml_collections.ConfigDict, command: Command, model: Endpoint | None, workdir: Path
 ) -> WithTools:
     """The team that solves with tools: language minds, or the scripted ones without a model."""
-    team = config.with_tools
-    judge = build(JudgeConfig, config.judge, "config.judge")
-    if team.attempts < 1:
-        raise UserError(f"config.with_tools.attempts is {team.attempts}; give at least 1")
+    team, judge = command.with_tools, command.judge
     return WithTools(
-        {tool.name: tool for tool in make_tools(tools)},
+        {tool.name: tool for tool in make_tools(command.tools)},
         scripted_minds() if model is None else language_minds(model),
         DistillConfig(concurrency=team.concurrency, max_messages=team.max_messages),
         team.attempts,

@@ -14,26 +14,18 @@ from typing import Any
 
 import pytest
 
-from coa_jax.ablation import UNFILTERED
+import coa_jax.distill.__main__ as distill
+import coa_jax.evaluate.__main__ as evaluate
+import coa_jax.serve.__main__ as serve
+from coa_jax import ablation, economy, quickstart, rl, scratch, synthesize
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
-from coa_jax.distill.endpoint import EndpointConfig
-from coa_jax.distill.smol_runs import SmolConfig
-from coa_jax.distill.synthesis.build import SynthesisConfig
-from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
-from coa_jax.distill.traces import TracesConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.scratch import ScratchConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.shapes import architecture_of
-from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build
-from coa_jax.tasks.judge import JudgeConfig
-from coa_jax.tools.make import ToolsConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))
@@ -75,67 +67,34 @@ def leaves(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]
             yield f"{key}{name}", value
 
 
+COMMANDS = {
+    "sft": SFTConfig,
+    "rft": RFTConfig,
+    "dpo": DPOConfig,
+    "rl": rl.Command,
+    "evaluate": evaluate.Command,
+    "serve": serve.Command,
+    "scratch": scratch.Command,
+    "distill": distill.Command,
+    "synthesize": synthesize.Command,
+    "ablation": ablation.Command,
+    "economy": economy.Command,
+    "quickstart": quickstart.Command,
+}
+"""Folder of configs -> the settings of its command."""
+
+
 def build_all(stage: str, values: dict[str, Any]) -> None:
     """Builds what the entry point of a stage builds, from the same keys."""
-    if "tools" in values:
-        build(ToolsConfig, values.pop("tools"), "config.tools")
-    if stage == "sft":
-        build(SFTConfig, values)
-    elif stage == "rl":
-        build(RLConfig, values)
-    elif stage == "serve":
-        build(ServeConfig, values)
-    elif stage in BASELINES:
-        build(BASELINES[stage], values)
-    elif stage == "evaluate":
-        assert {type(values.pop(name)) for name in ("model", "stage")} == {str}
-        build(EvaluateConfig, values)
-    elif stage == "scratch":
-        build(ScratchConfig, values.pop("policy"))
-        assert set(values) == {"data", "prompt_style"}
-    elif stage == "distill":
-        build(DistillConfig, values.pop("teacher"))
-        build(EndpointConfig, values.pop("endpoint", {}))
-        assert values.pop("tokenizer") == ""
-        build(SmolConfig, values.pop("smolagents", {}))
-        if "traces" in values:
-            build(TracesConfig, values.pop("traces"))
-        if "tasks" in values:
-            assert set(values.pop("tasks")) == {"source", "train", "validation", "seed"}
-        assert not values
-    elif stage == "synthesize":
-        for name, cls in (
-            ("synthesis", SynthesisConfig),
-            ("without_tools", ClosedBookConfig),
-            ("judge", JudgeConfig),
-        ):
-            build(cls, values.pop(name))
-        for name in ("endpoint", "solver"):
-            build(EndpointConfig, values.pop(name, {}))
-        assert set(values.pop("with_tools")) == {"attempts", "concurrency", "max_messages"}
-        assert not values
-    elif stage == "ablation":
-        for arm in values["arms"].values():
+    command = build(COMMANDS[stage], values)
+    if isinstance(command, quickstart.Command):
+        command.sft_config(Path("run"))
+        command.rl_config(Path("run"))
+    elif isinstance(command, ablation.Command):
+        for arm in command.arms.values():
             build(DistillConfig, {**values["teacher"], **arm})
-        build(ScratchConfig, values["policy"])
         files = {"model": "m", "data": "d", "validation": "", "prompt_style": "brief"}
-        build(SFTConfig, {**values["sft"], **files})
-        build(EvaluateConfig, values["evaluate"])
-        assert set(values["references"]) <= {*values["arms"], UNFILTERED}
-        assert set(values["distill"]) == {"tasks", "train"}
-    elif stage == "economy":
-        build(DistillConfig, values.pop("teacher"))
-        assert set(values.pop("tasks")) == {"source", "split", "num_tasks", "seed"}
-        assert set(values) == {"traces", "phase", "model", "number"}
-    else:
-        assert stage == "quickstart", f"say here how configs/{stage} are built"
-        style = values["prompt_style"]
-        files = {"model": "m", "data": "d", "validation": "v", "prompt_style": style}
-        build(DistillConfig, values["teacher"])
-        build(ScratchConfig, values["policy"])
-        build(SFTConfig, {**values["sft"], **files})
-        build(RLConfig, {**values["rl"], "model": "m"})
-        build(EvaluateConfig, values["evaluate"])
+        build(SFTConfig, {**command.sft, **files})
 
 
 def test_each_stage_has_configs():

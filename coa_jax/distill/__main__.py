@@ -23,6 +23,7 @@ from typing import Any
 import ml_collections
 from absl import flags
 
+from coa_jax.bounds import Bounded, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.economy import CountTokens, economy
@@ -33,12 +34,59 @@ from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
 from coa_jax.distill.smol_runs import SmolConfig, bind, endpoint_model, run_smolagents
 from coa_jax.distill.traces import TracesConfig, distill_traces
+from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import Task, load_splits
 from coa_jax.tools.make import ToolsConfig, make_tools
+
+
+@dataclasses.dataclass(frozen=True)
+class Tasks(Bounded):
+    """Which tasks are solved.
+
+    Attributes:
+        source: source of the tasks, see `tasks.load_tasks`.
+        train, validation: tasks of each split.
+        seed: which tasks.
+    """
+
+    source: Place
+    train: Natural
+    validation: Natural
+    seed: Seed = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Bounded):
+    """The settings of the command; which groups there are says what is distilled.
+
+    Attributes:
+        teacher: how the team works, and what is kept.
+        tokenizer: folder with a tokenizer, to count tokens; "" for none.
+        tasks, tools: what the team solves, and with which tools.
+        endpoint: the model of the team; without it the team is scripted.
+        smolagents: two agents of smolagents in place of the team.
+        traces: traces of another system.
+    """
+
+    teacher: DistillConfig
+    tokenizer: Place = ""
+    tasks: Tasks | None = None
+    tools: ToolsConfig | None = None
+    endpoint: EndpointConfig | None = None
+    smolagents: SmolConfig | None = None
+    traces: TracesConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = ["tasks", "tools"] if self.smolagents or not self.traces else []
+        needed += ["endpoint", "traces"] if self.smolagents else []
+        for name in needed:
+            if getattr(self, name) is None:
+                raise UserError(f"{name} is missing; give it in the config file")
 
 
 def _show(bar: Bar, done: int) -> None:
@@ -67,42 +115,42 @@ def _others(folder: Path, name: str) -> list[Path]:
     return [folder / f"{other}.jsonl" for other in SPLITS if other != name]
 
 
-def _endpoint(config: ml_collections.ConfigDict, folder: Path, name: str) -> Endpoint | None:
+def _endpoint(limits: EndpointConfig | None, folder: Path, name: str) -> Endpoint | None:
     """The model that the minds of a split are made of, or None for the scripted minds."""
-    if "endpoint" not in config:
+    if limits is None:
         return None
-    limits = build(EndpointConfig, config.endpoint, "config.endpoint")
     return Endpoint(limits, folder / f"{name}.jsonl", beside=_others(folder, name))
 
 
-def _counter(config: ml_collections.ConfigDict) -> CountTokens | None:
-    """Length of a text in tokens, if the configuration names a tokenizer."""
-    if not config.tokenizer:
+def _counter(path: str) -> CountTokens | None:
+    """Length of a text in tokens, if a tokenizer is named."""
+    if not path:
         return None
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(path)
     return lambda text: len(encode_plain(tokenizer, text))
 
 
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Makes a data set of traces; returns what it writes to ``summary.json``."""
-    traces = build(TracesConfig, config.traces, "config.traces")
+    command = build(Command, config)
+    assert command.traces
     with RunDir(workdir) as run:
         run.write_config(config)
-        data = {"train": _converted(config, traces, workdir, "train")}
+        data = {"train": _converted(command, command.traces, workdir, "train")}
         run.summary({"data": data})
     return {"data": data}
 
 
 def _converted(
-    config: ml_collections.ConfigDict,
+    command: Command,
     traces: TracesConfig,
     workdir: Path,
     name: str,
     tasks: Mapping[str, Task] | None = None,
 ) -> dict[str, Any]:
     """Writes one set of traces, says what became of them, and returns it in figures."""
-    filters = build(DistillConfig, config.teacher, "config.teacher")
-    records, told = distill_traces(traces, filters, workdir, _counter(config), name, tasks)
+    count = _counter(command.tokenizer)
+    records, told = distill_traces(traces, command.teacher, workdir, count, name, tasks)
     for file in told["reading"]:
         print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
     for reason, count in told["refused"].items():
@@ -114,10 +162,15 @@ def _converted(
 
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs smolagents and makes a data set of its memory; returns ``summary.json``."""
-    how = build(SmolConfig, config.smolagents, "config.smolagents")
-    limits = build(EndpointConfig, config.endpoint, "config.endpoint")
-    traces = build(TracesConfig, config.traces, "config.traces")
-    tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, config.tools.to_dict()))}
+    command = build(Command, config)
+    how, limits, traces, wanted = (
+        command.smolagents,
+        command.endpoint,
+        command.traces,
+        command.tasks,
+    )
+    assert how and limits and traces and wanted and command.tools
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
     model, data = endpoint_model(limits), {}
     fingerprint = {
         **{k: getattr(limits, k) for k in ("model", "temperature", "max_tokens")},
@@ -126,8 +179,8 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     }
     with RunDir(workdir) as run:
         run.write_config(config)
-        sizes = {name: config.tasks[name] for name in SPLITS}
-        for name, tasks in load_splits(config.tasks.source, sizes, config.tasks.seed).items():
+        sizes = {name: getattr(wanted, name) for name in SPLITS}
+        for name, tasks in load_splits(wanted.source, sizes, wanted.seed).items():
             folder = workdir / "smolagents"
             file = folder / f"{name}.jsonl"
             with progress(f"run {name}", total=len(tasks)) as bar:
@@ -139,7 +192,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 )
             traces = dataclasses.replace(traces, files=(str(file),))
             asked = {task.id: task for task in tasks}
-            data[name] = _converted(config, traces, workdir, name, asked)
+            data[name] = _converted(command, traces, workdir, name, asked)
             data[name]["spent"] = spent.to_json()
         run.summary({"data": data})
     return {"data": data}
@@ -147,18 +200,19 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs the teacher; returns what it writes to ``summary.json``."""
-    teacher = build(DistillConfig, config.teacher, "config.teacher")
-    settings = config.tools.to_dict()
-    tools = {tool.name: tool for tool in make_tools(build(ToolsConfig, settings, "config.tools"))}
-    count = _counter(config)
+    command = build(Command, config)
+    teacher, wanted, settings = command.teacher, command.tasks, config.tools.to_dict()
+    assert wanted and command.tools
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    count = _counter(command.tokenizer)
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
         # All of them first: what is wrong with one is no news after the other was paid for.
-        sizes = {name: config.tasks[name] for name in SPLITS}
-        for name, tasks in load_splits(config.tasks.source, sizes, config.tasks.seed).items():
+        sizes = {name: getattr(wanted, name) for name in SPLITS}
+        for name, tasks in load_splits(wanted.source, sizes, wanted.seed).items():
             start = time.monotonic()
-            endpoint = _endpoint(config, workdir / "calls", name)
+            endpoint = _endpoint(command.endpoint, workdir / "calls", name)
             minds = None if endpoint is None else language_minds(endpoint)
             teacher_name = "" if endpoint is None else endpoint.config.label
             with progress(f"distil {name}", total=len(tasks)) as bar:

@@ -16,15 +16,31 @@ from typing import Any
 
 from absl import flags
 
+from coa_jax.bounds import Name, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, settings
 from coa_jax.report.benchmark import write_page
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import build, take
+from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(EvaluateConfig):
+    """The settings of the command.
+
+    Attributes:
+        model: Hugging Face directory of the policy; not used with an endpoint.
+        stage: name of the results in the work directory.
+        tools: tools of the policy.
+    """
+
+    model: Place
+    stage: Name
+    tools: ToolsConfig
 
 
 def define_flags() -> None:
@@ -36,10 +52,8 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    values = flags.FLAGS.config.to_dict()
-    tools = build(ToolsConfig, take(values, "tools"), "config.tools")
-    path, stage = take(values, "model"), take(values, "stage")
-    config = build(EvaluateConfig, values)
+    config = build(Command, flags.FLAGS.config)
+    tools, path, stage = config.tools, config.model, config.stage
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)
         live = make_tools(tools)  # first: they may bring the protocol that tasks name

@@ -7,10 +7,10 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from coa_jax import files
-from coa_jax.bounds import Bounded, Count, Natural, OneOf, Place, Seed, Temperature, TopP
+from coa_jax.bounds import Bounded, Count, Natural, Place, Seed, Split, Temperature, TopP
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
@@ -53,7 +53,7 @@ class EvaluateConfig(Bounded):
     """
 
     tasks: Place
-    split: Annotated[str, OneOf("validation", "test")]
+    split: Split
     num_tasks: Natural
     samples: Count
     seed: Seed

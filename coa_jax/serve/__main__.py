@@ -9,6 +9,7 @@ progress have finished; a second one ends it at once.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from pathlib import Path
 
@@ -17,8 +18,19 @@ from absl import flags
 from coa_jax.cli import config_flag, run_main
 from coa_jax.errors import UserError
 from coa_jax.serve.config import ServeConfig
-from coa_jax.settings import build, take
-from coa_jax.tools.make import ToolsConfig
+from coa_jax.settings import build
+from coa_jax.tools.make import ToolsConfig, check_protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(ServeConfig):
+    """The settings of the command: those of the server, and its agent's tools."""
+
+    tools: ToolsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_protocol(self.protocol, self.tools)
 
 
 def define_flags() -> None:
@@ -34,12 +46,10 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"the package {error.name} is missing: bash launch/setup_env.sh serve"
         ) from error
-    values = flags.FLAGS.config.to_dict()
-    tools = build(ToolsConfig, take(values, "tools"), "config.tools")
-    values["name"] = values.get("name") or Path(values.get("model", "")).name
-    config = build(ServeConfig, values)
+    config = build(Command, flags.FLAGS.config)
+    config = dataclasses.replace(config, name=config.name or Path(config.model).name)
     listener = listen(config)  # before the minutes that loading may take
-    service = make_service(config, tools)
+    service = make_service(config, config.tools)
     key = os.environ.get(config.api_key_env) or None
     asyncio.run(serve_until_signal(service, listener, key))
 

@@ -25,7 +25,7 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
-from coa_jax.protocol import add_protocol, protocol_with_tools
+from coa_jax.protocol import add_protocol, protocol_names, protocol_with_tools
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
@@ -141,6 +141,12 @@ class ToolsConfig(Bounded):
         addresses += [str(settings.get("url") or "") for settings in self.mcp.values()]
         for address in filter(None, addresses):
             trusting(address)  # before a setting is written anywhere
+
+
+def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
+    """Refuses the name of a protocol that is neither built in nor made by the tools' settings."""
+    known = filter(None, (*protocol_names(), tools.protocol))
+    check(name, Annotated[str, OneOf(*known)], where)
 
 
 def make_tools(config: ToolsConfig) -> list[Tool]:
