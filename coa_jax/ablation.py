@@ -32,6 +32,7 @@ from coa_jax.evaluate.metrics import student_t
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import sft
 from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.learn.sft import SFTConfig
 from coa_jax.progress import Bar, progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -77,6 +78,40 @@ class Command(Bounded):
     sft: Mapping[str, Any]
     evaluate: EvaluateConfig
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.arms:
+            check(name, Name, "arms")
+        if UNFILTERED in self.arms:
+            raise UserError(f"arms.{UNFILTERED} is there without filters; choose another name")
+        known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
+        check(self.references, known, "references")
+        twice = [seed for seed, n in collections.Counter(self.seeds).items() if n > 1]
+        if twice:
+            raise UserError(f"seeds holds {twice[0]} twice; give each seed once")
+        self.filters()
+
+    def filters(self) -> dict[str, DistillConfig]:
+        """The teacher's settings with the filters of each arm."""
+        teacher = dataclasses.asdict(self.teacher)
+        return {
+            name: build(DistillConfig, _arm(teacher, arm, where), where)
+            for name, arm in self.arms.items()
+            for where in (f"arms.{name}",)
+        }
+
+    def sft_config(self, folder: Path, name: str, seed: int) -> SFTConfig:
+        """The settings of SFT of an arm, in the folder of a seed."""
+        values = {
+            **self.sft,
+            "model": str(folder / "base"),
+            "data": str(folder / name / "train.jsonl"),
+            "validation": "",
+            "prompt_style": self.prompt_style,
+            "seed": seed,
+        }
+        return build(SFTConfig, values, "config.sft")
+
 
 class Ablation:
     """The stages over one work directory."""
@@ -90,21 +125,8 @@ class Ablation:
         self.config, self.workdir = config.to_dict(), workdir
         self.command = build(Command, config)
         self.teacher, self.evaluation = self.command.teacher, self.command.evaluate
-        self.arms = {
-            name: build(DistillConfig, _arm(self.config["teacher"], arm, where), where)
-            for name, arm in self.config["arms"].items()
-            for where in (f"config.arms.{name}",)
-        }
-        for name in self.arms:
-            check(name, Name, "config.arms")
-        if UNFILTERED in self.arms:
-            raise UserError(f"config.arms.{UNFILTERED} is there without filters; choose a name")
-        known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
-        check(self.command.references, known, "config.references")
-        twice = [seed for seed, n in collections.Counter(self.command.seeds).items() if n > 1]
-        if twice:
-            raise UserError(f"config.seeds: {twice[0]} is there twice; give each seed once")
-        self._sft(self.command.seeds[0], UNFILTERED)  # refused now, not after the data are made
+        self.arms = self.command.filters()
+        self.command.sft_config(workdir, UNFILTERED, 0)  # refused now, not after the data are made
         self.tools: list[Tool] = make_tools(self.command.tools)
         evaluation = self.evaluation
         self.held_out = load_tasks(
@@ -164,7 +186,8 @@ class Ablation:
             if "grades" not in known:
                 began = time.monotonic()
                 self.base(seed)
-                sft.train(self._sft(seed, name), run, folder / "model")
+                config = self.command.sft_config(folder.parent, name, seed)
+                sft.train(config, run, folder / "model")
                 trained = time.monotonic()
                 outcome = evaluate_model(
                     folder / "model",
@@ -178,17 +201,6 @@ class Ablation:
                 took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
                 run.summary({"grades": _grades(outcome), "timings_s": took})
         return files.read_json_object(folder / "summary.json")
-
-    def _sft(self, seed: int, name: str) -> sft.SFTConfig:
-        values = {
-            **self.command.sft,
-            "model": str(self.workdir / f"seed{seed}" / "base"),
-            "data": str(self.workdir / f"seed{seed}" / name / "train.jsonl"),
-            "validation": "",
-            "prompt_style": self.command.prompt_style,
-            "seed": seed,
-        }
-        return build(sft.SFTConfig, values, "config.sft")
 
 
 def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:

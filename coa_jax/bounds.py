@@ -158,14 +158,19 @@ MiB = Annotated[int, Between(1, 2**24)]
 Bytes = Annotated[int, Between(1, 2**44)]
 Port = Annotated[int, Between(0, 65535)]
 Prose = Annotated[str, Text()]
-Place = Annotated[str, Text(4096)]
-"""A file, a directory, an address or a source of tasks; "" where the field allows for none."""
+Place = Annotated[str, Text(4096, r"[^\x00-\x1f\x7f]*")]
+"""A file, a directory, a model or a source of tasks; "" where the field allows for none."""
+Address = Annotated[
+    str,
+    Text(4096, r"(https?://\S+)?", 'an address such as http://localhost:8000/v1, or ""'),
+]
+"""Where a service is; "" for none."""
 Variable = Annotated[
     str,
     Text(200, r"([A-Za-z_]\w*)?", 'the name of an environment variable, or ""', hidden=True),
 ]
 """The name of an environment variable; "" for none."""
-Name = Annotated[str, Text(100, r"[\w.+-]*", "letters, digits and . _ + -")]
+Name = Annotated[str, Text(100, r"(?!\.)[\w.+-]+", "a name of letters, digits and . _ + -")]
 """A name that a user makes up, such as that of a stage, which becomes part of a path."""
 Split = Literal["train", "validation", "test"]
 """Which part of a source of tasks."""

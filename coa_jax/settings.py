@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -34,11 +35,12 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
     Raises:
         UserError: a key is unknown or missing, or its value has another type or is out of bounds.
     """
-    types = {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
+    types = _types(cast(Any, cls))
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise UserError(f"{where}.{unknown[0]} is not a setting; known are {', '.join(known)}")
+    for name in values:
+        if name not in known:
+            told = name if str(name).isidentifier() and len(name) <= 100 else shown(name)
+            raise UserError(f"{where}.{told} is not a setting; known are {', '.join(known)}")
     arguments = {}
     for name, field in known.items():
         if name not in values:
@@ -67,6 +69,12 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
         return cls(**arguments)
     except UserError as error:
         raise UserError(f"{where}.{error}") from None
+
+
+@functools.cache
+def _types(cls: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields by name, without bounds and without ``| None``."""
+    return {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
 
 
 def _frozen(value: Any) -> Any:

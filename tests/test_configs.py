@@ -19,7 +19,6 @@ import coa_jax.evaluate.__main__ as evaluate
 import coa_jax.serve.__main__ as serve
 from coa_jax import ablation, economy, quickstart, rl, scratch, synthesize
 from coa_jax.cli import load_config
-from coa_jax.distill import DistillConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
@@ -84,17 +83,15 @@ COMMANDS = {
 """Folder of configs -> the settings of its command."""
 
 
-def build_all(stage: str, values: dict[str, Any]) -> None:
+def build_all(stage: str, values: dict[str, Any]) -> Any:
     """Builds what the entry point of a stage builds, from the same keys."""
     command = build(COMMANDS[stage], values)
     if isinstance(command, quickstart.Command):
         command.sft_config(Path("run"))
         command.rl_config(Path("run"))
     elif isinstance(command, ablation.Command):
-        for arm in command.arms.values():
-            build(DistillConfig, {**values["teacher"], **arm})
-        files = {"model": "m", "data": "d", "validation": "", "prompt_style": "brief"}
-        build(SFTConfig, {**command.sft, **files})
+        command.sft_config(Path("run"), "unfiltered", 0)
+    return command
 
 
 def test_each_stage_has_configs():

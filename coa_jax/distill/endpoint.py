@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from coa_jax import jsonl
 from coa_jax.bounds import (
+    Address,
     Amount,
     Between,
     Bounded,
@@ -67,7 +68,7 @@ class EndpointConfig(Bounded):
             counts tokens.
     """
 
-    base_url: Place = ""
+    base_url: Address = ""
     model: Place = ""
     key_variable: Variable = "OPENAI_API_KEY"
     temperature: Temperature = 0.7

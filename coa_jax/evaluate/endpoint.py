@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Between, Bounded, Count, Place, Prose, Seconds, Times, Variable
+from coa_jax.bounds import Address, Between, Bounded, Count, Place, Prose, Seconds, Times, Variable
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
@@ -58,7 +58,7 @@ class PolicyEndpoint(Bounded):
         retries: further attempts after a failure that may pass (no connection, 429, 5xx).
     """
 
-    url: Place = ""
+    url: Address = ""
     model: Place = ""
     key_env: Variable = ""
     concurrency: Times = 32

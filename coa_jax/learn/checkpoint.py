@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -145,13 +144,11 @@ class Checkpoints:
         marks[_EXTRA] = [_digest(extra)]
         value = (metrics or {}).get(self.best_metric, math.nan)
         if self.best_metric and self.best_metric not in (metrics or {}):
-            near = difflib.get_close_matches(self.best_metric, metrics or {})
             logging.warning(
-                "%s: checkpoint %d can not be the best one, its step has no metric %r%s",
+                "%s: checkpoint %d can not be the best one, its step has no metric %r",
                 self.directory,
                 step,
                 self.best_metric,
-                f" (there is {', '.join(near)})" if near else "",
             )
         self._manager.save(
             step,

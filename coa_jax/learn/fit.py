@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 from absl import logging
 
-from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Prose, Seed
+from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seed
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
@@ -71,7 +71,7 @@ class FitConfig(Bounded):
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
     keep_last: Count = 2
-    keep_best: Prose = ""
+    keep_best: Annotated[str, OneOf("", "loss")] = ""
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
 

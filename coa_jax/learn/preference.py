@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import grain
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from coa_jax.bounds import Count, Place, Positive, Prose
+from coa_jax.bounds import Count, OneOf, Place, Positive, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import score
@@ -63,6 +63,7 @@ class DPOConfig(FitConfig):
     beta: Positive
     min_gap: Positive
     per_task: Count
+    keep_best: Annotated[str, OneOf("", "loss", "dpo/accuracy", "dpo/margin")] = ""
 
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:

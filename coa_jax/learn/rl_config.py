@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Prose, Seed
+from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
@@ -17,6 +17,9 @@ from coa_jax.model.remat import POLICIES
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
+
+BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass")
+"""Metrics of a step whose best checkpoint may stay; of each the highest value is the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ class RLConfig(Bounded):
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     rollouts_ahead: Annotated[int, Between(0, 1)] = 0
     keep_last: Count = 2
-    keep_best: Prose = ""
+    keep_best: Annotated[str, OneOf("", *BEST)] = ""
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
     @property

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.bounds import Place, Share
+from coa_jax.bounds import OneOf, Place, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, split_rows
 from coa_jax.learn.data import example_stream, next_batches, tokenize_records
@@ -50,6 +50,7 @@ class SFTConfig(FitConfig):
     validation: Place
     prompt_style: str
     rename_share: Share
+    keep_best: Annotated[str, OneOf("", "loss", "validation/loss")] = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ class OptimizerConfig(Bounded):
     final_ratio: Share = 0.0
     b1: Annotated[float, Between(0, 1, below=True)] = 0.9
     b2: Annotated[float, Between(0, 1, below=True)] = 0.95
-    eps: Annotated[float, Between(0, 1, above=True)] = 1e-8
+    eps: Annotated[float, Between(1e-30, 1)] = 1e-8
     weight_decay: Annotated[float, Between(0, 10)] = 0.01
     clip_norm: Positive = 1.0
     max_skipped: Count = 5

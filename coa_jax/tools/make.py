@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from coa_jax.bounds import (
+    Address,
     Bounded,
     Count,
     MiB,
@@ -106,19 +107,19 @@ class ToolsConfig(Bounded):
     """
 
     names: tuple[Name, ...] = ("wiki_search", "code")
-    protocol: Name = ""
+    protocol: Annotated[str, Text(100, r"([A-Za-z]\w*)?", "a name of letters and digits")] = ""
     top_k: Times = 3
     corpus: Place = ""
     retrieval: Retrieval = "bm25"
     encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
-    wiki_url: Place = ""
+    wiki_url: Address = ""
     passage_chars: Count = 300
     code_timeout_s: Seconds = 7.0
     code_cpu_s: Seconds = 5.0
     code_memory_mb: MiB = 5120
     code_output_chars: Count = 1536
     code_session: bool = False
-    code_url: Place = ""
+    code_url: Address = ""
     remote_key_env: Variable = ""
     code_unsafe: bool = False
     web_search: WebSearchConfig = dataclasses.field(default_factory=WebSearchConfig)

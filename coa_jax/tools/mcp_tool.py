@@ -21,7 +21,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coa_jax.bounds import Bounded, Count, Place, Prose, Seconds, Variable
+from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
@@ -54,7 +54,7 @@ class McpConfig(Bounded):
     """
 
     command: tuple[Prose, ...] = ()
-    url: Place = ""
+    url: Address = ""
     tool: Prose = ""
     description: Prose = ""
     schema: Prose = ""

@@ -16,7 +16,7 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Between, Bounded, Count, Place, Seconds, Text, Times, Variable
+from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Text, Times, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
@@ -77,7 +77,7 @@ class WebSearchConfig(Bounded):
     """
 
     provider: Annotated[str, Text(200, _PROVIDERS, _PROVIDERS_TOLD)] = "auto"
-    url: Place = "https://google.serper.dev/search"
+    url: Address = "https://google.serper.dev/search"
     key_env: Variable = "SERPER_API_KEY"
     top_k: Annotated[int, Between(1, 20)] = 10
     snippet_chars: Count = 600

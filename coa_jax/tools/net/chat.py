@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Bounded, Count, Place, Seconds, Temperature, Times, Variable
+from coa_jax.bounds import Address, Bounded, Count, Place, Seconds, Temperature, Times, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net.errors import FetchError
@@ -33,7 +33,7 @@ class ChatConfig(Bounded):
         attempts: tries.
     """
 
-    url: Place = ""
+    url: Address = ""
     model: Place = ""
     key_env: Variable = ""
     temperature: Temperature = 0.0

@@ -1,0 +1,150 @@
+"""Nonsense in a config is refused in one line, or is within the bounds that the fields declare."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import random
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from coa_jax.bounds import Between, Bounded, OneOf, Text, declared, parts, present
+from coa_jax.cli import load_config
+from coa_jax.errors import UserError
+from coa_jax.tools.mcp_tool import McpConfig
+from tests.test_configs import COMMANDS, SPECS, build_all, leaves
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NUMBERS = (0, -1, 1, 3, 2**31 - 1, 2**31, 2**63, 10**400, -(10**400))
+FLOATS = (1.5, -0.0, 1e-320, 1e20, -1e20, math.nan, math.inf, -math.inf)
+TEXTS = ("", " ", "nonsense", "nan", "1e20", "Łódź ☃ 一", "a\0b", "a\nb", "\udcff", "'", '"', "(")
+QUOTED = ("('a',)", "[1, 2", "${HOME}", "../../x", "{'a': 1}", "--config", "=", "\x1b[31m")
+LONG = ("x" * 200_000, "1" * 5000, tuple(range(2000)), "[" * 5000)
+TUPLES = ((), (1,), ("a", "b"), (math.nan,), (1.5, -1), ("",), ((1, 2), 3), [], ["a"], [[]])
+OTHERS = (None, True, False, 1j, b"x", {}, {"a": 1}, {"a": {"b": 2}}, {1: 2}, ..., int, range(3))
+NONSENSE = (*NUMBERS, *FLOATS, *TEXTS, *QUOTED, *LONG, *TUPLES, *OTHERS)
+
+
+def dataclasses_of(kind: Any) -> Iterator[type[Any]]:
+    """A dataclass and those inside it."""
+    yield kind
+    for annotation in declared(kind).values():
+        inner, _ = parts(present(annotation))
+        if dataclasses.is_dataclass(inner):
+            yield from dataclasses_of(inner)
+
+
+def unbounded(annotation: Any) -> str:
+    """What of an annotation has no bound; empty if it has those of its type."""
+    kind, bounds = parts(present(annotation))
+    if kind is tuple:
+        items = typing.get_args(annotation)
+        items = typing.get_args(items[0]) if bounds else items
+        return "".join(unbounded(item) for item in items if item is not ...)
+    wanted = {int: Between, float: Between, str: OneOf | Text}.get(kind)
+    return "" if wanted is None or any(isinstance(b, wanted) for b in bounds) else kind.__name__
+
+
+def test_every_number_and_every_text_of_a_command_has_a_bound():
+    kinds = {each for kind in (*COMMANDS.values(), McpConfig) for each in dataclasses_of(kind)}
+    assert len(kinds) > 40
+    assert [kind.__name__ for kind in kinds if not issubclass(kind, Bounded)] == []
+    without = [
+        f"{kind.__name__}.{name}: {lack}"
+        for kind in kinds
+        for name, annotation in declared(kind).items()
+        if (lack := unbounded(annotation)) and name != "prompt_style"
+    ]
+    assert without == []
+
+
+def fault(value: Any, annotation: Any) -> str:
+    """What is wrong with an accepted value, told without the code under test."""
+    annotation = present(annotation)
+    kind, bounds = parts(annotation)
+    if dataclasses.is_dataclass(kind):
+        return value and " ".join(
+            f"{name} {wrong}"
+            for name, inner in declared(kind).items()
+            if (wrong := fault(getattr(value, name), inner))
+        )
+    if kind in (int, float):
+        (between,) = bounds
+        if type(value) not in (int, kind) or not abs(value) <= 2**63:
+            return f"is {value!r}"
+        return (
+            "" if between.low <= value <= between.high or value in between.also else f"is {value}"
+        )
+    if kind in (str, bool, tuple) and type(value) is not kind:
+        return f"is a {type(value).__name__}"
+    if kind is str:
+        return "" if len(value) <= 100_000 and "\0" not in value else "is no text"
+    if kind is tuple:
+        items = typing.get_args(annotation if not bounds else typing.get_args(annotation)[0])
+        return "".join(fault(item, items[0]) for item in value if items[1:] == (...,))
+    return ""
+
+
+@functools.cache
+def values_of(spec: str) -> dict[str, Any]:
+    return load_config(spec).to_dict()
+
+
+def replaced(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The values with another one under a dotted key."""
+    *groups, name = key.split(".")
+    values = copy.copy(values)
+    inner = values
+    for group in groups:
+        inner[group] = copy.copy(inner[group])
+        inner = inner[group]
+    inner[name] = value
+    return values
+
+
+def groups_of(values: dict[str, Any], key: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield f"{key}{name}"
+            yield from groups_of(value, f"{key}{name}.")
+
+
+def overrides(number: int, seed: int) -> Iterator[tuple[str, str, Any]]:
+    """(config file, dotted key, value): known keys, groups and unknown ones, some values nested."""
+    chance = random.Random(seed)
+    keys = {
+        spec: [
+            *dict(leaves(values_of(spec))),
+            *groups_of(values_of(spec)),
+            *("nonsense", "a b", "\0", "x" * 5000),
+        ]
+        for spec in SPECS
+    }
+    for _ in range(number):
+        spec = chance.choice(SPECS)
+        value = chance.choice(NONSENSE)
+        if chance.random() < 0.1:
+            value = chance.choice([(value,), [value], {"a": value}, (value, value)])
+        yield spec, chance.choice(keys[spec]), value
+
+
+def test_ten_thousand_overrides_are_within_their_bounds_or_refused_in_one_line():
+    accepted = refused = 0
+    for spec, key, value in overrides(10_000, seed=33):
+        stage = Path(spec).parts[1]
+        try:
+            command = build_all(stage, replaced(values_of(spec), key, value))
+        except UserError as error:
+            refused += 1
+            line = str(error)
+            assert len(line) < 1000, (spec, key, line)
+            assert line == " ".join(line.split()), (spec, key, line)
+        else:
+            accepted += 1
+            assert not fault(command, COMMANDS[stage]), (spec, key, value)
+    assert accepted > 300
+    assert refused > 5000
