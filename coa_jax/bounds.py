@@ -152,6 +152,8 @@ NotNegative = Annotated[float, Between(0, 1e9)]
 Seconds = Annotated[float, Between(0, 30 * 86400, above=True)]
 """Limits of time; a longer one than 30 days is a mistake."""
 SecondsOrNone = Annotated[float, Between(0, 30 * 86400)]
+Size = Annotated[int, Between(1, 2**24)]
+"""Rows, tokens of a row or slots: what is a dimension of an array."""
 Times = Annotated[int, Between(1, 1000)]
 """Attempts at something, or things at a time."""
 MiB = Annotated[int, Between(1, 2**24)]

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import random
 import typing
 from collections.abc import Iterator
@@ -148,3 +149,90 @@ def test_ten_thousand_overrides_are_within_their_bounds_or_refused_in_one_line()
             assert not fault(command, COMMANDS[stage]), (spec, key, value)
     assert accepted > 300
     assert refused > 5000
+
+
+ABSENT = [
+    spec
+    for spec in SPECS
+    if Path(spec).parts[1] in ("sft", "rft", "dpo", "rl", "scratch", "economy")
+]
+ON_A_LINE = (
+    *(repr(value) for value in (*NUMBERS[:-2], *FLOATS)),
+    *(t for t in TEXTS if "\0" not in t),
+    *QUOTED,
+    "1" * 5000,
+    "x" * 100_000,
+    "None",
+    "True",
+    "1,2",
+    "nan,nan",
+    "()",
+    "9" * 400,
+)
+ODD_FLAGS = (
+    "--config.",
+    "--config.=1",
+    "--config.optimizer=3",
+    "--config.rows",
+    "--noconfig.rows",
+    "--config.a b=1",
+    "--config.rows.x=1",
+    "--config.rows[0]=1",
+    "--config=",
+    "--config=nonsense.py",
+    "--config=tests",
+    "--config=configs/sft/web.py:nonsense",
+    "--workdir=",
+    "--rows=1",
+    "rows=1",
+    "--config.rows=",
+)
+
+
+def command_lines(number: int, seed: int) -> Iterator[tuple[str, list[str]]]:
+    """(module, arguments) of commands whose input is absent, so that none of them runs for long."""
+    chance = random.Random(seed)
+    for _ in range(number):
+        spec = chance.choice(ABSENT)
+        keys = [*dict(leaves(values_of(spec))), *groups_of(values_of(spec)), "nonsense", "a b"]
+        override = f"--config.{chance.choice(keys)}={chance.choice(ON_A_LINE)}"
+        if chance.random() < 0.2:
+            override = chance.choice(ODD_FLAGS)
+        yield f"coa_jax.{Path(spec).parts[1]}", [f"--config={spec}", override]
+
+
+def assert_one_line(module: str, arguments: list[str], workdir: Path) -> None:
+    command = [sys.executable, "-m", module, f"--workdir={workdir}", *arguments]
+    run = subprocess.run(
+        command,
+        cwd=workdir.parent,
+        capture_output=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+    )
+    said = run.stderr.decode(errors="replace")
+    case = (module, [a[:200] for a in arguments], said[-2000:])
+    assert run.returncode == 2, case
+    assert "Traceback" not in said, case
+    lines = said.strip().splitlines()
+    assert lines[-1].startswith("error: "), case
+    assert len(lines) == 1, case
+    assert len(lines[0]) < 2000, case
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("coa_jax.sft", ["--config.rename_share=inf", "--config.mesh.wait_seconds=nan"]),
+        ("coa_jax.rl", [f"--config.engine.pages={'9' * 5000}"]),
+        ("coa_jax.evaluate", ["--config.tools.store.tools=nonsense"]),
+    ],
+)
+def test_a_command_refuses_nonsense_in_one_line(tmp_path, module, arguments):
+    assert_one_line(module, arguments, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_hundred_command_lines_end_in_one_line(tmp_path):
+    for number, (module, arguments) in enumerate(command_lines(100, seed=33)):
+        assert_one_line(module, arguments, tmp_path / f"run{number}")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Annotated
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Temperature, TopP
+from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Size, Temperature, TopP
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import implementations
 from coa_jax.model.config import DTYPES
@@ -61,14 +61,14 @@ class EngineConfig(Bounded):
         UserError: a value is out of bounds.
     """
 
-    slots: Count = 16
-    max_length: Count = 1024
-    chunk: Count = 8
+    slots: Size = 16
+    max_length: Size = 1024
+    chunk: Size = 8
     extend_buckets: Annotated[tuple[Count, ...], Items(0, 32)] = ()
     extend_block: Natural = 0
     dtype: Annotated[str, OneOf(*DTYPES)] = "float32"
     cache_dtype: Annotated[str, OneOf("", *DTYPES, "int8")] = ""
-    page_size: Count = 128
+    page_size: Size = 128
     pages: Natural = 0
     decode_programs: Annotated[int, Between(1, 64)] = 4
     attention: Annotated[str, OneOf("auto", *implementations("paged"))] = "auto"

@@ -45,8 +45,8 @@ class Memory:
     def __str__(self) -> str:
         """One line."""
         return (
-            f"{_size(self.total)}: parameters {_size(self.parameters)}, cache {_size(self.cache)} "
-            f"({self.pages} pages of {_size(self.page)}), scratch {_size(self.scratch)}"
+            f"{size(self.total)}: parameters {size(self.parameters)}, cache {size(self.cache)} "
+            f"({self.pages} pages of {size(self.page)}), scratch {size(self.scratch)}"
         )
 
 
@@ -170,10 +170,10 @@ def check_memory(
         advice += ", or set cache_dtype to int8"
     each = f" on each of {tensor} devices" if tensor > 1 else ""
     taken = " or hold its parameters already" if published else ""
-    raise UserError(f"the engine needs {memory}{each}; {_size(free)} are free{taken}: {advice}")
+    raise UserError(f"the engine needs {memory}{each}; {size(free)} are free{taken}: {advice}")
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
     """Bytes for people, in powers of ten."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(int(math.log10(max(count, 1))) // 3, len(units) - 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import files
-from coa_jax.bounds import Bounded, Count, Natural, Place, Seed, Split, Temperature, TopP
+from coa_jax.bounds import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
@@ -55,7 +55,7 @@ class EvaluateConfig(Bounded):
     tasks: Place
     split: Split
     num_tasks: Natural
-    samples: Count
+    samples: Size
     seed: Seed
     temperature: Temperature
     top_p: TopP

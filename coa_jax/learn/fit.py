@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import jax
 from absl import logging
 
-from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seed
+from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seed, Size
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
 from coa_jax.learn.flops import sequence_lengths
 from coa_jax.learn.metrics import memory, train_speed
+from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.watch import Watch
@@ -60,9 +61,9 @@ class FitConfig(Bounded):
 
     model: Place
     seed: Seed
-    batch_size: Count
-    rows: Count
-    row_length: Count
+    batch_size: Size
+    rows: Size
+    row_length: Size
     dtype: Annotated[str, OneOf(*DTYPES)]
     remat: Annotated[str, OneOf(*POLICIES)]
     optimizer: OptimizerConfig
@@ -110,6 +111,7 @@ def fit(
         mesh: over which rows are split.
     """
     warn_of_positions(model.config, longest, "row_length")
+    check_rows(model.config, config.rows, config.row_length, config.dtype, mesh)
     state, cursor, checkpoints = _resume(config, run, model.params, phase)
     total, step = config.optimizer.total_steps, int(state.step)
     watch = Watch(run.rows(phase))

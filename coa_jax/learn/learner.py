@@ -13,6 +13,7 @@ from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import init_state
 from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.api import load_model
@@ -51,6 +52,7 @@ class Learner:
         self._config, self._checkpoints = config, checkpoints
         self._mesh = training_mesh(config.mesh, config.rows)
         self.model = model = load_model(config.model, mesh=self._mesh)
+        check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
         self._attention = choose(config.attention, model.config, config.dtype, self._mesh)
         # Before the state, whose updates take the parameters' memory.
         self.critic = critic_state(config, model.params)

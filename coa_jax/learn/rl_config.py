@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
+from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
@@ -68,14 +68,14 @@ class RLConfig(Bounded):
     tasks: Place
     num_tasks: Count
     seed: Seed
-    groups: Count
-    group_size: Count
-    max_rounds: Count
-    updates: Count
+    groups: Size
+    group_size: Size
+    max_rounds: Times
+    updates: Size
     format_reward: bool
     temperature: Annotated[float, Between(0, 100, above=True)]
-    rows: Count
-    row_length: Count
+    rows: Size
+    row_length: Size
     dtype: Annotated[str, OneOf(*DTYPES)]
     remat: Annotated[str, OneOf(*POLICIES)]
     algorithm: Algorithm

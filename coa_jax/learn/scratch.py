@@ -10,12 +10,14 @@ from typing import Literal
 
 import jax
 
-from coa_jax.bounds import Bounded, Count, Positive, Seed, Share
+from coa_jax.bounds import Bounded, Positive, Seed, Share, Size, Times
+from coa_jax.engine.memory import free_memory, size
+from coa_jax.errors import UserError
 from coa_jax.learn.induction import add_induction
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.weights import init_params, num_params
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.trajectory import DistilledRecord
 
@@ -37,13 +39,13 @@ class ScratchConfig(Bounded):
     """
 
     architecture: Literal["llama", "qwen3"] = "llama"
-    vocab_size: Count = 768
-    hidden_size: Count = 256
-    intermediate_size: Count = 768
-    num_layers: Count = 4
-    num_heads: Count = 4
-    num_kv_heads: Count = 2
-    head_dim: Count = 64
+    vocab_size: Size = 768
+    hidden_size: Size = 256
+    intermediate_size: Size = 768
+    num_layers: Times = 4
+    num_heads: Times = 4
+    num_kv_heads: Times = 2
+    head_dim: Times = 64
     rope_theta: Positive = 1e6
     induction: bool = True
     common_word: Share = 0.1
@@ -83,6 +85,11 @@ def write_policy(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
+    needed, free = 4 * num_params(model), free_memory(jax.local_devices()[0])
+    if free is not None and needed > free:
+        raise UserError(
+            f"the policy's parameters need {size(needed)}, {size(free)} are free; lower its sizes"
+        )
     params = init_params(model, jax.random.key(config.seed))
     if config.induction:
         params = add_induction(params, model, config.seed)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Bounded, Count, Natural, SecondsOrNone
+from coa_jax.bounds import Bounded, Natural, SecondsOrNone, Size
 from coa_jax.engine.config import SamplingParams
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
@@ -35,7 +35,7 @@ class RolloutConfig(Bounded):
             `rollout.constrain`; the engine needs the constraint.
     """
 
-    max_tokens: Count = 1024
+    max_tokens: Size = 1024
     max_tool_calls: Natural = 12
     max_observation_tokens: Natural = 512
     max_seconds: SecondsOrNone = 0.0
