@@ -8,10 +8,14 @@ import functools
 import math
 import os
 import random
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from coa_jax.bounds import Between, Bounded, OneOf, Text, declared, parts, present
 from coa_jax.cli import load_config
