@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.records import read_records
 from coa_jax.trajectory import (
     Author,
     DistilledRecord,
@@ -29,7 +30,6 @@ from coa_jax.trajectory import (
     append_trajectories,
     format_valid,
     part_violations,
-    read_records,
     read_trajectories,
     trajectory_violations,
     write_records,
