@@ -78,8 +78,9 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if asked is not None and replied is not None:
         return _of_alpaca(value, asked, replied, name, protocol)
     if {"question", "parts"} & value.keys():
-        present = {key: item for key, item in value.items() if item is not None}  # of parquet
-        return Made(_checked(DistilledRecord.from_json(present)))
+        optional = ("metadata", "prompt", "context")  # null where a table has no value
+        row = {k: v for k, v in value.items() if v is not None or k not in optional}
+        return Made(_checked(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
     raise ValueError(_unknown(value))
