@@ -28,6 +28,7 @@ from coa_jax.trajectory import DistilledRecord
 __all__ = [
     "LeftOut",
     "Read",
+    "check_protocol",
     "from_tfds",
     "iterate_records",
     "parts_of",
@@ -61,6 +62,16 @@ class Read(NamedTuple):
     dropped: str = ""
 
 
+def check_protocol(name: str) -> None:
+    """Refuses the name of an unknown protocol; "" leaves the protocol open.
+
+    Raises:
+        UserError: no protocol has this name.
+    """
+    if name:
+        get_protocol(name)
+
+
 def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Iterator[Read | LeftOut]:
     """Yields what became of each row, one row at a time.
 
@@ -71,8 +82,7 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
     Raises:
         UserError: a file cannot be read, or a row is damaged; the message names file and row.
     """
-    if protocol:
-        get_protocol(protocol)
+    check_protocol(protocol)
     for path in find_files(source):
         info = _columns(path)
         for row in read_rows(path):
