@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from coa_jax import jsonl
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import MessageLog
@@ -18,7 +20,7 @@ from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
-from coa_jax.records import LeftOut, iterate_records
+from coa_jax.records import Counts, LeftOut, iterate_records
 from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
 from coa_jax.trajectory import DistilledRecord, write_records
@@ -134,9 +136,11 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
     assert made.records is not None
     refused: collections.Counter[str] = collections.Counter()
     names: set[str] = set()
+    counts = Counts()
     for path in (path for source in filter(None, config.files) for path in find_files(source)):
         used = rows = 0
         for found in iterate_records(path, config.protocol):
+            counts.add(found)
             rows += 1
             if isinstance(found, LeftOut):
                 refused[_reason(found.reason)] += 1
@@ -156,8 +160,10 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             made.logs.append(log)
             made.records.append(with_figures(record, log))
             used += 1
-        counts = {"records": rows, "used": used, "ignored": 0, "traces": used}
-        made.reading.append({"path": str(path), **counts, "problems": rows - used})
+        read = {"records": rows, "used": used, "ignored": 0, "traces": used}
+        made.reading.append({"path": str(path), **read, "problems": rows - used})
+    for line in counts.lines()[: len(counts.told)]:  # rows that are left out are in `refused`
+        logging.warning("%s", line)
     return dataclasses.replace(made, refused=dict(refused.most_common()))
 
 

@@ -9,6 +9,7 @@ with an observation that is never closed, is left out and counted.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from coa_jax.records.split import Unusable, parts_of, parts_of_turns
 from coa_jax.trajectory import DistilledRecord
 
 __all__ = [
+    "Counts",
     "LeftOut",
     "Read",
     "check_protocol",
@@ -112,47 +114,60 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
         UserError: as for `iterate_records`, or no row of several can be learned.
     """
     records: list[DistilledRecord] = []
-    left_out: list[LeftOut] = []
-    told: dict[str, Counter[str]] = defaultdict(Counter)
+    counts = Counts()
     for found in iterate_records(source, protocol):
-        if isinstance(found, LeftOut):
-            left_out.append(found)
-            continue
-        records.append(found.record)
-        if found.tags:
-            told[found.record.protocol].update((*found.tags, ""))
-    if left_out and not records:
-        first = left_out[0]
+        counts.add(found)
+        if isinstance(found, Read):
+            records.append(found.record)
+    if counts.left_out and not records:
+        first = counts.left_out[0]
         raise UserError(
-            f"{first.where}: {first.reason}; none of the {len(left_out)} rows can be learned"
+            f"{first.where}: {first.reason}; none of the {len(counts.left_out)} rows can be learned"
         )
-    for line in summary(left_out, told):
-        logging.warning("%s", line)
+    for line in counts.lines():
+        logging.warning("%s: %s", source, line)
     return records
 
 
-def summary(left_out: list[LeftOut], told: dict[str, Counter[str]]) -> list[str]:
-    """Returns lines on the rows that are left out and on the protocols that tags told.
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What a person should know about the rows of some files.
 
-    Args:
-        left_out: the rows.
-        told: protocol -> how often each tag decided, and under "" the number of records.
+    Attributes:
+        left_out: the rows that are not learned.
+        told: protocol -> records whose tags told it.
+        tags: protocol -> tags by which it was told.
     """
-    lines = []
-    for name, tags in told.items():
-        number = tags.pop("")
-        lines.append(
-            f"{number} records name no protocol; by their tags it is {name} "
-            f"({', '.join(sorted(tags))}); the setting protocol says otherwise"
-        )
-    reasons: dict[str, list[LeftOut]] = defaultdict(list)
-    for row in left_out:
-        reasons[row.reason].append(row)
-    for reason, rows in reasons.items():
-        also = f", {rows[1].where}" if rows[1:] else ""
-        more = ", ..." if rows[2:] else ""
-        lines.append(f"{len(rows)} rows are left out: {reason} ({rows[0].where}{also}{more})")
-    return lines
+
+    left_out: list[LeftOut] = dataclasses.field(default_factory=list)
+    told: Counter[str] = dataclasses.field(default_factory=Counter)
+    tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+
+    def add(self, found: Read | LeftOut) -> None:
+        """Counts a row."""
+        if isinstance(found, LeftOut):
+            self.left_out.append(found)
+        elif found.tags:
+            self.told[found.record.protocol] += 1
+            self.tags[found.record.protocol].update(found.tags)
+
+    def lines(self) -> list[str]:
+        """Returns a line for each protocol that tags told, and for each reason to leave rows out.
+
+        The first rows of a reason are named.
+        """
+        lines = [
+            f"by the tags of {number} records that name no protocol, theirs is {name} "
+            f"({', '.join(sorted(self.tags[name]))}); set protocol if it is another"
+            for name, number in self.told.items()
+        ]
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for row in self.left_out:
+            reasons[row.reason].append(row.where)
+        for reason, where in reasons.items():
+            named = ", ".join([*where[:2], *(["..."] if where[2:] else [])])
+            lines.append(f"{len(where)} rows are left out: {reason} ({named})")
+        return lines
 
 
 def _columns(path: Path) -> dict[str, Any]:

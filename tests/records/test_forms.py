@@ -214,7 +214,8 @@ def test_tags_tell_the_protocol_and_a_line_says_so(story, tmp_path, caplog):
     row = {**alpaca(story), "instruction": f"Think, then act.\n\nQuestion: {story.question}"}
     path.write_text(json.dumps([row, row]))
     assert {record.protocol for record in read_records(path)} == {story.protocol}
-    assert f"2 records name no protocol; by their tags it is {story.protocol} (" in caplog.text
+    said = f"of 2 records that name no protocol, theirs is {story.protocol} (answer, "
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize("style", ["full", "brief"])
