@@ -34,12 +34,13 @@ from coa_jax.learn import sft
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.progress import Bar, progress
+from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.trajectory import DistilledRecord, read_records, write_records
+from coa_jax.trajectory import DistilledRecord, write_records
 
 UNFILTERED = "unfiltered"
 """The arm that learns every run as it is."""

@@ -50,7 +50,7 @@ def loads(text: str) -> Any:
     Raises:
         ValueError: not JSON.
     """
-    return json.loads(text, object_hook=_restore, parse_constant=_reject)
+    return DECODER.decode(text)
 
 
 def _plain(value: Any) -> Any:
@@ -75,6 +75,10 @@ def _restore(value: dict[str, Any]) -> Any:
 
 def _reject(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
+"""The decoder of `loads`, for a text in which a value is followed by others."""
 
 
 @functools.cache
@@ -163,10 +167,13 @@ def read_lines(
                 yield decode(loads(line.decode()))
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
-                raise UserError(f"{path}:{number}: {_why(error)}{torn}") from error
+                raise UserError(f"{path}:{number}: {why(error)}{torn}") from error
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """Returns in one line what is wrong with a JSON text or with the value in it."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):

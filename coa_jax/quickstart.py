@@ -32,12 +32,12 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
+from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import load_splits, load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.trajectory import read_records
 
 
 @dataclasses.dataclass(frozen=True)

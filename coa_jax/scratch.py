@@ -16,9 +16,9 @@ from absl import flags
 from coa_jax.bounds import Bounded, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.learn.scratch import ScratchConfig, write_policy
+from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.trajectory import read_records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,6 +239,8 @@ class DistilledRecord:
         metadata: JSON values (hops, source, mistakes, ...).
         prompt: the whole user message (instructions and question) that the source of the record
             gives; "" where the source gives none. Used with the prompt style ``data``.
+        context: (``"system"``, ``"user"`` or ``"assistant"``, text) of the turns before the user
+            message: a system message of the source, earlier turns. They are read, never learned.
     """
 
     id: str
@@ -249,8 +251,12 @@ class DistilledRecord:
     answer: str
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     prompt: str = ""
+    context: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        for role, text in self.context:
+            if role not in ("system", "user", "assistant") or not isinstance(text, str):
+                raise ValueError(f"a turn of 'context' has the role {role!r}, or no text")
         for author, text in self.parts:
             if author not in ("policy", "environment"):
                 raise ValueError(f"a part has the author {author!r}, not 'policy' or 'environment'")
@@ -277,7 +283,9 @@ class DistilledRecord:
         """
         fields = jsonl.fields(cls, value)
         parts = tuple((author, text) for author, text in fields["parts"])
-        return cls(**{**fields, "gold": tuple(fields["gold"]), "parts": parts})
+        context = tuple((role, text) for role, text in fields.get("context", ()))
+        gold = tuple(fields["gold"])
+        return cls(**{**fields, "gold": gold, "parts": parts, "context": context})
 
 
 def part_violations(protocol: str, parts: Iterable[tuple[str, str]]) -> list[Violation]:
@@ -368,15 +376,6 @@ def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Tra
         OSError: e.g. the disk is full; the file is as it was.
     """
     jsonl.append_lines(path, (trajectory.to_json() for trajectory in trajectories))
-
-
-def read_records(path: str | os.PathLike[str]) -> list[DistilledRecord]:
-    """Reads a file of distilled records, one a line.
-
-    Raises:
-        UserError: as ``read_trajectories``.
-    """
-    return list(jsonl.read_lines(path, DistilledRecord.from_json))
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[DistilledRecord]) -> None:

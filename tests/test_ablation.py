@@ -19,9 +19,9 @@ from coa_jax.ablation import (
 )
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import grade_answer
-from coa_jax.trajectory import read_records
 
 TINY = {
     "seeds": (3, 4),

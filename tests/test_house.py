@@ -26,6 +26,7 @@ ROOMS = (
     ("run_dir",),
     ("protocol",),
     ("trajectory",),
+    ("records",),
     ("model",),
     ("engine",),
     ("tools",),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.records import read_records
 from coa_jax.trajectory import (
     Author,
     DistilledRecord,
@@ -29,7 +30,6 @@ from coa_jax.trajectory import (
     append_trajectories,
     format_valid,
     part_violations,
-    read_records,
     read_trajectories,
     trajectory_violations,
     write_records,
@@ -192,7 +192,7 @@ def changed(**fields) -> str:
     [
         ("{", "not JSON: Expecting property name"),
         ("[]", "expected an object, found list"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"logp": NaN}', "NaN is not JSON"),
         (without("gold"), "the field 'gold' is missing"),
         (changed(text=3), "the field 'text' cannot be int"),
@@ -242,9 +242,10 @@ def test_a_file_that_is_all_one_torn_line_becomes_empty(tmp_path):
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path, make):
     path = tmp_path / "traces.jsonl"
     make(path)
-    for read in (read_trajectories, read_records):
-        with pytest.raises(UserError, match=r"traces\.jsonl: cannot be read: "):
-            read(path)
+    with pytest.raises(UserError, match=r"traces\.jsonl: cannot be read: "):
+        read_trajectories(path)
+    with pytest.raises(UserError, match=r"traces\.jsonl: (cannot be read|holds no \.json)"):
+        read_records(path)
 
 
 def test_bytes_that_are_not_text_are_malformed(tmp_path):

@@ -157,6 +157,11 @@ def _converted(
         print(f"no trajectory for {count}: {reason}")
     dropped = {why: count for why, count in told["filters"]["dropped"].items() if count}
     print(f"dropped by filters: {dropped or 'nothing'}")
+    if dropped.get("no_accepted_answer"):
+        print(
+            f"{dropped['no_accepted_answer']} runs name no accepted answer and were not graded; "
+            "--config.teacher.keep_without_gold=True keeps such runs"
+        )
     return {**statistics_of(records), **told}
 
 

@@ -197,6 +197,18 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
     return any(not same_answer(answer, suggested) for answer in low)
 
 
+def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
+    """Returns the figures of a run that stand in the metadata of its record."""
+    return {
+        "messages": len(log.messages),
+        "tool_calls": len(log.calls),
+        "reflections": log.count(Kind.REFLECTION),
+        "double_checks": log.count(Kind.VERDICT),
+        "corrected": corrected_itself(log, protocol),
+        "mistakes": list(log.slips),
+    }
+
+
 def convert(
     log: MessageLog,
     protocol: str,
@@ -223,14 +235,6 @@ def convert(
     for message in log.messages:
         _write(writer, message)
     writer.close()
-    figures = {
-        "messages": len(log.messages),
-        "tool_calls": len(log.calls),
-        "reflections": log.count(Kind.REFLECTION),
-        "double_checks": log.count(Kind.VERDICT),
-        "corrected": corrected_itself(log, protocol),
-        "mistakes": list(log.slips),
-    }
     return DistilledRecord(
         id=log.episode,
         question=clean(log.question),
@@ -238,7 +242,7 @@ def convert(
         gold=tuple(map(clean, gold)),
         parts=tuple((author, clean(text)) for author, text in writer.parts),
         answer=clean(log.answer or ""),
-        metadata={**(metadata or {}), **figures},
+        metadata={**(metadata or {}), **figures_of(log, protocol)},
     )
 
 

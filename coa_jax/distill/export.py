@@ -11,18 +11,17 @@ messages   ``NAME_messages.jsonl``                       TRL, ``datasets``
 tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
 ========== ============================================= ======================================
 
-Every form says exactly who wrote what, so that the loss mask is that of our own SFT: the turns of
-``sharegpt`` (LLaMA-Factory learns those of ``gpt``; with its template ``empty`` they are joined as
-they are), ``policy`` in ``alpaca`` (spans of characters of ``output``), ``parts`` in ``messages``
-and ``tfds``.  In ``alpaca`` observations keep the markers by which the paper's fork masks them
-(see `masked_by_markers`); records that would mislead it are left out of that form and named.
-Prompts are those of our own SFT with the same ``--prompt_style``.  Several sets can be exported to
-one folder: each has its files and its card ``NAME_card.md``, ``README.md`` holds all cards.
+Every form says who wrote what, so that other trainers and our own readers (`coa_jax.records`) find
+the loss mask of our SFT; docs/data.md shows the fields.  The user message is that of our SFT with
+the same ``--prompt_style``.  Several sets can be exported to one folder: each has its files and its
+card ``NAME_card.md``, and ``README.md`` holds all cards.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,10 @@ from coa_jax.distill.card import card
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
-from coa_jax.trajectory import DistilledRecord, read_records
+from coa_jax.protocol.prompts import PROMPT_STYLES
+from coa_jax.records import from_tfds, parts_of_turns, read_records
+from coa_jax.records.split import Parts
+from coa_jax.trajectory import DistilledRecord
 
 _MARKED = re.compile(r"<observation.*?observation>\n\n", re.DOTALL)
 
@@ -46,22 +48,73 @@ VERSION = "1.0.0"
 
 
 def prompt_of(record: DistilledRecord, style: str) -> str:
-    """The user's message."""
-    return render_prompt(get_protocol(record.protocol), record.question, style=style)
+    """Returns the user message of a record in a prompt style."""
+    return render_prompt(get_protocol(record.protocol), record.question, style, record.prompt)
+
+
+def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
+    """Returns the fields that make a row ours again.
+
+    Args:
+        record: the record.
+        turns: (author, text) as the form holds them; the parts are repeated in the row only where
+            a reader would not find them in the turns.
+    """
+    names = ("id", "question", "protocol", "gold")
+    about = {name: getattr(record, name) for name in names}
+    if turns is not None:
+        try:
+            same = parts_of_turns(get_protocol(record.protocol), turns) == record.parts
+        except ValueError:  # an observation that only the parts can tell from the policy's text
+            same = False
+        if same:
+            return about
+    return {**about, "parts": [{"author": who, "text": text} for who, text in record.parts]}
 
 
 def alpaca(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
-    """The record as a line of LLaMA-Factory's alpaca form, which lets further columns be.
+    """Returns the record as a row of LLaMA-Factory's alpaca form, which allows further columns.
 
-    ``policy`` holds (start, end) of each part of ``output`` that the policy wrote, in characters.
+    ``policy`` holds [start, end) of each part of ``output`` that the policy wrote, in characters.
     """
     spans, end = [], 0
     for author, text in record.parts:
         start, end = end, end + len(text)
         if author == "policy":
             spans.append([start, end])
-    prompt = prompt_of(record, style)
-    return {"instruction": prompt, "input": "", "output": record.text, "policy": spans}
+    authors = [author for author, text in record.parts if text]
+    exact = len(authors) == len(record.parts) and all(map(operator.ne, authors, authors[1:]))
+    row: dict[str, Any] = {"instruction": prompt_of(record, style), "input": ""}
+    row |= {"output": record.text, "policy": spans, **_about(record, None)}
+    if exact:  # the spans alone tell the parts
+        del row["parts"]
+    return {**row, **_columns_before(record)}
+
+
+def _columns_before(record: DistilledRecord) -> dict[str, Any]:
+    """Returns what stands before the user message as columns ``system`` and ``history``.
+
+    Raises:
+        ValueError: the turns are not a system message and pairs of user and assistant.
+    """
+    turns, columns = list(record.context), dict[str, Any]()
+    if turns and turns[0][0] == "system":
+        columns["system"] = turns.pop(0)[1]
+    if [role for role, _ in turns] != ["user", "assistant"] * (len(turns) // 2):
+        raise ValueError("the earlier turns are no pairs of user and assistant")
+    if turns:
+        texts = [text for _, text in turns]
+        columns["history"] = [list(pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
+    return columns
+
+
+def fits_alpaca(record: DistilledRecord) -> bool:
+    """Whether the alpaca form can hold a record; see `masked_by_markers`."""
+    try:
+        _columns_before(record)
+    except ValueError:
+        return False
+    return masked_by_markers(record)
 
 
 def masked_by_markers(record: DistilledRecord) -> bool:
@@ -91,34 +144,32 @@ def sharegpt(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
     Raises:
         UserError: the policy has not the first and the last word, as that form demands.
     """
-    turns = [("human", prompt_of(record, style))]
-    for author, text in record.parts:
-        who = "gpt" if author == "policy" else "observation"
-        if turns[-1][0] == who:
-            turns[-1] = (who, turns[-1][1] + text)
-        else:
-            turns.append((who, text))
-    if turns[1:2] == [] or not turns[1][0] == turns[-1][0] == "gpt":
+    names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
+    turns = [*record.context, ("user", prompt_of(record, style))]
+    said: list[tuple[str, str]] = []
+    for author, run in itertools.groupby(record.parts, key=lambda part: part[0]):
+        said.append((author, "".join(text for _, text in run)))
+    if not said or not said[0][0] == said[-1][0] == "policy":
         raise UserError(
             f"{record.id}: the form sharegpt needs records that begin and end with the policy's "
             "text; leave it out of --forms, or export filtered records"
         )
-    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    rows = [{"from": names.get(w, "observation"), "value": text} for w, text in (*turns, *said)]
+    return {"conversations": rows, **_about(record, tuple(said))}
 
 
 def messages(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
-    """The record as a conversation, with who wrote which part of the assistant's turn."""
-    turns = (("user", prompt_of(record, style)), ("assistant", record.text))
-    return {
-        "id": record.id,
-        "messages": [{"role": role, "content": text} for role, text in turns],
-        "parts": [{"author": author, "text": text} for author, text in record.parts],
-    }
+    """Returns the record as a conversation, with who wrote which part of the assistant's turn."""
+    user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
+    turns = (*record.context, user, assistant)
+    rows = [{"role": role, "content": text} for role, text in turns]
+    return {"messages": rows, **_about(record, None)}
 
 
-def _dataset_info(name: str) -> dict[str, Any]:
-    """How LLaMA-Factory finds the files."""
+def _dataset_info(name: str, records: Iterable[DistilledRecord]) -> dict[str, Any]:
+    """Returns how LLaMA-Factory finds the files."""
     columns = {"prompt": "instruction", "query": "input", "response": "output"}
+    columns |= {key: key for record in records for key in _columns_before(record)}
     return {
         f"{name}_alpaca": {"file_name": f"{name}_alpaca.json", "columns": columns},
         f"{name}_sharegpt": {
@@ -148,7 +199,7 @@ def export(
         funnel: what the filters did, for the card.
 
     Returns:
-        Ids of the records that are left out of ``alpaca`` (see `masked_by_markers`).
+        Ids of the records that are left out of ``alpaca`` (see `fits_alpaca`).
 
     Raises:
         UserError: an unknown form, a package that a form needs is missing, or what an earlier
@@ -159,13 +210,15 @@ def export(
     if unknown:
         raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
     out.mkdir(parents=True, exist_ok=True)
-    left_out = {r.id for r in records if not masked_by_markers(r)} if "alpaca" in forms else set()
-    marked = [record for record in records if record.id not in left_out]
+    marked = [r for r in records if fits_alpaca(r)] if "alpaca" in forms else []
+    left_out = {id(record) for record in records} - {id(record) for record in marked}
     for form, make, chosen in (("alpaca", alpaca, marked), ("sharegpt", sharegpt, records)):
         if form in forms:
             _write(out / f"{name}_{form}.json", [make(record, style) for record in chosen])
     if "alpaca" in forms or "sharegpt" in forms:
-        info = {k: v for k, v in _dataset_info(name).items() if k.rpartition("_")[2] in forms}
+        info = {
+            k: v for k, v in _dataset_info(name, marked).items() if k.rpartition("_")[2] in forms
+        }
         known = out / "dataset_info.json"
         _write(known, {**(files.read_json_object(known) if known.is_file() else {}), **info})
     if "messages" in forms:
@@ -176,7 +229,7 @@ def export(
     files.replace(out / f"{name}_card.md", card(name, records, funnel).encode())
     cards = [path.read_text(encoding="utf-8") for path in sorted(out.glob("*_card.md"))]
     files.replace(out / "README.md", "\n".join(cards).encode())
-    return [record.id for record in records if record.id in left_out]
+    return [r.id for r in records if id(r) in left_out] if "alpaca" in forms else []
 
 
 def _write(path: Path, value: Any) -> None:
@@ -214,6 +267,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     text = tfds.features.Text
     features = {
         **{name: text() for name in ("id", "question", "protocol", "answer", "metadata")},
+        **{name: text() for name in ("prompt", "context")},
         **{name: tfds.features.Sequence(text()) for name in ("gold", "authors", "texts")},
     }
 
@@ -279,28 +333,12 @@ def _example(record: DistilledRecord) -> dict[str, Any]:
         "protocol": record.protocol,
         "answer": clean(record.answer),
         "metadata": jsonl.dumps(record.metadata),
+        "prompt": clean(record.prompt),
+        "context": jsonl.dumps(record.context),
         "gold": list(map(clean, record.gold)),
         "authors": [author for author, _ in record.parts],
         "texts": [clean(text) for _, text in record.parts],
     }
-
-
-def from_tfds(example: dict[str, Any]) -> DistilledRecord:
-    """The record that an element of the data source holds."""
-
-    def text(value: Any) -> str:
-        return value.decode() if isinstance(value, bytes) else str(value)
-
-    authors, texts = map(text, example["authors"]), map(text, example["texts"])
-    return DistilledRecord(
-        id=text(example["id"]),
-        question=text(example["question"]),
-        protocol=text(example["protocol"]),
-        gold=tuple(map(text, example["gold"])),
-        parts=tuple(zip(authors, texts, strict=True)),
-        answer=text(example["answer"]),
-        metadata=jsonl.loads(text(example["metadata"])),
-    )
 
 
 # --- command -------------------------------------------------------------------------------
@@ -319,17 +357,18 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
 
 def define_flags() -> None:
     """The flags of the command."""
-    flags.DEFINE_string("data", None, "file of distilled records", required=True)
+    flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
-    flags.DEFINE_string("prompt_style", "full", "full or brief")
+    flags.DEFINE_string("prompt_style", "data", ", ".join(PROMPT_STYLES))
+    flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     data = Path(values.data)
-    records = read_records(data)
+    records = read_records(values.data, values.protocol)
     if not records:
         raise UserError(f"{data}: holds no record, so there is nothing to export")
     out = export(
@@ -343,7 +382,8 @@ def main(argv: list[str]) -> None:
     print(f"{len(records)} records -> {values.out}")
     if out:
         print(
-            f"alpaca lacks {len(out)} of them, whose texts hold marks of observations elsewhere "
+            f"alpaca lacks {len(out)} of them: their texts hold marks of observations elsewhere, "
+            "or their earlier turns are no pairs "
             f"({', '.join(out[:3])}{', ...' if out[3:] else ''}); the other forms have them"
         )
 

@@ -76,8 +76,18 @@ class FilterReport:
         return dataclasses.asdict(self)
 
 
+def has_gold(task: Task) -> bool:
+    """Whether answers to a task can be graded: accepted answers are known, or a program scores."""
+    return bool(task.gold) or "scorer" in task.metadata
+
+
 def grade_of(task: Task, reward: Reward) -> bool | None:
-    """Whether an answer is right for the task's grader; None if it could not say."""
+    """Whether an answer is right for the task's grader; None if the grader cannot tell.
+
+    A task without an accepted answer gives None, unless its own program scores answers.
+    """
+    if not has_gold(task):
+        return None
     grader = task.metadata.get("grader", "exact_match")
     if grader in ("math", "code") and "scorer" not in task.metadata:
         score = reward.parts.get(grader)
@@ -134,19 +144,27 @@ def notices_mistakes(run: Run) -> bool:
     return True
 
 
-def quality_filters(max_chars: int, min_interactions: int = 0) -> tuple[Filter, ...]:
-    """Complexity and quality filters, in the order in which they are applied.
+def quality_filters(
+    max_chars: int, min_interactions: int = 0, *, keep_without_gold: bool = False
+) -> tuple[Filter, ...]:
+    """Returns the complexity and quality filters, in the order in which they are applied.
 
     Args:
-        max_chars: longest trajectory, environment's text included, in characters.
+        max_chars: characters of the longest kept trajectory, observations included.
         min_interactions: least number of messages of any kind.  The paper's complexity filter
             counts interactions of agents with tools, see ``SelectionConfig.min_tool_calls``.
+        keep_without_gold: whether a run without an accepted answer is kept.
     """
+
+    def graded(run: Run) -> bool:
+        return run.obeys is not None and (run.correct is not None or not has_gold(run.task))
+
     return (
         Filter("unanswered", lambda run: run.log.answer is not None),
         Filter("tool_fault", has_no_fault),
+        Filter("no_accepted_answer", lambda run: keep_without_gold or has_gold(run.task)),
         Filter("wrong_answer", lambda run: run.correct is not False),
-        Filter("ungraded", lambda run: None not in (run.correct, run.obeys)),
+        Filter("ungraded", graded),
         Filter("protocol", obeys_protocol),
         Filter("repeated_call", repeats_no_call),
         Filter("lucky_mistake", notices_mistakes),

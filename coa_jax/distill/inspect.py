@@ -3,34 +3,43 @@ r"""Shows trajectories of a file as a person reads them.
     python -m coa_jax.distill.inspect --data=runs/distill/train.jsonl --number=3
     python -m coa_jax.distill.inspect --data=runs/distill/dropped/train.jsonl --filter=wrong_answer
 
-Reads files of distilled records and files of dropped runs.  What the environment wrote is indented
-by a bar; rules of the protocol that a trajectory breaks are listed below it.
+Reads records in every form that training reads (docs/data.md), and the ``dropped/`` files of
+``coa_jax.distill``.  A bar marks the lines that the environment wrote.  Below a trajectory stand
+the rules of the protocol that it breaks.  Rows that training would leave out are named.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from absl import flags
 
-from coa_jax import jsonl
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, parse
+from coa_jax.records import LeftOut, iterate_records
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 
-def page(record: DistilledRecord, reason: str = "") -> str:
-    """One trajectory as text.
+def _by(tags: Sequence[str]) -> str:
+    return f", told by {', '.join(tags)}" if tags else ""
+
+
+def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) -> str:
+    """Returns one trajectory as text.
 
     Args:
         record: the trajectory.
-        reason: name of the filter that dropped it, if one did.
+        reason: name of the filter that dropped the record, if one did.
+        tags: tags by which its protocol was told, if the file does not name the protocol.
     """
     rules = get_protocol(record.protocol)
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]
     lines = [
-        f"=== {record.id} ({record.protocol})" + (f", dropped by {reason}" if reason else ""),
+        f"=== {record.id} ({record.protocol}{_by(tags)})"
+        + (f", dropped by {reason}" if reason else ""),
+        *(f"{role:9} {' '.join(text.split())[:100]}" for role, text in record.context),
+        *([f"prompt    its own, {len(record.prompt)} characters"] if record.prompt else []),
         f"question  {record.question}",
         f"gold      {' or '.join(record.gold) or '(not known)'}",
         f"answer    {record.answer or '(none)'}",
@@ -53,29 +62,28 @@ def page(record: DistilledRecord, reason: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
-def read_row(row: Any) -> tuple[str, DistilledRecord]:
-    """(filter or "", record) of a line of either kind of file."""
-    if isinstance(row, dict) and row.keys() == {"filter", "record"}:
-        return str(row["filter"]), DistilledRecord.from_json(row["record"])
-    return "", DistilledRecord.from_json(row)
-
-
 def define_flags() -> None:
     """The flags of the command."""
-    flags.DEFINE_string("data", None, "file of records or of dropped runs", required=True)
+    flags.DEFINE_string("data", None, "files of records or of dropped runs", required=True)
     flags.DEFINE_string("id", "", "only the record of this id")
     flags.DEFINE_string("filter", "", "only runs that this filter dropped")
-    flags.DEFINE_integer("number", 5, "how many at most", lower_bound=1)
+    flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
+    flags.DEFINE_integer("number", 5, "how many records at most", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    values, shown = flags.FLAGS, 0
-    for reason, record in jsonl.read_lines(values.data, read_row):
+    values, shown, left_out = flags.FLAGS, 0, 0
+    for found in iterate_records(values.data, values.protocol):
+        if isinstance(found, LeftOut):
+            left_out += 1
+            if left_out <= values.number:
+                print(f"!! {found.where}: left out: {found.reason}\n")
+            continue
         if shown == values.number:
             break
-        if values.id in ("", record.id) and values["filter"].value in ("", reason):
-            print(page(record, reason))
+        if values.id in ("", found.record.id) and values["filter"].value in ("", found.dropped):
+            print(page(found.record, found.dropped, found.tags))
             shown += 1
     if not shown:
         raise UserError(f"{values.data}: no record fits; leave out --id and --filter to see all")

@@ -56,6 +56,8 @@ class DistillConfig(Bounded):
         max_messages: messages after which a run is given up.
         max_chars: longest kept trajectory in characters.
         min_interactions: least number of messages of a kept run, of any kind.
+        keep_without_gold: whether runs whose source gives no accepted answer are kept, without
+            being graded; otherwise the filter ``no_accepted_answer`` drops them.
         plain_fraction: share of the runs without reflection or correction that is kept.
         corrected_copies: how often a run that corrected its answer is written.
         selection: thresholds of further filters.
@@ -69,6 +71,7 @@ class DistillConfig(Bounded):
     max_messages: Count = 80
     max_chars: Count = 8000
     min_interactions: Natural = 5
+    keep_without_gold: bool = False
     plain_fraction: Share = 1.0
     corrected_copies: Times = 1
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
@@ -84,7 +87,9 @@ class DistillConfig(Bounded):
         Args:
             count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
         """
-        quality = quality_filters(self.max_chars, self.min_interactions)
+        quality = quality_filters(
+            self.max_chars, self.min_interactions, keep_without_gold=self.keep_without_gold
+        )
         further = further_filters(self.selection, count_tokens)
         return (*quality, *further, plain_share(self.plain_fraction, self.seed))
 
@@ -145,26 +150,43 @@ _KEPT = ("hops", "kind", "trace")
 """What a record keeps of its task's metadata; ``trace`` is what a log of others said besides."""
 
 
-def as_run(task: Task, log: MessageLog) -> Run:
-    """Converts a teacher run under the protocol of its task and grades it."""
-    metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
-    metadata["source"] = task.source
-    record = convert(log, task.protocol, task.gold, metadata)
+def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> Run:
+    """Grades a run, after converting it under the protocol of its task.
+
+    Args:
+        task: the task; without an accepted answer the run has no grade.
+        log: messages of the run.
+        record: the trajectory of the run, if there is one already.
+    """
+    if record is None:
+        metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
+        metadata["source"] = task.source
+        record = convert(log, task.protocol, task.gold, metadata)
     reward = grade(task, as_trajectory(record, log))
     return Run(task, log, record, reward, grade_of(task, reward))
 
 
 def graded_runs(
-    tasks: Sequence[Task], logs: Sequence[MessageLog], judges: JudgesConfig
+    tasks: Sequence[Task],
+    logs: Sequence[MessageLog],
+    judges: JudgesConfig,
+    records: Sequence[DistilledRecord] | None = None,
 ) -> list[Run]:
     """Converts and grades runs; the configured judge decides what graders cannot.
 
-    A judge without a cache may say otherwise another time, and is paid again: grade runs once.
+    A judge without a cache may decide differently another time and costs again: grade runs once.
+
+    Args:
+        tasks: task of each run.
+        logs: messages of each run.
+        judges: judges of answers that graders cannot decide.
+        records: trajectory of each run; None to convert the logs.
 
     Raises:
         UserError: the judge's key or cache cannot be used.
     """
-    runs = [as_run(task, log) for task, log in zip(tasks, logs, strict=True)]
+    known = [None] * len(logs) if records is None else records
+    runs = [as_run(*run) for run in zip(tasks, logs, known, strict=True)]
     return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
 
 

@@ -1,4 +1,4 @@
-"""A data set from the traces of another system: read, convert, filter, write."""
+"""A data set from the logs of another system, or from published records: read, filter, write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+from absl import logging
+
 from coa_jax import jsonl
 from coa_jax.bounds import Bounded, OneOf, Place
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
@@ -16,38 +18,50 @@ from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
+from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, protocol_names
+from coa_jax.records import Counts, LeftOut, iterate_records
+from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
 from coa_jax.trajectory import DistilledRecord, write_records
+
+RECORDS = "records"
+
+
+def _protocols() -> tuple[str, ...]:
+    return ("", *protocol_names())
 
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """Which files, and what is made of them.
+    """Which files are read, and what is made of their runs.
 
     Attributes:
-        files: paths.
-        format: of the files, see `coa_jax.distill.readers.READERS`.
-        protocol: of the trajectories.
+        files: paths; of the format ``records`` also patterns and folders.
+        format: ``records`` for trajectories in any form that `coa_jax.records` reads, which are
+            filtered as they are; or a format of logs, see `coa_jax.distill.readers.READERS`.
+        protocol: protocol of the trajectories; empty only for records, which name their own or
+            show it by their tags.
         completion: what may be written out that a run did without words.
     """
 
     files: tuple[Place, ...]
-    format: Annotated[str, OneOf(*READERS)]
-    protocol: Annotated[str, OneOf(protocol_names)]
+    format: Annotated[str, OneOf(RECORDS, *READERS)]
+    protocol: Annotated[str, OneOf(_protocols)]
     completion: Completion = dataclasses.field(default_factory=Completion)
 
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """The traces of some files under one protocol.
+    """The runs of some files.
 
     Attributes:
-        tasks, logs: a task and the arranged messages of each trace that has a trajectory.
-        usage: id of a task -> tokens that its run cost, where the file says so.
-        reading: for each file what became of its records.
-        refused: reason -> traces that have no trajectory for it.
+        tasks, logs: a task and the arranged messages of each run that has a trajectory.
+        usage: id of a task -> tokens that its run cost, where the file tells them.
+        reading: for each file what became of its rows.
+        refused: reason -> number of runs that have no trajectory for this reason.
+        records: the trajectories of the runs, where the files hold trajectories.
     """
 
     tasks: list[Task]
@@ -55,6 +69,7 @@ class Converted:
     usage: dict[str, int]
     reading: list[dict[str, Any]]
     refused: dict[str, int]
+    records: list[DistilledRecord] | None = None
 
 
 def convert_files(
@@ -74,9 +89,11 @@ def convert_files(
     Raises:
         UserError: a file cannot be read, or format or protocol are unknown.
     """
-    get_protocol(config.protocol)
     if not any(config.files):
         raise UserError("give the files to read in config.traces.files")
+    if config.format == RECORDS:
+        return _read_records(config, on_refusal or (lambda refusal: None))
+    get_protocol(config.protocol)
     tell = on_refusal or (lambda refusal: None)
     refused: collections.Counter[str] = collections.Counter()
     made = Converted([], [], {}, [], {})
@@ -118,6 +135,43 @@ def convert_files(
     return dataclasses.replace(made, refused=dict(refused.most_common()))
 
 
+def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) -> Converted:
+    """Reads trajectories, see `convert_files`; they are not changed but for an id of their own."""
+    made = Converted([], [], {}, [], {}, [])
+    assert made.records is not None
+    refused: collections.Counter[str] = collections.Counter()
+    names: set[str] = set()
+    counts = Counts()
+    for path in (path for source in filter(None, config.files) for path in find_files(source)):
+        used = rows = 0
+        for found in iterate_records(path, config.protocol):
+            counts.add(found)
+            rows += 1
+            if isinstance(found, LeftOut):
+                refused[_reason(found.reason)] += 1
+                tell({"path": str(path), "line": found.number, "reason": found.reason})
+                continue
+            record, line = found.record, found.row.number
+            name = unused(record.id, f"{path.name}:{line}:{record.id}", names)
+            names.add(name)
+            record = dataclasses.replace(record, id=name)
+            log = log_of(record)
+            about: dict[str, Any] = {"trace": {"file": path.name, "line": line}}
+            if record.protocol == "code":  # solutions are programs, or values in a box
+                tests = any(answer.lstrip().startswith("{") for answer in record.gold)
+                about["grader"] = "code" if tests else "math"
+            task = Task(name, record.question, record.protocol, record.gold, RECORDS, about)
+            made.tasks.append(task)
+            made.logs.append(log)
+            made.records.append(with_figures(record, log))
+            used += 1
+        read = {"records": rows, "used": used, "ignored": 0, "traces": used}
+        made.reading.append({"path": str(path), **read, "problems": rows - used})
+    for warning in counts.lines()[: len(counts.told)]:  # rows that are left out are in `refused`
+        logging.warning("%s", warning)
+    return dataclasses.replace(made, refused=dict(refused.most_common()))
+
+
 _OTHER = "a run of another task than those that were asked"
 
 
@@ -150,7 +204,7 @@ def distill_traces(
     refusals: list[dict[str, Any]] = []
     made = convert_files(config, refusals.append, tasks)
     examples: list[dict[str, Any]] = []
-    runs = graded_runs(made.tasks, made.logs, filters.judges)
+    runs = graded_runs(made.tasks, made.logs, filters.judges, made.records)
     records, report = select(runs, filters, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)

@@ -76,7 +76,8 @@ def rename(
         pieces: what new names are spelt with.
         rng: source of the new ones.
     """
-    texts = (record.question, *(text for _, text in record.parts), record.answer, *record.gold)
+    around = (record.prompt, *(text for _, text in record.context))
+    texts = (record.question, *around, *(t for _, t in record.parts), record.answer, *record.gold)
     written = _words(text for author, text in record.parts if author == "policy")
     given = _words([record.question, *(t for author, t in record.parts if author != "policy")])
     names = sorted(w for w in written & given if w not in keep and w != w.lower())
@@ -94,6 +95,8 @@ def rename(
         parts=tuple((author, replace(text)) for author, text in record.parts),
         answer=replace(record.answer),
         gold=tuple(replace(text) for text in record.gold),
+        prompt=replace(record.prompt),
+        context=tuple((role, replace(text)) for role, text in record.context),
         metadata={**record.metadata, "renamed": True},
     )
 

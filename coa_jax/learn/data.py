@@ -11,35 +11,49 @@ from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.learn.augment import NamePieces, rename
-from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
+from coa_jax.learn.batch import (
+    Batch,
+    Example,
+    pack,
+    record_example,
+    split_rows,
+    user_message,
+)
 from coa_jax.trajectory import DistilledRecord
 
 
-def tokenize_records(
+def fitting_records(
     tokenizer: Any, records: Sequence[DistilledRecord], *, style: str, length: int, source: str
-) -> tuple[list[Example], list[DistilledRecord]]:
-    """Examples of at most ``length`` tokens, and the records that they come from.
+) -> tuple[list[DistilledRecord], int]:
+    """Returns the records of at most ``length`` tokens, and the tokens of the longest of them.
 
-    A warning counts those that are longer.
+    Warnings count the longer records, and the records whose own instructions ``style`` replaces.
 
     Raises:
-        UserError: all of them are; ``source`` is the file that it names.
+        UserError: there is no record, or none fits; ``source`` is the file that it names.
     """
-    examples = [record_example(tokenizer, record, style) for record in records]
-    fits = [len(example.tokens) <= length for example in examples]
-    if not any(fits):
+    if not records:
+        raise UserError(f"{source}: holds no record")
+    sizes = [len(record_example(tokenizer, record, style).tokens) for record in records]
+    kept = [record for record, size in zip(records, sizes, strict=True) if size <= length]
+    if not kept:
         raise UserError(
             f"{source}: none of the {len(records)} records fits in {length} tokens: raise "
             "row_length"
         )
-    if not all(fits):
-        dropped = len(fits) - sum(fits)
+    if len(kept) < len(records):
         logging.warning(
             "%s: %d of %d records have more than %d tokens and are left out",
-            source, dropped, len(records), length,
+            source, len(records) - len(kept), len(records), length,
         )  # fmt: skip
-    kept = [example for example, fit in zip(examples, fits, strict=True) if fit]
-    return kept, [record for record, fit in zip(records, fits, strict=True) if fit]
+    replaced = sum(record.prompt not in ("", user_message(record, style)) for record in kept)
+    if replaced:
+        logging.warning(
+            "%s: the prompt style %s replaces the instructions of %d records by ours; "
+            "prompt_style=data keeps them",
+            source, style, replaced,
+        )  # fmt: skip
+    return kept, max(size for size in sizes if size <= length)
 
 
 def example_stream(
@@ -55,11 +69,11 @@ def example_stream(
     """All records, epoch after epoch, each epoch in another order.
 
     Args:
-        tokenizer: of the policy.
-        records: none longer than ``length`` tokens.
-        style: of the prompts.
-        length: a renamed record that outgrows it is used as it was.
-        seed: of the order and of the renaming.
+        tokenizer: tokenizer of the policy.
+        records: records of at most ``length`` tokens.
+        style: prompt style.
+        length: tokens of a row; a record that is longer once renamed is used as it was.
+        seed: seed of the order and of the renaming.
         rename_share: share of the records that are renamed, see `augment.rename`.
         keep: words that are not names.
     """

@@ -18,13 +18,14 @@ from absl import logging
 
 from coa_jax.bounds import Between, Count, Place, Prose
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch, trajectory_example
-from coa_jax.learn.data import next_batches
+from coa_jax.learn.batch import Batch, record_example, trajectory_example
+from coa_jax.learn.data import fitting_records, next_batches
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.parallel.placement import training_mesh
+from coa_jax.records import check_protocol, iterate_records, read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory, read_trajectories
 
@@ -34,33 +35,44 @@ class RFTConfig(FitConfig):
     """A rejection-sampling run; see `FitConfig` for what is not named here.
 
     Attributes:
-        traces: ``traces.jsonl`` of a run that sampled and graded.
-        phase: its trajectories that are read; empty for all of them, those of an evaluation too.
-        min_reward: what a trajectory needs to be learnt.
-        per_task: at most so many of one task, so that easy tasks do not crowd out the others.
+        traces: ``traces.jsonl`` of a run that sampled and graded; empty to learn ``data`` alone.
+        phase: phase whose trajectories are read; empty for all phases, evaluations included.
+        min_reward: least reward of a trajectory that is learned.
+        per_task: most trajectories of one task, so that easy tasks do not crowd out the others.
+        data: files of records that are learned as well, see `SFTConfig.data`; empty for none.
+        protocol: protocol of the records that name none; empty to tell it by their tags.
+        prompt_style: prompt style of the records, see `protocol.render_prompt`.
     """
 
     traces: Place
     phase: Prose
     min_reward: Annotated[float, Between(-1e9, 1e9)]
     per_task: Count
+    data: Place = ""
+    protocol: Prose = ""
+    prompt_style: str = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_protocol(self.protocol)
+        if not self.traces and not self.data:
+            raise UserError("give traces, data or both")
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     """Fine-tunes on the trajectories that were right and writes the model to ``output``."""
     mesh = training_mesh(config.mesh, config.rows)
-    graded = read_graded(config.traces, config.phase)
-    chosen = select(graded, config.min_reward, config.per_task, config.row_length)
-    if not chosen:
-        raise UserError(
-            f"{config.traces}: none of {len(graded)} graded trajectories has a reward of at least "
-            f"{config.min_reward} and at most {config.row_length} tokens: lower min_reward, raise "
-            "row_length, or sample more"
-        )
-    tasks = len({trajectory.task_id for trajectory in chosen})
-    print(f"{len(chosen)} of {len(graded)} graded trajectories, of {tasks} tasks", flush=True)
+    chosen = _chosen(config) if config.traces else []
+    records = read_records(config.data, config.protocol) if config.data else []
     model = load_model(config.model, mesh=mesh)
     examples = [trajectory_example(trajectory, 0.0) for trajectory in chosen]
+    if config.data:
+        style, length = config.prompt_style, config.row_length
+        kept, _ = fitting_records(
+            model.tokenizer, records, style=style, length=length, source=config.data
+        )
+        print(f"{len(kept)} records of {config.data}", flush=True)
+        examples += [record_example(model.tokenizer, record, style) for record in kept]
     stream = grain.MapDataset.source(examples).seed(config.seed).shuffle().repeat()
     attention = choose(config.attention, model.config, config.dtype, mesh)
 
@@ -87,13 +99,36 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     )
 
 
+def _chosen(config: RFTConfig) -> list[Trajectory]:
+    """Returns the trajectories that are learned, and prints their number."""
+    graded = read_graded(config.traces, config.phase)
+    chosen = select(graded, config.min_reward, config.per_task, config.row_length)
+    if not chosen:
+        raise UserError(
+            f"{config.traces}: none of {len(graded)} graded trajectories has a reward of at least "
+            f"{config.min_reward} and at most {config.row_length} tokens: lower min_reward, raise "
+            "row_length, or sample more"
+        )
+    tasks = len({trajectory.task_id for trajectory in chosen})
+    print(f"{len(chosen)} of {len(graded)} graded trajectories, of {tasks} tasks", flush=True)
+    return chosen
+
+
 def read_graded(path: str, phase: str) -> list[Trajectory]:
-    """The trajectories of a phase that have a reward and tokens of the policy.
+    """Returns the trajectories of a phase that have a reward and tokens of the policy.
 
     Raises:
-        UserError: there is no such file, or nothing of that kind in it.
+        UserError: the file is missing, or holds no such trajectory.
     """
-    every = read_trajectories(path)
+    try:
+        every = read_trajectories(path)
+    except UserError as error:
+        if not _holds_records(path):
+            raise
+        raise UserError(
+            f"{path}: holds records, not graded trajectories; sft and rft read records as "
+            "config.data"
+        ) from error
     found = [
         t
         for t in every
@@ -109,6 +144,13 @@ def read_graded(path: str, phase: str) -> list[Trajectory]:
             f"{dict(phases) or 'none at all'}: set config.phase, or give another file"
         )
     return found
+
+
+def _holds_records(path: str) -> bool:
+    try:
+        return next(iterate_records(path), None) is not None
+    except UserError:
+        return False
 
 
 def value(trajectory: Trajectory) -> float:

@@ -13,12 +13,13 @@ import jax
 from coa_jax.bounds import Bounded, Positive, Seed, Share, Size, Times
 from coa_jax.engine.memory import free_memory, size
 from coa_jax.errors import UserError
+from coa_jax.learn.batch import user_message
 from coa_jax.learn.induction import add_induction
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params, num_params
-from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.protocol import get_protocol
 from coa_jax.trajectory import DistilledRecord
 
 
@@ -58,9 +59,9 @@ def write_policy(
     """Writes a Hugging Face directory with the untrained policy.
 
     Args:
-        config: sizes.
-        records: the text that the tokenizer is learnt from.
-        style: of the prompts, ``full`` or ``brief``.
+        config: sizes of the policy.
+        records: records whose text the tokenizer is learnt from.
+        style: prompt style, see `protocol.render_prompt`.
         path: the directory.
     """
     texts = _texts(records, style)
@@ -105,9 +106,7 @@ def template_words(
 
 def _texts(records: Sequence[DistilledRecord], style: str) -> list[str]:
     return [
-        render_prompt(get_protocol(record.protocol), record.question, style=style)
-        + "\n"
-        + record.text
+        "\n".join((*(text for _, text in record.context), user_message(record, style), record.text))
         for record in records
     ]
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.bounds import OneOf, Place, Share
+from coa_jax.bounds import OneOf, Place, Prose, Share
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch, Example, pack, split_rows
-from coa_jax.learn.data import example_stream, next_batches, tokenize_records
+from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
+from coa_jax.learn.data import example_stream, fitting_records, next_batches
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.learn.scratch import template_words
@@ -26,8 +26,8 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import put_batch, training_mesh
+from coa_jax.records import check_protocol, read_records
 from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import read_records
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,11 @@ class SFTConfig(FitConfig):
     ``validation/loss``.
 
     Attributes:
-        data: JSONL of distilled records to learn.
-        validation: JSONL of records whose loss is measured; empty for none.
-        prompt_style: ``full`` or ``brief``.
+        data: files of records to learn: one path, several with commas, a pattern or a folder;
+            docs/data.md shows the forms that are read.
+        validation: files of records whose loss is measured; empty for none.
+        protocol: protocol of the records that name none; empty to tell it by their tags.
+        prompt_style: see `protocol.render_prompt`.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
             `augment.rename`; 0 unless the policy starts from nothing.
         lora: adapters to train in place of the whole model, see `model.lora`.
@@ -51,10 +53,12 @@ class SFTConfig(FitConfig):
     prompt_style: str
     rename_share: Share
     keep_best: Annotated[str, OneOf("", "loss", "validation/loss")] = ""
+    protocol: Prose = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_protocol(self.protocol)
         if self.keep_best.startswith("validation/") and (
             not self.validation or self.checkpoint_every % self.validate_every
         ):
@@ -72,16 +76,18 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     the parameters that it would have had without the interruption.
     """
     mesh = training_mesh(config.mesh, config.rows)
-    records = read_records(config.data)
-    held_out = read_records(config.validation) if config.validation else []
+    records = read_records(config.data, config.protocol)
+    held_out = read_records(config.validation, config.protocol) if config.validation else []
     model = load_model(config.model, mesh=mesh)
-    tokenized = functools.partial(
-        tokenize_records, model.tokenizer, style=config.prompt_style, length=config.row_length
+    fitting = functools.partial(
+        fitting_records, model.tokenizer, style=config.prompt_style, length=config.row_length
     )
-    examples, kept = tokenized(records, source=config.data)
+    kept, longest = fitting(records, source=config.data)
     validation: Sequence[Example] = ()
     if held_out:
-        validation, _ = tokenized(held_out, source=config.validation)
+        held_out, _ = fitting(held_out, source=config.validation)
+        validation = [record_example(model.tokenizer, r, config.prompt_style) for r in held_out]
+        longest = max(longest, *(len(example.tokens) for example in validation))
     params, base = split(model.params, model.config, config.lora, config.seed, mesh)
     attention = choose(config.attention, model.config, config.dtype, mesh)
     loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention)
@@ -116,7 +122,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         loss_fn=loss_fn,
         batches_from=batches_from,
         epoch=len(kept),
-        longest=max(len(example.tokens) for example in (*examples, *validation)),
+        longest=longest,
         validate=validate if validation else None,
         mesh=mesh,
     )

@@ -1,18 +1,23 @@
-r"""Make a data set from the logs of another multi-agent system.
+r"""Make a data set from the logs of another multi-agent system, or from published records.
 
     python -m coa_jax.distill --config=configs/distill/traces.py --workdir=runs/traces
+    python -m coa_jax.distill --config=configs/distill/traces.py:records --workdir=runs/filtered \
+        --config.traces.files=web_sft.json
 
-Needs: the logs, named by ``--config.traces.files='("results.jsonl",)'``, their
+Needs: the logs, named by ``--config.traces.files=results.jsonl``, their
 ``--config.traces.format`` (``oagents``, ``smolagents``, ``openai``, ``mcp`` or ``messages``) and
-the ``--config.traces.protocol`` of the trajectories; docs/distillation.md says what each format
-can tell.  ``pip install 'coa_jax[distill]'`` for the search for near-duplicates.
+the ``--config.traces.protocol`` of the trajectories; docs/distillation.md tells what each format
+holds.  With ``:records`` the files hold trajectories in any form of docs/data.md; they are filtered
+as they are.  ``pip install datasketch`` for the search for near-duplicates.
 Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line and the reason.
 
 The filters are those of the paper (§3.2.1), the first of which keeps runs with five tool calls or
-more: ``--config.teacher.selection.min_tool_calls=0`` keeps the others, too.  A run whose log gives
-no gold answer cannot be graded and is dropped as ``wrong_answer``.
+more: ``--config.teacher.selection.min_tool_calls=0`` keeps the others too.  A run whose log gives
+no accepted answer cannot be graded and is dropped as ``no_accepted_answer``, unless
+``--config.teacher.keep_without_gold=True``, which is the setting of ``:records``: published records
+seldom name accepted answers, and their authors have graded them.
 """
 
 from __future__ import annotations
@@ -21,17 +26,24 @@ import ml_collections
 
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.traces import TracesConfig
+from coa_jax.errors import UserError
 from coa_jax.settings import complete
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the configuration for logs, or with ``records`` for trajectories."""
+    if arg not in (None, "", "records"):
+        raise UserError(f"configs/distill/traces.py takes no {arg!r}; use :records or nothing")
+    source = (
+        {"format": "records", "protocol": ""} if arg else {"format": "oagents", "protocol": "web"}
+    )
     config = ml_collections.ConfigDict()
-    config.traces = complete(TracesConfig, {"files": ("",), "format": "oagents", "protocol": "web"})
+    config.traces = complete(TracesConfig, {"files": ("",), **source})
     config.teacher = complete(
         DistillConfig,
         {
             "max_chars": 120_000,
+            "keep_without_gold": bool(arg),
             "selection": {
                 "near_query": 0.9,
                 "max_answer_words": 30,

@@ -10,8 +10,8 @@ from coa_jax.cli import load_config
 from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.errors import UserError
+from coa_jax.records import read_records
 from coa_jax.tasks import load_tasks
-from coa_jax.trajectory import read_records
 from tests.killing import kill_when
 
 TASKS = load_config("configs/distill/factbook.py").tasks.source

@@ -13,10 +13,11 @@ from tokenizers.trainers import BpeTrainer
 
 from coa_jax.distill.card import card
 from coa_jax.distill.convert import convert
-from coa_jax.distill.export import FORMS, export, from_tfds, funnel_of, masked_by_markers, prompt_of
+from coa_jax.distill.export import FORMS, export, funnel_of, masked_by_markers, prompt_of
 from coa_jax.distill.inspect import page
 from coa_jax.errors import UserError
-from coa_jax.trajectory import read_records, write_records
+from coa_jax.records import from_tfds, read_records
+from coa_jax.trajectory import write_records
 from tests.distill.logs import log_of
 
 
@@ -102,7 +103,8 @@ def test_llama_factory_finds_the_files_and_who_wrote_what(out):
     assert set(info) == {"train_alpaca", "train_sharegpt"}
     rows = json.loads((out / info["train_alpaca"]["file_name"]).read_text())
     columns = info["train_alpaca"]["columns"]
-    assert all(set(row) == {*columns.values(), "policy"} for row in rows)
+    assert set(columns.values()) == {"instruction", "input", "output"}
+    assert all(set(columns.values()) < set(row) for row in rows)
     chats = json.loads((out / info["train_sharegpt"]["file_name"]).read_text())
     for record, row, chat in zip(RECORDS, rows, chats, strict=True):
         human, *turns = chat[info["train_sharegpt"]["columns"]["messages"]]

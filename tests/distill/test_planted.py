@@ -143,7 +143,8 @@ PATRON, FRIGATE = HELD_OUT[1][0], HELD_OUT[0][0]
 PLANTED = {
     "unanswered": [changed(answered=False)],
     "tool_fault": [changed(outcomes=["ok", "fault"]), changed(outcomes=["fault", "ok"])],
-    "wrong_answer": [changed(gold=("Nobody",)), changed(gold=())],
+    "no_accepted_answer": [changed(gold=())],
+    "wrong_answer": [changed(gold=("Nobody",))],
     "protocol": [changed(score="1"), changed(score="2")],
     "repeated_call": [
         adds("web_search", lambda s: s.calls[0][1]),

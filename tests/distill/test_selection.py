@@ -98,6 +98,7 @@ FAULT = ("observation", "gone", "", "wiki_search", "fault")
 PLANTED = {
     "unanswered": lambda n: run_of(n, open=True),
     "tool_fault": lambda n: run_of(n, lambda s, r, e: [*s[:2], FAULT, *s[3:], *r, *e]),
+    "no_accepted_answer": lambda n: run_of(n, gold=()),
     "wrong_answer": lambda n: run_of(n, gold=("something else",)),
     "protocol": lambda n: run_of(n, lambda s, r, e: [*s, *r, e[0], ("verdict", "2", "Hm.")]),
     "repeated_call": lambda n: run_of(n, again(lambda query: f" {query}  ")),

@@ -10,9 +10,10 @@ from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.selection import SelectionConfig
 from coa_jax.distill.traces import TracesConfig, convert_files, distill_traces
 from coa_jax.errors import UserError
+from coa_jax.records import read_records
 from coa_jax.settings import build
 from coa_jax.tasks.base import Task
-from coa_jax.trajectory import part_violations, read_records
+from coa_jax.trajectory import part_violations
 from tests.distill.readers.samples import file_of, product, tower
 
 

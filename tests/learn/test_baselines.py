@@ -168,6 +168,24 @@ def test_rejection_sampling_makes_right_trajectories_likelier(folder):
     assert load_file(folder / "rft" / "model" / "model.safetensors")
 
 
+def test_records_are_learned_beside_trajectories_or_alone(folder, tmp_path, capsys):
+    path = tmp_path / "records.json"
+    prompt = "Follow the mhqa protocol.\n\nQuestion: Why?"
+    answered = {"output": "<think>x</think><answer>y</answer>"}
+    path.write_text(json.dumps([{"instruction": prompt, **answered}] * 3))
+    optimizer = OptimizerConfig(learning_rate=3e-3, total_steps=1)
+    values = settings(folder, data=str(path), prompt_style="data", row_length=192)
+    values |= {"optimizer": optimizer, "min_reward": 1.0}
+    with RunDir(tmp_path / "both") as run:
+        rejection.train(RFTConfig(**values), run, tmp_path / "both" / "model")
+    said = capsys.readouterr().out
+    assert "graded trajectories, of 2 tasks\n3 records of " in said
+    with pytest.raises(UserError, match="holds records, not graded trajectories; sft and rft read"):
+        read_graded(str(path), "rl")
+    with pytest.raises(UserError, match="give traces, data or both"):
+        RFTConfig(**{**values, "traces": "", "data": ""})
+
+
 def test_preferences_are_learnt_and_an_interrupted_run_ends_the_same(folder):
     class Stopped(Exception):
         pass

@@ -9,7 +9,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example
-from coa_jax.learn.data import example_stream, next_batches, tokenize_records
+from coa_jax.learn.data import example_stream, fitting_records, next_batches
 from coa_jax.model.bpe import train_bpe
 from coa_jax.trajectory import DistilledRecord
 
@@ -92,11 +92,11 @@ def test_renaming_depends_on_the_position_alone():
 def test_records_that_are_too_long_are_left_out(caplog):
     lengths = [len(record_example(tokenizer(), r, "brief").tokens) for r in RECORDS]
     limit = sorted(lengths)[5]
-    examples, kept = tokenize_records(
+    kept, longest = fitting_records(
         tokenizer(), RECORDS, style="brief", length=limit, source="data.jsonl"
     )
-    assert [len(e.tokens) for e in examples] == [n for n in lengths if n <= limit]
+    assert longest == limit
     assert kept == [r for r, n in zip(RECORDS, lengths, strict=True) if n <= limit]
     assert "data.jsonl: 6 of 12 records have more than" in caplog.text
     with pytest.raises(UserError, match="none of the 12 records fits in 9 tokens"):
-        tokenize_records(tokenizer(), RECORDS, style="brief", length=9, source="data.jsonl")
+        fitting_records(tokenizer(), RECORDS, style="brief", length=9, source="data.jsonl")

@@ -57,6 +57,26 @@ def test_a_run_learns_and_writes_its_model(finished, folder):
     )
 
 
+def test_a_published_file_trains_to_the_parameters_of_our_own(folder, caplog):
+    own, published = folder / "own.jsonl", folder / "published.json"
+    write_records(own, tiny_policy.records())
+    rows = []
+    for record in tiny_policy.records():
+        text = record.text.replace("\n<observation>\n", "<observation>")
+        text = text.replace("\n</observation>\n\n", "</observation>\n")
+        said = f"Follow the {record.protocol} protocol.\n\nQuestion: {record.question}"
+        rows.append({"instruction": said, "input": "", "output": text})
+    published.write_text(json.dumps(rows))
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=2, warmup_steps=1)
+    for path in (own, published):
+        changes = {"optimizer": optimizer, "validation": "", "prompt_style": "brief"}
+        run_sft(folder / path.stem, sft_config(folder / "base", path, **changes))
+    assert "theirs is generalist" in caplog.text
+    assert "replaces the instructions" not in caplog.text
+    for name, value in weights(folder / "own").items():
+        np.testing.assert_array_equal(value, weights(folder / "published")[name])
+
+
 def test_a_finished_run_trains_no_further(finished, folder):
     before = (finished / "metrics.jsonl").read_bytes(), weights(finished)
     run_sft(finished, sft_config(folder / "base", folder / "data.jsonl"))

@@ -58,7 +58,8 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
         UserError: the file cannot be read at all, is compressed, or the format is unknown.
     """
     if form not in READERS:
-        raise UserError(f"trace format {form!r} is unknown; known are {', '.join(READERS)}")
+        known = ", ".join((*READERS, "records"))
+        raise UserError(f"trace format {form!r} is unknown; known are {known}")
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -1,14 +1,12 @@
 """Logs of the Model Context Protocol: JSON-RPC messages of ``tools/call`` and their results.
 
-Two forms are read.  A session a line: ``{"id", "question", "answer", "gold", "messages": [JSON-RPC,
-...]}``.  Or a message a line, bare or as ``{"session", "message": {...}}``; sessions are told
-apart by ``session`` (one without a name is the file's only one), and lines ``{"session",
-"question"}``, ``{"session", "answer"}`` say what the protocol does not.
+A file holds a session a line, or a message a line (docs/data.md).  Messages are told apart by
+``session``; messages without one belong to the only session of the file.
 
-Not to be had from this format:
+The format lacks:
 
-- the question, the answer and every thought: MCP is spoken between a client and its tools, and
-  the model's words are not part of it;
+- the question, the answer and every thought, unless further lines give them: a client speaks MCP
+  with its tools, and the words of the model are not part of it;
 - results other than text, and structured content beside text.
 """
 

@@ -1,4 +1,4 @@
-"""The result file of OAgents: one JSON object a line (field list in the paper's release).
+"""The result file of OAgents: one JSON object a line (docs/data.md has the fields).
 
 A manager (CodeAgent) writes programs; its ``search_agent`` makes the searches and crawls, which
 stand in ``search_agent_actions`` under the text of the task that the manager gave it.  They are
@@ -8,7 +8,7 @@ and for tasks that a program put together, in the order of the file, which is th
 Planning steps become a survey of facts (thought) and a plan; ``score`` and ``evaluate_thought`` of
 a step, where a process judge ran, a reflection.
 
-Not to be had from this format:
+The format lacks:
 
 - what the search agent thought between its calls: only the calls are written;
 - what a program computes beside asking the search agent, and calls of tools by a program that does

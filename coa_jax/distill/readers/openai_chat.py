@@ -1,13 +1,11 @@
 """Logs of OpenAI chat completions with tool calls, one conversation a line.
 
-Read are ``{"messages": [...]}`` and ``{"request": {"messages": [...]}, "response": {"choices":
-[{"message": ...}]}}``, with optional ``id``, ``gold``, ``answer`` and ``usage``, of which ``id``
-and ``usage`` may stand in the response.  A call is joined with the ``tool`` message of the same
-turn that names its id, so parallel calls become one after the other.  The old ``function_call``
-with messages of the role ``function`` is read as well.  A closing call of ``final_answer`` is the
-answer; else it stands in the last words, see `coa_jax.distill.readers.answers`.
+docs/data.md shows the fields; ``id`` and ``usage`` may also stand in the response.  A call is
+joined with the ``tool`` message of the same turn that names its id, so parallel calls become one
+after the other.  A closing call of ``final_answer`` is the answer; otherwise the last message holds
+the answer, see `coa_jax.distill.readers.answers`.
 
-Not to be had from this format:
+The format lacks:
 
 - plans, reflections and verifications: they are prose of the assistant and become thoughts;
 - what a reasoning model thought, unless the server wrote it out (``reasoning_content``);

@@ -1,8 +1,8 @@
 """Our own message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json`` lines.
 
-Nothing is lost: it is the common form.  A journal holds no accepted answers, because nothing that
-the team sees does; without ``gold`` (text or a list of texts) beside the log a run cannot be
-graded.
+Nothing is lost: it is the common form.  A journal holds no accepted answers, because the team sees
+none.  Without ``gold`` (text or a list of texts) beside the log the filters drop a run as
+``no_accepted_answer``.  docs/data.md shows a line.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Steps of smolagents, one run a file or a line.
 
-Three forms are read: the list of ``agent.memory.get_full_steps()`` (or ``get_succinct_steps()``),
-``RunResult.dict()`` with that list under ``steps``, and what `coa_jax.distill.smol` dumps, which
-adds ``question``, ``gold``, ``answer`` and the runs of managed agents:
-``managed_runs: [{agent, task, caller_step, steps, answer}]`` in the order in which they were made.
+docs/data.md shows the three forms that are read.  ``managed_runs`` are in the order in which they
+were made.
 
-Not to be had from this format:
+The format lacks:
 
 - runs of several questions that share one memory (``agent.run(..., reset=False)``; refused);
 - what managed agents did, unless ``managed_runs`` is there: a manager forgets it, and the record is

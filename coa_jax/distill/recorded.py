@@ -1,0 +1,74 @@
+"""Runs made of records that exist already, so that the filters work on published data sets too.
+
+The messages are read back from the tags of a record; its parts are not changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coa_jax.distill.convert import figures_of
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
+from coa_jax.protocol import get_protocol, parse
+from coa_jax.trajectory import DistilledRecord
+
+_ROLES = {
+    "plan": (Kind.PLAN, "planner", "manager"),
+    "reflection": (Kind.REFLECTION, "reflection", "manager"),
+    "suggested_answer": (Kind.SUGGESTION, "manager", "verification"),
+    "double_check": (Kind.VERDICT, "verification", "manager"),
+    "answer": (Kind.ANSWER, "manager", "user"),
+}
+"""Tag -> kind of the message, its sender and its recipient."""
+
+
+def log_of(record: DistilledRecord) -> MessageLog:
+    """Returns the messages from which `convert` would write the tags of a record.
+
+    Thoughts, and text outside of tags, belong to the message after them.
+    """
+    rules = get_protocol(record.protocol)
+    messages = [Message(0, "user", "manager", Kind.QUESTION, record.question)]
+    thoughts: list[str] = []
+    tool = ""
+
+    def add(kind: Kind, sender: str, to: str, content: str) -> None:
+        thought = " ".join(thoughts)
+        thoughts.clear()
+        messages.append(Message(len(messages), sender, to, kind, content, thought))
+
+    for author, text in record.parts:
+        if author == "environment":
+            body = text.strip().removeprefix(f"<{rules.observation}>")
+            body = body.removesuffix(f"</{rules.observation}>").strip("\n")
+            seen = Message(len(messages), tool, _agent(tool), Kind.OBSERVATION, body, outcome="ok")
+            messages.append(seen)
+            continue
+        for segment in parse(rules, text).segments:
+            body = segment.body.strip()
+            if segment.role in rules.tools:
+                tool = str(segment.role)
+                add(Kind.CALL, _agent(tool), tool, body)
+            elif segment.role in _ROLES:
+                add(*_ROLES[segment.role], body)
+            elif body:
+                thoughts.append(body)
+    answered = messages[-1].kind is Kind.ANSWER
+    ending, error = Ending.ANSWER, ""
+    if not answered:
+        ending, error = Ending.LIMIT, "the record does not end with an answer"
+    return MessageLog(record.id, record.question, record.protocol, tuple(messages), ending, error)
+
+
+def _agent(tool: str) -> str:
+    return "code" if tool == "code" else "search"
+
+
+def with_figures(record: DistilledRecord, log: MessageLog) -> DistilledRecord:
+    """Returns a record with the figures in its metadata that filters and summaries read."""
+    known = record.metadata
+    figures = figures_of(log, record.protocol)
+    mistakes = known.get("mistakes")
+    if isinstance(mistakes, list) and all(isinstance(mistake, str) for mistake in mistakes):
+        figures["mistakes"] = mistakes
+    return dataclasses.replace(record, metadata={"source": "records", **known, **figures})

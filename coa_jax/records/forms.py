@@ -1,0 +1,431 @@
+"""From a row of any known form to a `DistilledRecord`; docs/data.md shows the forms.
+
+The form of a row is recognised by its keys.  A value of a wrong type raises `TypeError` or
+`ValueError`: the file is damaged.  `Unusable` says that this row alone cannot be learned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax import jsonl
+from coa_jax.errors import UserError
+from coa_jax.protocol import Protocol, format_code, get_protocol
+from coa_jax.records.split import (
+    ENVIRONMENT,
+    POLICY,
+    Parts,
+    Unusable,
+    any_protocol,
+    infer_protocol,
+    parts_of_turns,
+)
+from coa_jax.trajectory import DistilledRecord
+
+_CONVERSATIONS = ("conversations", "messages", "conversation")
+_USER = ("instruction", "prompt", "query")
+_REPLY = ("output", "response", "completion")
+_GOLD = ("gold", "golden_answers", "ground_truth", "true_answer")
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "ipython", "environment"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+}
+_QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A record, and the tags by which its protocol was told; none where the row names it."""
+
+    record: DistilledRecord
+    tags: tuple[str, ...] = ()
+
+
+def made_of(value: Any, name: str, protocol: str = "") -> Made:
+    """Makes a record of a row.
+
+    Args:
+        value: the JSON value.
+        name: id of the record if the row has none.
+        protocol: protocol of rows that name none; "" to tell it by their tags.
+
+    Raises:
+        KeyError, TypeError, ValueError: the row is of no known form, or damaged.
+        Unusable: nothing can be learned safely from the row.
+        UserError: the protocol is unknown.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, found {type(value).__name__}")
+    if {"authors", "texts"} <= value.keys():
+        return Made(_checked(from_tfds(value)))
+    conversation = next((key for key in _CONVERSATIONS if key in value), None)
+    asked = next((key for key in _USER if value.get(key) is not None), None)
+    replied = next((key for key in _REPLY if value.get(key) is not None), None)
+    if conversation is not None:
+        return _of_messages(value, value[conversation], name, protocol)
+    if isinstance(value.get("prompt"), list) and replied is not None:
+        said = value[replied]
+        last = said if isinstance(said, list) else [{"role": "assistant", "content": said}]
+        return _of_messages(value, value["prompt"] + last, name, protocol)
+    if asked is not None and replied is not None:
+        return _of_alpaca(value, asked, replied, name, protocol)
+    if {"question", "parts"} & value.keys():
+        optional = ("metadata", "prompt", "context")  # null where a table has no value
+        row = {k: v for k, v in value.items() if v is not None or k not in optional}
+        return Made(_checked(DistilledRecord.from_json(row)))
+    if {"tokens", "author", "task_id"} <= value.keys():
+        raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
+    raise ValueError(_unknown(value))
+
+
+def _unknown(value: Mapping[str, Any]) -> str:
+    keys = ", ".join(repr(key)[:40] for key in list(value)[:6]) or "none"
+    return (
+        f"no record of a known form (its keys: {keys}); known are question with parts, messages, "
+        "conversations, and instruction with output"
+    )
+
+
+def _checked(record: DistilledRecord) -> DistilledRecord:
+    get_protocol(record.protocol)
+    jsonl.dumps(record.metadata)  # what cannot be written again is refused here, with its row
+    return record
+
+
+def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
+    """Returns the record that an element of a TFDS data set holds."""
+
+    def text(value: Any) -> str:
+        return value.decode() if isinstance(value, bytes) else str(value)
+
+    authors, texts = map(text, example["authors"]), map(text, example["texts"])
+    return DistilledRecord(
+        id=text(example["id"]),
+        question=text(example["question"]),
+        protocol=text(example["protocol"]),
+        gold=tuple(map(text, example["gold"])),
+        parts=tuple(zip(authors, texts, strict=True)),
+        answer=text(example["answer"]),
+        metadata=jsonl.loads(text(example["metadata"])),
+        prompt=text(example.get("prompt", "")),
+        context=_pairs(jsonl.loads(text(example.get("context", "[]"))), "context"),
+    )
+
+
+# --- forms ---------------------------------------------------------------------------------
+
+
+def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
+    """``instruction`` and ``input`` are the user's message, as LLaMA-Factory joins them."""
+    more = _text(value, "input") if asked == "instruction" else ""
+    first = _text(value, asked)
+    prompt = "\n".join(filter(None, (first, more)))
+    output = _text(value, replied)
+    context = []
+    if _text(value, "system"):
+        context.append(("system", _text(value, "system")))
+    for user, assistant in _pairs(value.get("history") or [], "history"):
+        context += [("user", user), ("assistant", assistant)]
+    exact = None
+    if value.get("policy") is not None:
+        exact = _spans(value["policy"], output)
+    return _assemble(
+        value, tuple(context), prompt, ((POLICY, output),), exact, name, protocol, more
+    )
+
+
+def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
+    """Turns of a conversation: ShareGPT's ``from`` and ``value`` or OpenAI's roles."""
+    if not isinstance(listed, list):
+        raise TypeError(f"the conversation cannot be {type(listed).__name__}")
+    if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
+        raise ValueError(
+            "a message log of agents, not a record; make records of it with coa_jax.distill and "
+            "configs/distill/traces.py"
+        )
+    turns: list[tuple[str, str, Any]] = []
+    for number, turn in enumerate(listed, start=1):
+        if not isinstance(turn, dict):
+            raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
+        said = turn.get("role", turn.get("from"))
+        role = _ROLES.get(said) if isinstance(said, str) else None
+        if role is None:
+            raise ValueError(f"turn {number} has the unknown role {str(said)[:40]!r}")
+        content = turn["content"] if "content" in turn else turn.get("value")
+        turns.append((role, _content(content, number), turn.get("tool_calls")))
+    if value.get("system") and (not turns or turns[0][0] != "system"):
+        turns.insert(0, ("system", _text(value, "system"), None))
+    # The trajectory begins after the last message of the user that is no observation in tags.
+    users = [role == "user" and not _shown(text) for role, text, _ in turns]
+    if True not in users:
+        raise Unusable("no message of the user")
+    end = len(users) - users[::-1].index(True)
+    start = end
+    while start and users[start - 1]:  # one message may stand in several turns
+        start -= 1
+    if any(role in ("tool", "call") for role, _, _ in turns[:start]):
+        raise Unusable("the user speaks again after a tool: not the run of a single question")
+    context = tuple((role, text) for role, text, _ in turns[:start] if text or role != "system")
+    prompt = "\n".join(text for _, text, _ in turns[start:end])
+    if any(role == "system" for role, _, _ in turns[end:]):
+        raise Unusable("a system message stands inside of the trajectory")
+    named = _named(value, protocol)
+    rules = get_protocol(named) if named else any_protocol()
+    reply = tuple(
+        (
+            POLICY if role in ("assistant", "call") else ENVIRONMENT,
+            _written(rules, role, text, call),
+        )
+        for role, text, call in turns[end:]
+    )
+    return _assemble(value, context, prompt, reply, None, name, protocol)
+
+
+def _shown(text: str) -> bool:
+    """Whether a message of the user is an observation in its tags."""
+    return text.lstrip().startswith("<observation>") and text.rstrip().endswith("</observation>")
+
+
+def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
+    """Returns the text of a turn of the trajectory, with calls of tools as tags."""
+    if role == "call" and text.lstrip().startswith("{"):
+        try:
+            return _tagged(rules, json.loads(text))
+        except (json.JSONDecodeError, RecursionError):
+            raise Unusable("a function call is not JSON") from None
+    if role != "assistant" or not calls:
+        return text
+    if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
+        raise Unusable("a turn calls several tools at once, which no protocol can say")
+    return "\n".join(filter(None, (text, _tagged(rules, calls[0].get("function")))))
+
+
+def _tagged(rules: Protocol, call: Any) -> str:
+    """Returns a call ``{"name", "arguments"}`` as the tag of the tool with its body."""
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        try:
+            arguments = json.loads(arguments)
+        except (json.JSONDecodeError, RecursionError):
+            raise Unusable("the arguments of a call are not JSON") from None
+    if isinstance(arguments, dict) and len(arguments) == 1:
+        (arguments,) = arguments.values()
+    if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
+        arguments = " | ".join(arguments)
+    if name not in rules.tools or not isinstance(arguments, str):
+        raise Unusable(
+            f"a call of {str(name)[:40]!r} has no tag with one body; coa_jax.distill with "
+            "configs/distill/traces.py converts logs of function calls"
+        )
+    body = format_code(arguments) if rules.form(name) == "code" else arguments
+    return f"<{name}>{body}</{name}>"
+
+
+# --- what all forms share ------------------------------------------------------------------
+
+
+def _named(value: Mapping[str, Any], protocol: str) -> str:
+    """Returns the protocol that a row names, else the one that is set."""
+    named = value.get("protocol") or protocol
+    if not isinstance(named, str):
+        raise TypeError(f"the field 'protocol' cannot be {type(named).__name__}")
+    return named
+
+
+def _assemble(
+    value: Mapping[str, Any],
+    context: Parts,
+    prompt: str,
+    turns: Parts,
+    exact: Parts | None,
+    name: str,
+    protocol: str,
+    question: str = "",
+) -> Made:
+    """Makes the record of a conversation.
+
+    Args:
+        value: the row.
+        context: turns before the user's message.
+        prompt: the user's message.
+        turns: (author, text) after it.
+        exact: parts of the assistant's turn, where the row tells them.
+        name: id if the row has none.
+        protocol: protocol if the row names none.
+        question: the question, if the user's message has no mark before it.
+    """
+    marked, begin = _question(prompt)
+    if marked is None:
+        question = question.strip() or prompt.strip()
+        begin = len(prompt) - len(question) if question != prompt.strip() else 0
+    else:
+        question = marked
+    if isinstance(value.get("question"), str):
+        question = value["question"]
+    if value.get("parts") is not None:
+        exact = _parts(value["parts"])
+    text = "".join(text for _, text in exact or turns)
+    if not text.strip():
+        raise Unusable("the assistant says nothing")
+    named, tags = _named(value, protocol), tuple[str, ...]()
+    if not named:
+        instructions = "\n".join([*(said for _, said in context), prompt[:begin]])
+        said = "\n".join(text for author, text in exact or turns if author == POLICY)
+        named, tags = infer_protocol(said, instructions)
+    rules = get_protocol(named)
+    parts = parts_of_turns(rules, turns) if exact is None else exact
+    identity = value.get("id", value.get("task_id"))
+    record = DistilledRecord(
+        id=str(identity) if isinstance(identity, str | int) else name,
+        question=question,
+        protocol=named,
+        gold=_gold(value),
+        parts=parts,
+        answer=_answer(rules, parts),
+        metadata={},
+        prompt=prompt,
+        context=context,
+    )
+    return Made(record, tags)
+
+
+def _question(prompt: str) -> tuple[str | None, int]:
+    """Returns the question behind its mark in a user's message, and where the mark begins."""
+    found = _QUESTION.search(prompt)
+    if found is None or not prompt[found.end() :].strip():
+        return None, 0
+    return prompt[found.end() :].strip(), found.start()
+
+
+def _answer(rules: Protocol, parts: Parts) -> str:
+    said = "".join(text for author, text in parts if author == POLICY)
+    _, opened, body = said.rpartition(f"<{rules.answer}>")
+    body, closed, _ = body.partition(f"</{rules.answer}>")
+    return body.strip() if opened and closed else ""
+
+
+def _gold(value: Mapping[str, Any]) -> tuple[str, ...]:
+    found = next((value[key] for key in _GOLD if value.get(key) is not None), ())
+    answers = found if isinstance(found, list | tuple) else [found]
+    if not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
+        raise TypeError("an accepted answer is no text or number")
+    return tuple(map(str, answers))
+
+
+def _text(value: Mapping[str, Any], key: str) -> str:
+    found = value.get(key)
+    if found is not None and not isinstance(found, str):
+        raise TypeError(f"the field {key!r} cannot be {type(found).__name__}")
+    return found or ""
+
+
+def _content(content: Any, number: int) -> str:
+    """Returns the text of a turn, which OpenAI's clients may give as a list of parts."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise Unusable(f"turn {number} holds something other than text")
+        return "\n".join(map(str, parts))
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"the text of turn {number} cannot be {type(content).__name__}")
+    return content or ""
+
+
+def _pairs(value: Any, key: str) -> Parts:
+    pairs = value if isinstance(value, list) else None
+    if pairs is None or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    ):
+        raise TypeError(f"the field {key!r} must be a list of pairs of texts")
+    return tuple((first, second) for first, second in pairs)
+
+
+def _parts(value: Any) -> Parts:
+    """Reads ``[{"author", "text"}]`` or ``[[author, text]]``."""
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        value = [[part.get("author"), part.get("text")] for part in value]
+    parts = _pairs(value, "parts")
+    if not {author for author, _ in parts} <= {POLICY, ENVIRONMENT}:
+        raise ValueError("the author of a part is 'policy' or 'environment'")
+    return parts
+
+
+def _spans(value: Any, output: str) -> Parts:
+    """Cuts a text by the spans [start, end) of characters that the policy wrote."""
+    numbers = [n for span in value for n in span] if _is_spans(value) else [-1]
+    if numbers != sorted(numbers) or any(not 0 <= n <= len(output) for n in numbers):
+        raise ValueError("the field 'policy' must be a list of ascending [start, end] in 'output'")
+    parts: list[tuple[str, str]] = []
+    at = 0
+    for start, end in [*value, [len(output), len(output)]]:
+        if at < start:
+            parts.append((ENVIRONMENT, output[at:start]))
+        if start < end:
+            parts.append((POLICY, output[start:end]))
+        at = end
+    return tuple(parts)
+
+
+def _is_spans(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(span, list)
+        and len(span) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
+        for span in value
+    )
+
+
+# --- columns of other names ----------------------------------------------------------------
+
+
+def renamed(row: Any, info: Mapping[str, Any]) -> Any:
+    """Returns a row with LLaMA-Factory's own column names.
+
+    Args:
+        row: a row.
+        info: entry of the file in ``dataset_info.json``: its ``columns`` and ``tags`` say what this
+            file calls the columns and the keys and roles of turns.
+    """
+    if not isinstance(row, dict) or not info:
+        return row
+    standard = {"prompt": "instruction", "query": "input", "response": "output"}
+    standard |= {key: key for key in ("system", "history")} | {"messages": "conversations"}
+    columns = {old: standard[key] for key, old in _texts(info, "columns") if key in standard}
+    row = {columns.get(key, key): value for key, value in row.items()}
+    tags = dict(_texts(info, "tags"))
+    turns = row.get("conversations")
+    if tags and isinstance(turns, list):
+        row["conversations"] = [_turn(turn, tags) for turn in turns]
+    return row
+
+
+def _turn(turn: Any, tags: Mapping[str, str]) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    names = ("user", "assistant", "observation", "function", "system")
+    roles = {tags[f"{name}_tag"]: name for name in names if f"{name}_tag" in tags}
+    roles = {said: "function_call" if name == "function" else name for said, name in roles.items()}
+    rest = {key: value for key, value in turn.items() if key not in (role, content)}
+    said = turn.get(role)
+    known = roles.get(said, said) if isinstance(said, str) else said
+    return {**rest, "role": known, "content": turn.get(content)}
+
+
+def _texts(info: Mapping[str, Any], key: str) -> Sequence[tuple[str, str]]:
+    found = info.get(key)
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        if found is None:
+            return ()
+        raise UserError(f"dataset_info.json: {key!r} must be an object of texts")
+    return tuple(found.items())
