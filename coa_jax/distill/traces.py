@@ -20,17 +20,13 @@ from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol, protocol_names
-from coa_jax.records import Counts, LeftOut, iterate_records
+from coa_jax.protocol import get_protocol
+from coa_jax.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
 from coa_jax.trajectory import DistilledRecord, write_records
 
 RECORDS = "records"
-
-
-def _protocols() -> tuple[str, ...]:
-    return ("", *protocol_names())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +43,14 @@ class TracesConfig(Bounded):
     """
 
     files: tuple[Place, ...]
-    format: Annotated[str, OneOf(RECORDS, *READERS)]
-    protocol: Annotated[str, OneOf(_protocols)]
+    format: Annotated[str, OneOf(*READERS, RECORDS)]
+    protocol: ProtocolName
     completion: Completion = dataclasses.field(default_factory=Completion)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.protocol and self.format != RECORDS:
+            raise UserError(f"protocol is empty; the format {self.format} needs one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +168,8 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             used += 1
         read = {"records": rows, "used": used, "ignored": 0, "traces": used}
         made.reading.append({"path": str(path), **read, "problems": rows - used})
-    for warning in counts.lines()[: len(counts.told)]:  # rows that are left out are in `refused`
-        logging.warning("%s", warning)
+    for told in counts.lines()[: len(counts.told)]:  # rows that are left out are in `refused`
+        logging.warning("%s", told)
     return dataclasses.replace(made, refused=dict(refused.most_common()))
 
 
