@@ -282,10 +282,17 @@ class DistilledRecord:
             KeyError, TypeError, ValueError: the value is not a record.
         """
         fields = jsonl.fields(cls, value)
-        parts = tuple((author, text) for author, text in fields["parts"])
-        context = tuple((role, text) for role, text in fields.get("context", ()))
+        parts, context = _pairs(fields, "parts"), _pairs(fields, "context")
         gold = tuple(fields["gold"])
         return cls(**{**fields, "gold": gold, "parts": parts, "context": context})
+
+
+def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
+    """Reads a field with a list of two-item lists; a field that is missing is empty."""
+    found = fields.get(name, [])
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+        raise TypeError(f"the field {name!r} must hold lists of two texts")
+    return tuple((first, second) for first, second in found)
 
 
 def part_violations(protocol: str, parts: Iterable[tuple[str, str]]) -> list[Violation]:

@@ -25,7 +25,7 @@ from coa_jax.learn.losses import bind, sft_loss
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
 from coa_jax.parallel.placement import training_mesh
-from coa_jax.records import check_protocol, iterate_records, read_records
+from coa_jax.records import ProtocolName, iterate_records, read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory, read_trajectories
 
@@ -49,12 +49,11 @@ class RFTConfig(FitConfig):
     min_reward: Annotated[float, Between(-1e9, 1e9)]
     per_task: Count
     data: Place = ""
-    protocol: Prose = ""
+    protocol: ProtocolName = ""
     prompt_style: str = "full"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_protocol(self.protocol)
         if not self.traces and not self.data:
             raise UserError("give traces, data or both")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.bounds import OneOf, Place, Prose, Share
+from coa_jax.bounds import OneOf, Place, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.learn.data import example_stream, fitting_records, next_batches
@@ -26,7 +26,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import put_batch, training_mesh
-from coa_jax.records import check_protocol, read_records
+from coa_jax.records import ProtocolName, read_records
 from coa_jax.run_dir import RunDir
 
 
@@ -53,12 +53,11 @@ class SFTConfig(FitConfig):
     prompt_style: str
     rename_share: Share
     keep_best: Annotated[str, OneOf("", "loss", "validation/loss")] = ""
-    protocol: Prose = ""
+    protocol: ProtocolName = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_protocol(self.protocol)
         if self.keep_best.startswith("validation/") and (
             not self.validation or self.checkpoint_every % self.validate_every
         ):

@@ -14,14 +14,16 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from absl import logging
 
-from coa_jax import files, jsonl
+from coa_jax import jsonl
+from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol
-from coa_jax.records.forms import from_tfds, made_of, renamed
+from coa_jax.protocol import get_protocol, protocol_names
+from coa_jax.records.columns import columns_of, renamed
+from coa_jax.records.forms import from_tfds, made_of
 from coa_jax.records.rows import Row, find_files, read_rows
 from coa_jax.records.split import Unusable, parts_of, parts_of_turns
 from coa_jax.trajectory import DistilledRecord
@@ -29,14 +31,22 @@ from coa_jax.trajectory import DistilledRecord
 __all__ = [
     "Counts",
     "LeftOut",
+    "ProtocolName",
     "Read",
-    "check_protocol",
     "from_tfds",
     "iterate_records",
     "parts_of",
     "parts_of_turns",
     "read_records",
 ]
+
+
+def _protocols() -> tuple[str, ...]:
+    return ("", *protocol_names())
+
+
+ProtocolName = Annotated[str, OneOf(_protocols)]
+"""Setting: the protocol of records that name none; "" to tell it by their tags."""
 
 
 class LeftOut(NamedTuple):
@@ -64,16 +74,6 @@ class Read(NamedTuple):
     dropped: str = ""
 
 
-def check_protocol(name: str) -> None:
-    """Refuses the name of an unknown protocol; "" leaves the protocol open.
-
-    Raises:
-        UserError: no protocol has this name.
-    """
-    if name:
-        get_protocol(name)
-
-
 def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Iterator[Read | LeftOut]:
     """Yields what became of each row, one row at a time.
 
@@ -84,9 +84,10 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
     Raises:
         UserError: a file cannot be read, or a row is damaged; the message names file and row.
     """
-    check_protocol(protocol)
+    if protocol:
+        get_protocol(protocol)
     for path in find_files(source):
-        info = _columns(path)
+        info = columns_of(path)
         for row in read_rows(path):
             value, dropped = row.value, ""
             if isinstance(value, dict) and value.keys() == {"filter", "record"}:
@@ -97,10 +98,15 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
                 yield LeftOut(path, row.number, row.where, str(why))
                 continue
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise UserError(f"{row.where}: {jsonl.why(error)}") from error
+                raise UserError(f"{row.where}: {_short(jsonl.why(error))}") from error
             except UserError as error:
-                raise UserError(f"{row.where}: {error}") from None
+                raise UserError(f"{row.where}: {_short(str(error))}") from None
             yield Read(made.record, row, made.tags, dropped)
+
+
+def _short(reason: str) -> str:
+    """Returns a reason without the middle of a long text that it quotes."""
+    return reason if len(reason) <= 300 else f"{reason[:150]} ... {reason[-140:]}"
 
 
 def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:
@@ -157,7 +163,7 @@ class Counts:
         The first rows of a reason are named.
         """
         lines = [
-            f"by the tags of {number} records that name no protocol, theirs is {name} "
+            f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if it is another"
             for name, number in self.told.items()
         ]
@@ -166,17 +172,5 @@ class Counts:
             reasons[row.reason].append(row.where)
         for reason, where in reasons.items():
             named = ", ".join([*where[:2], *(["..."] if where[2:] else [])])
-            lines.append(f"{len(where)} rows are left out: {reason} ({named})")
+            lines.append(f"rows left out: {len(where)}, because {reason} ({named})")
         return lines
-
-
-def _columns(path: Path) -> dict[str, Any]:
-    """Returns what LLaMA-Factory's ``dataset_info.json`` beside a file says of its columns."""
-    info = path.parent / "dataset_info.json"
-    if not info.is_file() or (path.parent / "features.json").is_file():
-        return {}
-    try:
-        entries = [e for e in files.read_json_object(info).values() if isinstance(e, dict)]
-    except RecursionError:
-        raise UserError(f"{info}: nested too deeply; mend or remove the file") from None
-    return next((entry for entry in entries if entry.get("file_name") == path.name), {})

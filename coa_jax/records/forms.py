@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax import jsonl
-from coa_jax.errors import UserError
 from coa_jax.protocol import Protocol, format_code, get_protocol
 from coa_jax.records.split import (
     ENVIRONMENT,
@@ -67,8 +66,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if {"authors", "texts"} <= value.keys():
         return Made(_checked(from_tfds(value)))
     conversation = next((key for key in _CONVERSATIONS if key in value), None)
-    asked = next((key for key in _USER if value.get(key) is not None), None)
-    replied = next((key for key in _REPLY if value.get(key) is not None), None)
+    asked, replied = _present(value, _USER), _present(value, _REPLY)
     if conversation is not None:
         return _of_messages(value, value[conversation], name, protocol)
     if isinstance(value.get("prompt"), list) and replied is not None:
@@ -77,13 +75,21 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
         return _of_messages(value, value["prompt"] + last, name, protocol)
     if asked is not None and replied is not None:
         return _of_alpaca(value, asked, replied, name, protocol)
-    if {"question", "parts"} & value.keys():
+    if "parts" in value:
         optional = ("metadata", "prompt", "context")  # null where a table has no value
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
         return Made(_checked(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
+    if "question" in value:
+        raise ValueError("a question without 'parts', which is a task and no record to learn")
     raise ValueError(_unknown(value))
+
+
+def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """Returns the first of some keys that has a value, else the first that a row has at all."""
+    there = [key for key in keys if key in value]
+    return next((key for key in there if value[key] is not None), next(iter(there), None))
 
 
 def _unknown(value: Mapping[str, Any]) -> str:
@@ -158,7 +164,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         said = turn.get("role", turn.get("from"))
         role = _ROLES.get(said) if isinstance(said, str) else None
         if role is None:
-            raise ValueError(f"turn {number} has the unknown role {str(said)[:40]!r}")
+            raise Unusable(f"turn {number} has the unknown role {str(said)[:40]!r}")
         content = turn["content"] if "content" in turn else turn.get("value")
         turns.append((role, _content(content, number), turn.get("tool_calls")))
     if value.get("system") and (not turns or turns[0][0] != "system"):
@@ -383,49 +389,3 @@ def _is_spans(value: Any) -> bool:
         and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
         for span in value
     )
-
-
-# --- columns of other names ----------------------------------------------------------------
-
-
-def renamed(row: Any, info: Mapping[str, Any]) -> Any:
-    """Returns a row with LLaMA-Factory's own column names.
-
-    Args:
-        row: a row.
-        info: entry of the file in ``dataset_info.json``: its ``columns`` and ``tags`` say what this
-            file calls the columns and the keys and roles of turns.
-    """
-    if not isinstance(row, dict) or not info:
-        return row
-    standard = {"prompt": "instruction", "query": "input", "response": "output"}
-    standard |= {key: key for key in ("system", "history")} | {"messages": "conversations"}
-    columns = {old: standard[key] for key, old in _texts(info, "columns") if key in standard}
-    row = {columns.get(key, key): value for key, value in row.items()}
-    tags = dict(_texts(info, "tags"))
-    turns = row.get("conversations")
-    if tags and isinstance(turns, list):
-        row["conversations"] = [_turn(turn, tags) for turn in turns]
-    return row
-
-
-def _turn(turn: Any, tags: Mapping[str, str]) -> Any:
-    if not isinstance(turn, dict):
-        return turn
-    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-    names = ("user", "assistant", "observation", "function", "system")
-    roles = {tags[f"{name}_tag"]: name for name in names if f"{name}_tag" in tags}
-    roles = {said: "function_call" if name == "function" else name for said, name in roles.items()}
-    rest = {key: value for key, value in turn.items() if key not in (role, content)}
-    said = turn.get(role)
-    known = roles.get(said, said) if isinstance(said, str) else said
-    return {**rest, "role": known, "content": turn.get(content)}
-
-
-def _texts(info: Mapping[str, Any], key: str) -> Sequence[tuple[str, str]]:
-    found = info.get(key)
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        if found is None:
-            return ()
-        raise UserError(f"dataset_info.json: {key!r} must be an object of texts")
-    return tuple(found.items())

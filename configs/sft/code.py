@@ -4,7 +4,9 @@ r"""Fine-tunes Qwen2.5-Coder-Instruct as the paper's code agent.
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-Coder-7B-Instruct (or 3B, 32B)
-in Hugging Face format and distilled data of the protocol ``code``.  7b is for the 64 chips of a
+in Hugging Face format and distilled data of the protocol ``code``, or the published SFT
+file as it is, with ``--config.prompt_style=data`` for its own instructions (docs/data.md).
+7b is for the 64 chips of a
 v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
 another slice will do, ``launch/`` has what starts it there.
 Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.

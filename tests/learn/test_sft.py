@@ -71,7 +71,7 @@ def test_a_published_file_trains_to_the_parameters_of_our_own(folder, caplog):
     for path in (own, published):
         changes = {"optimizer": optimizer, "validation": "", "prompt_style": "brief"}
         run_sft(folder / path.stem, sft_config(folder / "base", path, **changes))
-    assert "theirs is generalist" in caplog.text
+    assert "by their tags generalist" in caplog.text
     assert "replaces the instructions" not in caplog.text
     for name, value in weights(folder / "own").items():
         np.testing.assert_array_equal(value, weights(folder / "published")[name])

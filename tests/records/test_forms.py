@@ -196,7 +196,8 @@ def test_rows_that_cannot_be_learned_are_counted_with_their_places(tmp_path, cap
     bad = {**alpaca(RIVER), "output": DOUBTFUL["never closed"]}
     path.write_text(json.dumps([alpaca(RIVER), bad, alpaca(RIVER), bad, bad]))
     assert len(read_records(path)) == 2
-    assert f"3 rows are left out: an observation is never closed ({path}: row 2, " in caplog.text
+    said = f"rows left out: 3, because an observation is never closed ({path}: row 2, "
+    assert said in caplog.text
     assert f"{path}: row 4, ...)" in caplog.text
     found = [row.number for row in iterate_records(path) if isinstance(row, LeftOut)]
     assert found == [2, 4, 5]
@@ -214,7 +215,7 @@ def test_tags_tell_the_protocol_and_a_line_says_so(story, tmp_path, caplog):
     row = {**alpaca(story), "instruction": f"Think, then act.\n\nQuestion: {story.question}"}
     path.write_text(json.dumps([row, row]))
     assert {record.protocol for record in read_records(path)} == {story.protocol}
-    said = f"of 2 records that name no protocol, theirs is {story.protocol} (answer, "
+    said = f"records that name no protocol: 2, by their tags {story.protocol} (answer, "
     assert said in caplog.text
 
 
@@ -407,6 +408,7 @@ DAMAGED = {
     "the text of turn 1 cannot be dict": '{"messages": [{"role": "user", "content": {}}]}',
     "'history' must be a list of pairs": '{"instruction": "q", "output": "a", "history": [["x"]]}',
     "no record of a known form .its keys: 'a'": '{"a": 1}',
+    "a question without 'parts'": '{"question": "q", "answer": "a"}',
     "a sampled trajectory, not a record": '{"tokens": [], "author": [], "task_id": "t"}',
     "a message log of agents": '{"messages": [{"sender": "user", "kind": "question"}]}',
     "protocol 'klingon' is unknown": '{"instruction": "q", "output": "a", "protocol": "klingon"}',

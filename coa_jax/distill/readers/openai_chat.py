@@ -3,7 +3,7 @@
 docs/data.md shows the fields; ``id`` and ``usage`` may also stand in the response.  A call is
 joined with the ``tool`` message of the same turn that names its id, so parallel calls become one
 after the other.  A closing call of ``final_answer`` is the answer; otherwise the last message holds
-the answer, see `coa_jax.distill.readers.answers`.
+it, see `coa_jax.distill.readers.answers`.
 
 The format lacks:
 

@@ -1,0 +1,69 @@
+"""Columns, keys and roles of other names, which LLaMA-Factory's ``dataset_info.json`` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files
+from coa_jax.errors import UserError
+
+
+def columns_of(path: Path) -> dict[str, Any]:
+    """Returns the entry of a file in the ``dataset_info.json`` beside it; {} where there is none.
+
+    Raises:
+        UserError: the ``dataset_info.json`` cannot be read.
+    """
+    info = path.parent / "dataset_info.json"
+    if not info.is_file() or (path.parent / "features.json").is_file():
+        return {}
+    try:
+        entries = [e for e in files.read_json_object(info).values() if isinstance(e, dict)]
+    except RecursionError:
+        raise UserError(f"{info}: nested too deeply; mend or remove the file") from None
+    return next((entry for entry in entries if entry.get("file_name") == path.name), {})
+
+
+def renamed(row: Any, info: Mapping[str, Any]) -> Any:
+    """Returns a row with LLaMA-Factory's own column names.
+
+    Args:
+        row: a row.
+        info: entry of the file in ``dataset_info.json``: its ``columns`` and ``tags`` say what this
+            file calls the columns and the keys and roles of turns.
+    """
+    if not isinstance(row, dict) or not info:
+        return row
+    standard = {"prompt": "instruction", "query": "input", "response": "output"}
+    standard |= {key: key for key in ("system", "history")} | {"messages": "conversations"}
+    columns = {old: standard[key] for key, old in _texts(info, "columns") if key in standard}
+    row = {columns.get(key, key): value for key, value in row.items()}
+    tags = dict(_texts(info, "tags"))
+    turns = row.get("conversations")
+    if tags and isinstance(turns, list):
+        row["conversations"] = [_turn(turn, tags) for turn in turns]
+    return row
+
+
+def _turn(turn: Any, tags: Mapping[str, str]) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    names = ("user", "assistant", "observation", "function", "system")
+    roles = {tags[f"{name}_tag"]: name for name in names if f"{name}_tag" in tags}
+    roles = {said: "function_call" if name == "function" else name for said, name in roles.items()}
+    rest = {key: value for key, value in turn.items() if key not in (role, content)}
+    said = turn.get(role)
+    known = roles.get(said, said) if isinstance(said, str) else said
+    return {**rest, "role": known, "content": turn.get(content)}
+
+
+def _texts(info: Mapping[str, Any], key: str) -> Sequence[tuple[str, str]]:
+    found = info.get(key)
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        if found is None:
+            return ()
+        raise UserError(f"dataset_info.json: {key!r} must be an object of texts")
+    return tuple(found.items())
