@@ -46,7 +46,10 @@ def fitting_records(
             "%s: %d of %d records have more than %d tokens and are left out",
             source, len(records) - len(kept), len(records), length,
         )  # fmt: skip
-    replaced = sum(record.prompt not in ("", user_message(record, style)) for record in kept)
+    replaced = sum(
+        record.prompt.strip() not in ("", record.question, user_message(record, style))
+        for record in kept
+    )
     if replaced:
         logging.warning(
             "%s: the prompt style %s replaces the instructions of %d records by ours; "

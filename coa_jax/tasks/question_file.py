@@ -1,10 +1,6 @@
-"""Tasks from a file of one JSON object a line with a question and its answer.
+"""Tasks from a file of one JSON object a line with a question and its answer (docs/data.md).
 
-    {"question": "Who wrote ...?", "answer": "..."}
-
-``answer`` (or ``answers``, ``golden_answers``, ``gold``) is a string, a number or a list of
-accepted ones.  Optional: ``id``, ``protocol``, ``split`` and ``metadata``.  A line without a split
-belongs to each of them: the file is then the split.
+A line without a split belongs to each of them: the file is then the split.
 """
 
 from __future__ import annotations

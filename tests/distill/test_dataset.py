@@ -138,4 +138,4 @@ def test_two_thousand_runs_killed_on_the_way_hold_every_task_once(tmp_path):
 def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
     done = run(tmp_path, "--config.teacher.mistake_rate=2.0")
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: distill config: mistake_rate")
+    assert done.stderr.strip().splitlines()[-1].startswith("error: config.teacher.mistake_rate")
