@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +56,28 @@ class Restored:
     more: dict[str, Any]
 
 
+@functools.cache
+def _tell_faults_once() -> None:
+    """Keeps Orbax and TensorStore from printing tracebacks of faults that `Checkpoints` raises.
+
+    A full disk fails many writes at a time, each in a thread of its own.  Orbax logs all of them
+    and raises one again from `Checkpoints.wait`; TensorStore prints one for every write that is
+    still under way when Orbax has closed its event loop.
+    """
+    folder, shown = os.path.dirname(ocp.__file__), sys.excepthook
+
+    def is_news(record: Any) -> bool:
+        return not (record.exc_info and record.pathname.startswith(folder))
+
+    def show(kind: Any, error: BaseException, traceback: Any) -> None:
+        # An error of the program itself begins in its main module.
+        if traceback is None or traceback.tb_frame.f_code.co_name != "call_soon_threadsafe":
+            shown(kind, error, traceback)
+
+    logging.get_absl_logger().addFilter(is_news)
+    sys.excepthook = show
+
+
 class Checkpoints:
     """The newest states of a run in ``directory``, and the best one."""
 
@@ -80,6 +104,7 @@ class Checkpoints:
         """
         if keep < 1:
             raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
+        _tell_faults_once()
         self.best_metric, self._sign = best, -1.0 if best.endswith("loss") else 1.0
         policy: Any = checkpoint_managers.LatestN(keep)
         if best:

@@ -55,7 +55,10 @@ def write_model(
     except Exception as error:
         # The tokenizer's Rust library reports a full disk as a bare Exception.
         if isinstance(error, OSError) or re.search(r"os error \d+", str(error)):
-            raise UserError(f"{path} cannot be written ({error}): nothing was saved") from error
+            raise UserError(
+                f"{path} cannot be written ({error}): the model is not saved; run the same command "
+                "again when it can be"
+            ) from error
         raise
     finally:
         if temporary is not None:

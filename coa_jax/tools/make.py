@@ -131,7 +131,11 @@ class ToolsConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         for tag, settings in self.mcp.items():
-            check(tag, Annotated[str, Text(100, r"[A-Za-z]\w*", "a tag of letters")], "mcp")
+            check(
+                tag,
+                Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "small letters, digits and _")],
+                "mcp",
+            )
             if tag in BUILT_IN:
                 raise UserError(f"mcp.{tag} is a tool that is built in; choose another tag")
             build(McpConfig, settings, f"mcp.{tag}")

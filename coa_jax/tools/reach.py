@@ -52,10 +52,8 @@ async def findings(config: ToolsConfig) -> list[Finding]:
     for name in config.names:
         if name in config.mcp:
             found.append(_finding(name, _mcp(name, config)))
-        elif name in checks:
-            found.append(_finding(name, checks[name](config)))
         else:
-            found.append(_finding(name, _unknown()))
+            found.append(_finding(name, checks[name](config)))
     if config.store.path:
         found.append(_finding("store", _store(config)))
     return list(await asyncio.gather(*found))
@@ -67,10 +65,6 @@ async def _finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
     except UserError as error:
         ok, text = False, str(error)
     return Finding(name, ok, text)
-
-
-async def _unknown() -> tuple[bool, str]:
-    return False, "no such tool"
 
 
 async def _answers(url: str) -> tuple[bool, str]:

@@ -294,7 +294,7 @@ def test_calls_without_an_address_and_repeats(reader, server):
 def test_missing_packages_and_wrong_settings_are_explained(monkeypatch):
     with pytest.raises(UserError, match="max_pages"):
         tool(max_pages=0)
-    with pytest.raises(UserError, match="name of a model"):
+    with pytest.raises(UserError, match="model is missing"):
         ChatConfig("http://a.example/v1")
     monkeypatch.setattr(page_text, "missing_packages", lambda: ["trafilatura"])
     with pytest.raises(UserError, match=r"coa_jax\[web\]"):

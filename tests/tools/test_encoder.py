@@ -123,7 +123,7 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
         ({"position_embedding_type": "relative_key"}, "only absolute positions"),
         ({"num_hidden_layers": 4}, r"has no tensor encoder\.layer\.3\.attention"),
         ("pooling", "only one of mean and cls is known"),
-        ("device", "the backend 'abacus' is not there"),
+        ("device", "device is 'abacus'; give one of"),
     ],
 )
 def test_what_is_wrong_with_a_directory_is_said(tmp_path, fault, said):
