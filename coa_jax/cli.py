@@ -47,6 +47,7 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
+_DISK_FULL = "disk full: "
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 _config_default = ""
@@ -111,6 +112,9 @@ def run_main(
         _silence_stdout()
         print(f"error: {line}", file=sys.stderr)
         _leave_processes(error, line, 2)
+        if line.startswith(_DISK_FULL):
+            # Threads of TensorStore print a traceback for each write that the end interrupts.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.exit(2)
     sys.exit(0)
 
@@ -134,20 +138,25 @@ def explain(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception and what it was raised from, outermost first."""
+    """Yields an exception, those that it groups, and what each was raised from."""
     seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
+    todo: list[BaseException | None] = [error]
+    while todo:
+        following = todo.pop(0)
+        if following is None or id(following) in seen:
+            continue
         seen.add(id(following))
         yield following
-        following = following.__cause__ or (
-            None if following.__suppress_context__ else following.__context__
+        todo += following.exceptions if isinstance(following, BaseExceptionGroup) else ()
+        todo.append(
+            following.__cause__
+            or (None if following.__suppress_context__ else following.__context__)
         )
 
 
 def _disk_full(path: str | bytes | int | None, reason: str) -> str:
     advice = "free some space and run the same command again to continue"
-    return f"disk full: {_name(path)} ({reason}); {advice}"
+    return f"{_DISK_FULL}{_name(path)} ({reason}); {advice}"
 
 
 def _name(path: str | bytes | int | None) -> str:

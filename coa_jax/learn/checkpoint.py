@@ -12,9 +12,11 @@ import asyncio
 import dataclasses
 import functools
 import json
+import logging as python_logging
 import math
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,18 +66,19 @@ def _tell_faults_once() -> None:
     and raises one again from `Checkpoints.wait`; TensorStore prints one for every write that is
     still under way when Orbax has closed its event loop.
     """
-    folder, shown = os.path.dirname(ocp.__file__), sys.excepthook
+    folder, shown = os.path.dirname(ocp.__file__), sys.unraisablehook
 
     def is_news(record: Any) -> bool:
-        return not (record.exc_info and record.pathname.startswith(folder))
+        frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else ()
+        return not any(frame.filename.startswith(folder) for frame in frames)
 
-    def show(kind: Any, error: BaseException, traceback: Any) -> None:
-        # An error of the program itself begins in its main module.
-        if traceback is None or traceback.tb_frame.f_code.co_name != "call_soon_threadsafe":
-            shown(kind, error, traceback)
+    def show(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
 
-    logging.get_absl_logger().addFilter(is_news)
-    sys.excepthook = show
+    for name in ("absl", "asyncio"):
+        python_logging.getLogger(name).addFilter(is_news)
+    sys.unraisablehook = show
 
 
 class Checkpoints:
