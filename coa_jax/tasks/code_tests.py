@@ -278,7 +278,9 @@ async def _run_case(program: str, tests: Tests, case: Case, seconds: float, memo
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     keep = 2 * len(case.expected) + (1 << 16)
-    job = _isolation().job(Limits(wall_s=seconds, cpu_s=seconds, memory_mb=memory_mb))
+    # Other work of the machine takes nothing from the time of a program that is graded.
+    limits = Limits(wall_s=seconds, cpu_s=seconds, memory_mb=memory_mb, starved_s=seconds)
+    job = _isolation().job(limits)
     result = await run(job, source, stdin, keep)
     if result.reason == "wall":
         return "time"

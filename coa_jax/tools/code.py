@@ -64,7 +64,9 @@ class CodeTool:
         """Finds the isolation and tries it.
 
         Args:
-            timeout_s: wall seconds of a program (paper's release: 7).
+            timeout_s: wall seconds of a program (paper's release: 7).  On a busy machine up to as
+                many again are added for the time in which it could have run, had a processor
+                been free.
             cpu_s: processor seconds of each of its processes (paper App A: 5).
             memory_mb: MiB of memory (paper App A: 5 GB).
             max_output_chars: characters of output in an observation (release: 1,536).
@@ -103,9 +105,12 @@ class CodeTool:
         self.max_output_chars = max_output_chars
         self.queue_s = queue_s
         self.remembers = session
-        self.deadline = queue_s + (longest_s(timeout_s) if session else timeout_s) + GRACE_S + 1.0
+        longest = longest_s(timeout_s) if session else timeout_s
+        self.deadline = queue_s + longest + timeout_s + GRACE_S + 1.0
         self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
-        confined = Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes)
+        confined = Limits(
+            timeout_s, cpu_s, memory_mb, disk_mb, processes, starved_s=timeout_s
+        )
         self._job = self.isolation.job(confined, libraries)
         python = self.isolation.interpreter
         self.settings = json.dumps(
@@ -143,13 +148,13 @@ class CodeTool:
             whole = Continued(source, limits, 0)
             if self.remembers:
                 whole = continued(source, self.name, context, limits)
-            wall = whole.limits.wall_s
+            wall, starved = whole.limits.wall_s, whole.limits.starved_s
             if context.deadline is not None:
                 left = context.deadline - _MARGIN_S - (time.monotonic() - start)
                 wall = max(0.01, min(wall, left))
-            job = dataclasses.replace(
-                self._job, limits=dataclasses.replace(whole.limits, wall_s=wall)
-            )
+                starved = max(0.0, min(starved, left - wall))
+            within = dataclasses.replace(whole.limits, wall_s=wall, starved_s=starved)
+            job = dataclasses.replace(self._job, limits=within)
             result = await run(job, whole.source, stdin or "", keep=self.max_output_chars)
         except SandboxError as error:
             return self._fault(str(error), start)

@@ -41,7 +41,7 @@ class Limits:
     processes: int = 48
     open_files: int = 128
     output_bytes: int = 4 << 20
-    starved_s: float = 7.0
+    starved_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,8 @@ class Watch:
         figures = [_numbers(process, "stat", (11, 12, 13, 14, 17)) for process in processes]
         if sum(threads for *_, threads in figures) > self._limits.processes + _SPARE_PROCESSES:
             return "processes"
-        if sum(sum(ticks) for *ticks, _ in figures) > _LONG_CPU_S * _TICKS:
+        # Only root can raise the priority again, so that what is killed is soon gone.
+        if os.geteuid() == 0 and sum(sum(ticks) for *ticks, _ in figures) > _LONG_CPU_S * _TICKS:
             _put_behind(processes)
         return self._look_at_files(processes)
 
@@ -215,7 +216,7 @@ def _proportional(process: int, most: int) -> int:
     return min(most, _kilobytes(process, "smaps_rollup", wanted)) or most
 
 
-def _kilobytes(process: int, name: str, wanted: tuple[bytes, ...]) -> int:
+def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
     """Sum in bytes of some lines of a file below /proc/PID; 0 if it cannot be read."""
     total = 0
     try:
@@ -303,7 +304,8 @@ def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
             with open(f"/proc/{process}/io") as file:
                 figures = dict(line.split(": ") for line in file)
         except PermissionError:
-            return 1 << 62, 1 << 62
+            if _kilobytes(process, "status", (b"VmSize",)):  # else it is just ending
+                return 1 << 62, 1 << 62
         except OSError:
             continue  # it has ended, or the kernel keeps no such account
         # What goes into memory is not counted as written to a device.
