@@ -159,11 +159,11 @@ def lease(path):
 def lock(path):
     with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-def names():
-    for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
-        for uid in range(60578, 61184):
-            socket.socketpair(socket.AF_UNIX, kind)[0].bind(f"\\0coa_jax.sandbox.uid.{{uid}}")
-attempt("takes the names of others", names)
+def names(kind):
+    for uid in range(60578, 61184):
+        socket.socketpair(socket.AF_UNIX, kind)[0].bind(f"\\0coa_jax.sandbox.uid.{{uid}}")
+for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+    attempt("takes the names of others", lambda: names(kind))
 attempt("opens the locks of others", lambda: open({locks!r}, "r+"))
 for path in (sys.executable, os.__file__):
     attempt("locks " + path, lambda: lock(path))

@@ -11,7 +11,7 @@ import signal
 from . import kernel, landlock, seccomp
 from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes, Scratch
 
-_NICE = 5  # a short program hardly waits; the watch puts a long one behind everything else
+_NICE = 5  # a third of the usual share of a processor; with less, honest programs come too late
 _IDLE_IO = 3 << 13
 
 

@@ -8,7 +8,6 @@ than the watch is caught by totals that the kernel sums up over all of its proce
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
@@ -21,7 +20,6 @@ _FIRST_LOOK_S = 0.005
 _COUNTING_S, _ASKING_S = 0.02, 0.1  # longest pause between looks: counting, or asking the kernel
 _SHARE_OF_CPU = 20  # looking takes one in so many seconds, as far as the pauses above allow
 _PRECISE_S = 0.05
-_LONG_CPU_S, _LAST = 0.5, 15
 _SPARE_PROCESSES = 4  # those of the sandbox itself
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -81,12 +79,9 @@ class Watch:
                 return "memory"
         elif _holds_more(processes, self._limits.memory_mb << 20):
             return "memory"
-        figures = [_numbers(process, "stat", (11, 12, 13, 14, 17)) for process in processes]
-        if sum(threads for *_, threads in figures) > self._limits.processes + _SPARE_PROCESSES:
+        threads = [_numbers(process, "stat", (17,))[0] for process in processes]
+        if sum(threads) > self._limits.processes + _SPARE_PROCESSES:
             return "processes"
-        # Only root can raise the priority again, so that what is killed is soon gone.
-        if os.geteuid() == 0 and sum(sum(ticks) for *ticks, _ in figures) > _LONG_CPU_S * _TICKS:
-            _put_behind(processes)
         return self._look_at_files(processes)
 
     def last_look(self) -> str:
@@ -168,18 +163,6 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
         return [int(fields[place]) for place in places]
     except (OSError, IndexError):
         return [0] * len(places)
-
-
-def _put_behind(processes: list[int]) -> None:
-    """Lets processes have only what other programs leave of the processors."""
-    for process in processes:
-        with contextlib.suppress(OSError):
-            if _numbers(process, "stat", (16,))[0] < _LAST:
-                for task in os.listdir(f"/proc/{process}/task"):
-                    os.setpriority(os.PRIO_PROCESS, int(task), _LAST)
-                # Where the kernel shares processors among sessions, this is what counts.
-                with open(f"/proc/{process}/autogroup", "w") as file:
-                    file.write(str(_LAST))
 
 
 def _holds_more(processes: list[int], limit: int) -> bool:
