@@ -111,7 +111,7 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
     interpreter = interpreter or find_interpreter()
     directories, requirements = [], {}
     for entry in wanted:
-        if os.sep in entry:
+        if entry.startswith(("/", "~", "./", "../")):
             directories.append(_directory(entry))
         elif match := re.fullmatch(_REQUIREMENT, entry.strip()):
             requirements[_normal(match[1])] = entry.strip()

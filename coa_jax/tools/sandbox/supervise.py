@@ -132,8 +132,8 @@ def _run(
             if isolated:
                 _be_init(program, keep=failure_write)
             program()
-        except OSError as error:
-            os.write(failure_write, f"{type(error).__name__}: {error}".encode())
+        except OSError as problem:
+            os.write(failure_write, f"{type(problem).__name__}: {problem}".encode())
         finally:
             os._exit(127)
     for end in (failure_write, started_write, pipes.stdin, pipes.stdout, pipes.stderr):

@@ -282,7 +282,8 @@ def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
     """(bytes written, those of them that were not taken back) by processes and by all that were
     reaped below them and below this one; infinite where a process hides the figures."""
     gross = taken_back = 0
-    for process in ("self", *processes):
+    names: list[int | str] = ["self", *processes]
+    for process in names:
         try:
             with open(f"/proc/{process}/io") as file:
                 figures = dict(line.split(": ") for line in file)
