@@ -103,7 +103,8 @@ class Watch:
         # Files may be gone, or open without a name.  All that can be held now are bytes that
         # were written and not taken back; since the last look all that was written besides.
         held = max(net, self._net + gross - self._gross)
-        self._net, self._gross = net, gross
+        if gross >= self._gross:  # else the account of a process that just ends is on its way
+            self._net, self._gross = net, gross
         return "disk" if held > limit else ""
 
     def _starved_s(self) -> float:
