@@ -23,8 +23,8 @@ def grow():
         hoard({most})
     except (OSError, MemoryError, ValueError) as error:
         print("refused", type(error).__name__, file=sys.stderr)
-        kept.clear()
         held(0)
+        kept.clear()
         return
     time.sleep({linger})
 for _ in range({processes} - 1):
