@@ -198,6 +198,13 @@ def test_stdin_is_a_real_pipe_read_to_its_end(job):
     assert "EOFError" in outcome(job, "input()").stderr.tail
 
 
+def test_the_standard_streams_have_their_names(job):
+    source = "given = open('/dev/stdin').read()\nfor name in ('stdout', 'stderr'):\n"
+    source += "    with open(f'/dev/{name}', 'w') as stream:\n        stream.write(given)"
+    result = outcome(job, source, "text")
+    assert (result.stdout.head, result.stderr.head) == ("text", "text")
+
+
 def test_unread_stdin_hinders_nobody(job):
     assert outcome(job, "print(1)", "x" * 1_000_000).stdout.head == "1\n"
 

@@ -320,7 +320,6 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         Canary("fork bomb", _FORK_BOMB, ("wall", "processes", "memory"), ""),
         Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
         Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
-        Canary("sleeps past the deadline", "import time; time.sleep(3600)", ("wall",), ""),
         Canary("endless loop", "while True: pass", ("exit", "wall"), ""),
         Canary("closes its output", _SILENT, ("exit",), ""),
         Canary("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),

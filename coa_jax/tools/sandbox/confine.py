@@ -157,6 +157,8 @@ def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_mem
     arguments += ["--proc", "/proc", "--size", size, "--tmpfs", PRIVATE_TMP]
     for device in ("null", "full", "random", "urandom", *(["zero"] if shared_memory else [])):
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]
     # Shared memory with a name lies in the scratch space, so that one limit bounds both.
     arguments += ["--symlink", PRIVATE_TMP, "/dev/shm"]

@@ -259,21 +259,25 @@ def _private_files(processes: list[int]) -> int:
 
 
 def _disk_usage(directory: str, limit: int) -> float:
-    """Bytes below a directory, counted until there are more than ``limit``; infinite where it is
-    too deep to look at.  A file without content counts as a block."""
+    """Bytes below a directory, counted until there are more than ``limit``; infinite where
+    nobody can look.  A file without content counts as a block."""
     total = 0
     queue = [directory]
     while queue and total <= limit:
+        place = queue.pop()
         try:
-            with os.scandir(queue.pop()) as entries:
+            with os.scandir(place) as entries:
                 for entry in entries:
                     total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
                     if entry.is_dir(follow_symlinks=False):
                         queue.append(entry.path)
                     if total > limit:
                         break
-        except (FileNotFoundError, PermissionError):
-            continue  # just removed, or closed to the program as well
+        except FileNotFoundError:
+            continue  # just removed
+        except PermissionError:
+            if os.stat(place).st_mode & 0o300 == 0o300:
+                return math.inf  # the program can write into it, and hides what
         except OSError:
             return math.inf
     return total
