@@ -50,9 +50,10 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
     uid, scratch, group = None, Scratch("", "", True, True), None
     try:
         uid = claim_uid()
-        report["uid"] = os.geteuid() if uid is None else uid
-        for end in (pipes.stdin, pipes.stdout, pipes.stderr) if uid is not None else ():
-            os.fchown(end, uid, uid)  # so that the program can open /dev/stdin
+        if uid is not None:
+            report["uid"] = uid
+            for end in (pipes.stdin, pipes.stdout, pipes.stderr):
+                os.fchown(end, uid, uid)  # so that the program can open /dev/stdin
         if home is not None and job.cgroup:
             group = cgroup.make(home, job.limits.memory_mb << 20)
         isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
