@@ -103,6 +103,8 @@ def make(home: Home, memory: int) -> Group:
     """A new group below ``home`` that may hold ``memory`` bytes. Raises OSError."""
     _remove_stale(home.path)
     group = Group(os.path.join(home.path, f"{PREFIX}{os.getpid()}"), home.version)
+    with contextlib.suppress(OSError):  # of an earlier maker with this process id
+        os.rmdir(group.path)
     os.mkdir(group.path)
     try:
         if home.version == 1:
