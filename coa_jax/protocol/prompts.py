@@ -105,7 +105,8 @@ def _describe(protocol: Protocol, role: str) -> str:
     if role == protocol.answer:
         several = "" if protocol.form(role) == "solution" else " Join several answers by |."
         return f"{_ROLES['answer']} {_ANSWERS[protocol.form(role)]}{several}"
-    return protocol.described.get(role) or _ROLES[role]
+    text = protocol.described.get(role) or _ROLES[role]
+    return f"{text} {protocol.notes[role]}" if protocol.notes.get(role) else text
 
 
 def _order_rules(protocol: Protocol) -> list[str]:

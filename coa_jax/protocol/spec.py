@@ -47,6 +47,7 @@ class Protocol:
         verbatim: tags whose bodies may show other tags without breaking a rule: text that the
             environment wrote, and programs.
         described: tag -> what it does, for tools that the prompts do not know.
+        notes: tag -> a sentence that the prompt adds about a tool, such as its packages.
         pass_score: lowest ``double_check`` score after which ``answer`` may come.
         observation: the tag of the environment's text.
         answer: the tag that ends the episode.
@@ -60,6 +61,7 @@ class Protocol:
     body_form: Mapping[str, BodyForm]
     verbatim: frozenset[str]
     described: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pass_score: int = 3
     observation: str = "observation"
     answer: str = "answer"
@@ -220,6 +222,18 @@ def add_protocol(protocol: Protocol) -> None:
     if protocol.name in {built_in.name for built_in in _BUILT_IN}:
         raise UserError(f"the protocol {protocol.name!r} is built in; choose another name")
     _PROTOCOLS[protocol.name] = protocol
+
+
+def add_note(tool: str, note: str) -> None:
+    """Lets the prompts of all protocols with a tool say a sentence more about it in this process.
+
+    Args:
+        tool: tag of the tool.
+        note: the sentence, in place of an earlier one; "" for none.
+    """
+    for name, protocol in _PROTOCOLS.items():
+        if tool in protocol.tools and protocol.notes.get(tool, "") != note:
+            _PROTOCOLS[name] = dataclasses.replace(protocol, notes={**protocol.notes, tool: note})
 
 
 def protocol_with_tools(

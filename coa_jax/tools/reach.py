@@ -10,6 +10,7 @@ from pathlib import Path
 from coa_jax.errors import UserError
 from coa_jax.settings import build
 from coa_jax.tools import page_text
+from coa_jax.tools.code_libraries import find_libraries, try_imports
 from coa_jax.tools.dense import check_retrieval
 from coa_jax.tools.encoder import Encoder
 from coa_jax.tools.make import ToolsConfig
@@ -19,6 +20,8 @@ from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.store import Store
+from coa_jax.tools.sandbox.isolation import find_isolation
+from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.web_search import choose
 
 _QUICK = Limits(total_s=5.0, connect_s=3.0, read_s=5.0, attempts=1, redirects=0)
@@ -118,9 +121,12 @@ def _factbook() -> bool:
 async def _code(config: ToolsConfig) -> tuple[bool, str]:
     if config.code_url:
         return _with_key(*await _answers(config.code_url), config.remote_key_env)
-    from coa_jax.tools.sandbox.isolation import find_isolation
-
-    return True, f"programs run here, isolated by {find_isolation().backend}"
+    isolation = find_isolation()
+    text = f"programs run here, isolated by {isolation.backend}"
+    libraries = find_libraries(config.code_libraries, isolation.interpreter)
+    limits = ProgramLimits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
+    tried = await try_imports(isolation, limits, libraries)
+    return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])
 
 
 async def _web(config: ToolsConfig) -> tuple[bool, str]:

@@ -115,6 +115,23 @@ def test_failures_read_as_those_of_a_program_alone(session):
                    ) == "__main__ ['f', 'sys', 'y']"  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.stdout.close(); sys.stderr.close()",
+        "import os; os.close(0); os.close(1); os.close(2)",
+        "import os; os.closerange(0, 4096)",
+        "import io, sys; sys.stdout = io.StringIO(); sys.stderr = None",
+        "import os; os.dup2(os.open('f', os.O_CREAT | os.O_WRONLY), 1)",
+    ],
+)
+def test_what_a_program_closes_is_open_for_the_next_one(session, source):
+    session.run(f"{source}\nx = 1")
+    assert printed(session.run("print(x)")) == "1"
+    failed = session.run(f"print(x, flush=True)\n{source}\nx / 0")
+    assert failed.text.endswith("ZeroDivisionError: division by zero"), failed.text
+
+
 def test_the_same_calls_see_the_same_again():
     """As after a restart of the run: nothing but the calls themselves is known."""
     programs = ["import random\nx = random.random()\nprint(x)", "print(x, random.random())",
