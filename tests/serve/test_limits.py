@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import save_model
-from coa_jax.serve.run import listen, serve
+from coa_jax.serve.run import open_listener, serve
 from coa_jax.serve.score import score
-from coa_jax.serve.service import Refused, Service
+from coa_jax.serve.service import Service
+from coa_jax.web.errors import Refused
 from tests import tiny_policy
 from tests.serve.live import CONFIG, engine, meter, server, until
 
@@ -92,7 +93,9 @@ def test_large_bodies_unknown_paths_and_other_methods_are_refused(address):
         for _ in range(CONFIG.max_body // 10_000 + 2):
             yield b" " * 10_000
 
-    assert httpx.post(f"{address}/v1/completions", content=chunks()).status_code == 413
+    json_type = {"Content-Type": "application/json"}
+    chunked = httpx.post(f"{address}/v1/completions", content=chunks(), headers=json_type)
+    assert chunked.status_code == 413
     assert httpx.get(f"{address}/v1/nothing").json()["error"]["code"] == 404
     assert httpx.get(f"{address}/v1/completions").json()["error"]["code"] == 405
 
@@ -133,7 +136,7 @@ def test_under_other_names_it_is_asked_with_a_key_or_where_it_listens_to_others(
         assert httpx.get(f"{address}/v1/models", headers=foreign).status_code == 401
         given = {**foreign, "Authorization": "Bearer sesame"}
         assert httpx.get(f"{address}/v1/models", headers=given).status_code == 200
-    with server(dataclasses.replace(CONFIG, host="0.0.0.0")) as address:
+    with server(dataclasses.replace(CONFIG, host="0.0.0.0", allow_no_key=True)) as address:
         assert httpx.get(f"{address}/v1/models", headers=foreign).status_code == 200
 
 
@@ -245,7 +248,7 @@ def test_a_server_whose_engine_breaks_down_ends_with_its_exception(monkeypatch):
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(Engine, "decode", fail)
-    listener = listen(CONFIG)
+    listener = open_listener(CONFIG, None)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def go():

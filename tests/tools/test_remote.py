@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 
@@ -20,11 +19,11 @@ from coa_jax.tools.code import CodeTool
 from coa_jax.tools.corpus import join_contents, read_corpus, split_contents
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import WikiSearch, load_index
 from tests.tools import fault_server
+from tests.tools.live import serving
 
 TOKEN = "remote-token-0123456789"
 PASSAGES = (
@@ -37,13 +36,8 @@ PASSAGES = (
 def url(tmp_path_factory):
     os.environ["TOOL_TOKEN"] = TOKEN
     index = load_index(tmp_path_factory.mktemp("wiki"), passages=PASSAGES)
-    server = tool_server.make_server("127.0.0.1", 0, index, find_isolation(), Secret("TOOL_TOKEN"))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(index, find_isolation(), TOKEN) as address:
+        yield address
     del os.environ["TOOL_TOKEN"]
 
 
@@ -116,7 +110,9 @@ def test_limits_that_the_server_does_not_take_are_no_mistake_of_the_policy(url):
 
 
 def post(url, body, token=TOKEN):
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(
@@ -153,6 +149,14 @@ def test_the_interface_of_search_r1(url):
         ("/retrieve", b"x" * (5 << 20), 413),
         ("/run_code", {}, 422),
         ("/run_code", {"code": "1", "run_timeout": 1e9}, 422),
+        ("/run_code", {"code": "1", "run_timeout": 10**400}, 422),
+        ("/run_code", {"code": "1", "run_timeout": float("nan")}, 422),
+        ("/run_code", {"code": "1", "run_timeout": float("inf")}, 422),
+        ("/run_code", {"code": "1", "memory_limit_MB": 10**400}, 422),
+        ("/run_code", b'{"code": "1", "run_timeout": ' + b"9" * 5000 + b"}", 400),
+        ("/retrieve", {"queries": ["a"] * 100, "topk": 100}, 422),
+        ("/retrieve", {"queries": ["a" * 9000]}, 422),
+        ("/retrieve", b'{"queries": ["' + b'",",' * 500_000 + b'"]}', 400),
         ("/run_code", {"code": "1", "language": "bash"}, 422),
         ("/elsewhere", {}, 404),
     ],
