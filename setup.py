@@ -44,7 +44,7 @@ EXTRAS = {
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
     # Teachers behind an endpoint or in process, and near-duplicates in what they leave.
     "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
-    # Servers: of a policy (python -m coa_jax.serve), of tools (python -m coa_jax.tools.tool_server).
+    # Servers of a policy (python -m coa_jax.serve) and of tools (coa_jax.tools.tool_server).
     "serve": [
         "fastapi>=0.165",
         "starlette>=1.10",

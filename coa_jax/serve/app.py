@@ -78,7 +78,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
         """Whether requests are served."""
         if service.healthy and service.accepting:
             return JSONResponse({"status": "ok"})
-        return error_response(503, "the server is shutting down")
+        return error_response(Refused(503, "the server is shutting down"))
 
     @app.get("/metrics", responses={401: _ERROR, 403: _ERROR})
     async def metrics() -> Response:

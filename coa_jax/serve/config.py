@@ -53,8 +53,9 @@ class ServeConfig(Bounded):
 
     @property
     def body_limit(self) -> int:
-        """Most bytes of a request: 64 KiB, and 16 bytes for each token of the most prompts.
+        """Most bytes of a request: 64 KiB, and 8 bytes for each token of the most prompts.
 
-        A token of English has 4 bytes, one of Chinese about 12 when JSON escapes it.
+        A token of English has about 4 bytes.  One of Chinese has about 8 where JSON escapes it.
         """
-        return self.max_body or (1 << 16) + 16 * self.engine.max_length * self.max_samples
+        prompts = max(2, self.max_samples)
+        return self.max_body or (1 << 16) + 8 * self.engine.max_length * prompts

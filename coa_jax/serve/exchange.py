@@ -21,7 +21,7 @@ from coa_jax.serve.service import Service
 from coa_jax.tasks import Task
 from coa_jax.web.bodies import parse_json, validated
 from coa_jax.web.errors import Refused
-from coa_jax.web.guard import while_connected
+from coa_jax.web.guard import body_of, while_connected
 
 _PIECE = 1 << 14
 B = TypeVar("B", bound=Sampling)
@@ -39,10 +39,10 @@ async def read_request(service: Service, request: Request, kind: type[B]) -> B:
     # Ids of prompts are values; a message is an object and has at least five tokens.
     values, containers = 1000 + (samples + 1) * length, 1000 + length
 
-    def parse(body: bytes) -> B:
+    def parse(body: bytearray) -> B:
         return validated(kind, parse_json(body, values, containers))
 
-    return await service.read(parse, await request.body())
+    return await service.read(parse, body_of(request.scope))
 
 
 def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:

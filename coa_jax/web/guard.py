@@ -20,8 +20,8 @@ from coa_jax.web.limits import ConnectionLimits
 from coa_jax.web.refusals import RefusalLog
 
 _PORT = re.compile(r":[0-9]*$")
-_REASON = "coa_jax.reason"
-_BUFFERED = 64 << 20
+_REASON, _BODY = "coa_jax.reason", "coa_jax.body"
+_BUFFERED = 256 << 20
 _DRAINED, _DRAIN_S = 64 << 20, 2.0
 
 
@@ -73,7 +73,7 @@ class Rules:
 class Guard:
     """ASGI middleware that refuses requests before they cost anything, and logs refusals.
 
-    The application sees a POST request only after its whole body has arrived.
+    The application sees a POST request only after its whole body has arrived, see `body_of`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Guard:
             try:
                 self._check(scope)
                 if scope["method"] == "POST":
-                    receive = await self._bodies.read(scope, receive)
+                    scope[_BODY] = await self._bodies.read(receive)
             except Refused as error:
                 reasons.append(error.reason)
                 if scope["method"] == "POST":
@@ -174,10 +174,10 @@ class _Bodies:
     def __init__(self, rules: Rules):
         self._rules = rules
         self._reading: dict[object, tuple[asyncio.Timeout, bytearray]] = {}
-        self._most = max(_BUFFERED, 4 * rules.max_body)
+        self._most = max(_BUFFERED, 8 * rules.max_body)
 
-    async def read(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads a body; returns a `receive` that gives it to the application in one piece.
+    async def read(self, receive: Receive) -> bytearray:
+        """Reads a whole body.
 
         Raises:
             Refused: the body is too large or too slow.
@@ -196,25 +196,21 @@ class _Bodies:
                         raise _too_large(self._rules.max_body)
                     if not message.get("more_body", False):
                         break
-                    self._make_room(me)
+                    self._make_room()
         except TimeoutError:
-            late = f"the body was not complete after {seconds:g} s, or others needed its memory"
-            raise Refused(408, late) from None
+            if me not in self._reading:
+                raise Refused(503, "too many large bodies at a time; try again later") from None
+            raise Refused(408, f"the body was not complete after {seconds:g} s") from None
         finally:
             self._reading.pop(me, None)
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        return body
 
-        async def replay() -> Message:
-            return whole.pop() if whole else await receive()
-
-        return replay
-
-    def _make_room(self, me: object) -> None:
+    def _make_room(self) -> None:
         """Ends the reading that began first while all bodies together take too much memory."""
         if sum(len(body) for _, body in self._reading.values()) > self._most:
             oldest, (limit, _) = next(iter(self._reading.items()))
-            if oldest is not me or len(self._reading) > 1:
-                self._reading.pop(oldest)
+            self._reading.pop(oldest)
+            if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
 
 
@@ -241,6 +237,11 @@ _WORDS = {
     405: "the path does not take this method",
     500: "the server failed",
 }
+
+
+def body_of(scope: Scope) -> bytearray:
+    """The body of a POST request behind a guard."""
+    return scope[_BODY]
 
 
 def give_reason(scope: Scope, reason: str) -> None:

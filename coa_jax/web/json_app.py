@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from coa_jax.web.bodies import parse_json
 from coa_jax.web.errors import ClientGone, Refused
-from coa_jax.web.guard import Guard, Rules, give_reason, while_connected
+from coa_jax.web.guard import Guard, Rules, body_of, give_reason, while_connected
 from coa_jax.web.refusals import RefusalLog
 
 
@@ -86,7 +86,7 @@ def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> 
 
     def endpoint(route: JsonRoute) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            content, loop = await request.body(), asyncio.get_running_loop()
+            content, loop = body_of(request.scope), asyncio.get_running_loop()
 
             async def work() -> bytes:
                 arguments = content, route.values, route.values

@@ -65,6 +65,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_level="error",  # its warnings are about clients, which the log of refusals has
             access_log=False,
+            proxy_headers=False,  # clients could write any address into the log
             lifespan="off",
             timeout_keep_alive=max(1, round(limits.idle_seconds)),
             timeout_graceful_shutdown=5,
