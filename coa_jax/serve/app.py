@@ -94,7 +94,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
     _handle_errors(app)
     rules = Rules(
         api_key=api_key,
-        local=not api_key and is_local(config.host),
+        local=not (api_key or config.allow_no_key) and is_local(config.host),
         max_body=config.body_limit,
         routes=_ROUTES,
         open=_OPEN,

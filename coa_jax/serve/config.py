@@ -30,8 +30,8 @@ class ServeConfig(Bounded):
         seed: of requests that give none.
         engine: shapes of decoding; ``max_length`` bounds prompt and completion together.
         rollout: budgets of an agent's trajectory.
-        allow_no_key: serves other machines without a key, for a server behind a proxy that checks
-            its clients.
+        allow_no_key: serves anybody without a key: other machines, and pages of other sites.  It is
+            for a server behind a proxy that checks clients.
         limits: times and numbers of connections.
     """
 

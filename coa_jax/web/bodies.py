@@ -12,7 +12,7 @@ from coa_jax.web.errors import Refused
 
 M = TypeVar("M", bound=BaseModel)
 
-_MOST_DIGITS = 400
+_MOST_DIGITS = 1000
 _NOT_JSON = "the body is not valid JSON"
 # A string, closed or not (possessive, so that no text takes quadratic time), or one that counts.
 _STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)

@@ -19,6 +19,7 @@ from coa_jax.web.errors import ClientGone, Refused
 from coa_jax.web.limits import ConnectionLimits
 from coa_jax.web.refusals import RefusalLog
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _PORT = re.compile(r":[0-9]*$")
 _REASON, _BODY = "coa_jax.reason", "coa_jax.body"
 _BUFFERED = 256 << 20
@@ -117,9 +118,10 @@ class Guard:
                     scope[_BODY] = await self._bodies.read(receive)
             except Refused as error:
                 reasons.append(error.reason)
-                if scope["method"] == "POST":
-                    await _drain(scope, receive)
-                await self._answer(error)(scope, receive, watched)
+                answer = self._answer(error)
+                if scope["method"] == "POST" and not await _drained(scope, receive, error.status):
+                    answer.headers["Connection"] = "close"
+                await answer(scope, receive, watched)
             except ClientGone:
                 status = 499
             else:
@@ -130,11 +132,12 @@ class Guard:
         finally:
             path = scope["path"] if scope["path"] in self._rules.routes else "other"
             self._count(path, status)
-            if status >= 400 and status != 499:  # 499: the client left
-                method = scope["method"] if scope["method"].isalpha() else "-"
+            # A client that left (499) was not refused; a fault of the server has its traceback.
+            if 400 <= status < 499 or status == 503:
+                method = scope["method"] if scope["method"] in _METHODS else "-"
                 client = scope["client"][0] if scope.get("client") else "-"
                 reason = reasons[-1] if reasons else _WORDS.get(status, "")
-                self._log.note(status, f"{method[:8]} {path}", client, reason)
+                self._log.note(status, f"{method} {path}", client, reason)
 
     def _check(self, scope: Scope) -> None:
         rules, headers = self._rules, dict(scope["headers"])
@@ -214,18 +217,22 @@ class _Bodies:
                 limit.reschedule(asyncio.get_running_loop().time())
 
 
-async def _drain(scope: Scope, receive: Receive) -> None:
-    """Drops the rest of a body for a while: many clients read no answer before they sent it all."""
-    if any(name == b"expect" for name, _ in scope["headers"]):
-        return  # the client asks before it sends
-    left = _DRAINED
+async def _drained(scope: Scope, receive: Receive, status: int) -> bool:
+    """Drops the rest of a body, for a while; whether that was all of it.
+
+    Many clients read no answer before they have sent the whole body.
+    """
+    left = (
+        0 if status == 408 or any(name == b"expect" for name, _ in scope["headers"]) else _DRAINED
+    )
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             while left > 0:
                 message = await receive()
                 if not message.get("more_body", False):
-                    return
+                    return True
                 left -= len(message["body"])
+    return False
 
 
 def _too_large(limit: int) -> Refused:
@@ -235,7 +242,6 @@ def _too_large(limit: int) -> Refused:
 _WORDS = {
     404: "there is no such path",
     405: "the path does not take this method",
-    500: "the server failed",
 }
 
 

@@ -132,10 +132,7 @@ class GuardedProtocol(H11Protocol):
         super().data_received(piece)
         if cycle and cycle is self.cycle and self.conn.their_state is h11.SEND_BODY:
             self._check_chunks(len(piece), len(cycle.body) - before)
-        if self.awaits_request:
-            self._wait("headers" if self._pending else "idle")
-        else:
-            self._wait("")
+        self._wait_for_more()
         if len(self._pending) <= _PENDING_BYTES and not self.flow.read_paused:
             self.transport.resume_reading()
         self._queued = bool(self._pending) and self.conn.their_state is not h11.DONE
@@ -182,8 +179,7 @@ class GuardedProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:
             # The client still sends a body that was refused.  A reset would lose the answer.
             self.loop.call_later(_LINGER_S, self._stop_lingering)
-        elif self.awaits_request:
-            self._wait("headers" if self._pending else "idle")
+        self._wait_for_more()
         self._ask_for_turn()
 
     def _stop_lingering(self) -> None:
@@ -192,8 +188,19 @@ class GuardedProtocol(H11Protocol):
 
     # --- time ------------------------------------------------------------------------------
 
+    def _wait_for_more(self) -> None:
+        if self.awaits_request:
+            self._wait("headers" if self._pending else "idle")
+        else:
+            self._wait("body" if self.conn.their_state is h11.SEND_BODY else "")
+
     def _wait(self, phase: str) -> None:
-        """Sets the time limit: of the "first" request, "headers", "idle", or none."""
+        """Says what the connection waits for, and sets the time limit.
+
+        Args:
+            phase: the "first" request, "headers", "idle" for the next request, "body" (the guard
+                limits its time), or "" for a whole request.
+        """
         if phase == self._phase or (phase == "headers" and self._phase == "first"):
             return
         if self._timer is not None:
@@ -203,6 +210,7 @@ class GuardedProtocol(H11Protocol):
         self._shared.waiting.pop(self, None)
         if phase:
             self._shared.waiting[self] = None
+        if phase and phase != "body":
             limits = self._limits
             seconds = limits.idle_seconds if phase == "idle" else limits.header_seconds
             self._timer = self.loop.call_later(seconds, self._late)

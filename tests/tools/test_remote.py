@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
+import httpx
 import pytest
 
 from coa_jax.errors import UserError
@@ -164,6 +166,34 @@ def test_the_interface_of_search_r1(url):
 def test_requests_that_make_no_sense_are_told_so(url, path, body, status):
     found, answer = post(f"{url}{path}", body)
     assert found == status and answer["error"]
+
+
+def test_web_pages_start_no_program_and_other_hosts_are_refused():
+    with serving(None, find_isolation()) as address:
+        for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+            sent = {"Content-Type": "application/json", **headers}
+            answer = httpx.post(f"{address}/run_code", content=b'{"code": "1"}', headers=sent)
+            assert answer.status_code == 403
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            headers = {"Content-Type": kind}
+            answer = httpx.post(f"{address}/run_code", content=b'{"code": "1"}', headers=headers)
+            assert answer.status_code == 415 and answer.json()["error"]
+
+
+def test_a_client_that_leaves_ends_its_program_and_leaves_no_traceback(monkeypatch, caplog, capfd):
+    monkeypatch.setattr(tool_server, "_PROGRAMS", 1)
+    monkeypatch.setattr(tool_server, "_WAITING", 0)
+    slow, quick = {"code": "import time; time.sleep(50)", "run_timeout": 60}, {"code": "print(7)"}
+    with serving(None, find_isolation()) as address:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/run_code", json=slow, timeout=1.5)
+        end = time.monotonic() + 30  # of the 50 s that the program would run
+        while (answer := httpx.post(f"{address}/run_code", json=quick)).status_code == 429:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert answer.json()["run_result"]["stdout"] == "7\n"
+    written = capfd.readouterr()
+    assert "Traceback" not in caplog.text + written.out + written.err
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x"])
