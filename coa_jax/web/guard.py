@@ -126,6 +126,11 @@ class Guard:
                 status = 499
             else:
                 await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # uvicorn, for requests that outlast the server's end
+            if not status:
+                ending = Refused(503, "the server is shutting down")
+                reasons.append(ending.reason)
+                await self._answer(ending)(scope, receive, watched)
         except Exception:
             status = status or 500  # which is answered further out
             raise

@@ -259,6 +259,22 @@ def test_a_route_has_its_own_places_and_a_client_that_leaves_gives_its_place_up(
         assert "too many requests wait for this path" in log.getvalue()
 
 
+def test_a_request_that_outlasts_the_servers_end_is_told_so(caplog):
+    work, answers = Work(), []
+
+    def ask(address):
+        answers.append(httpx.post(f"{address}/held", json={}, timeout=30))
+
+    with serving(work=work) as (address, _):
+        asking = threading.Thread(target=ask, args=(address,))
+        asking.start()
+        assert work.begun.wait(20)
+    asking.join(20)
+    assert work.cancelled.is_set()
+    assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]
+    assert "Traceback" not in caplog.text
+
+
 def test_a_flood_of_refusals_is_counted_and_not_written():
     now, lines = 0.0, io.StringIO()
     log = RefusalLog(lines, clock=lambda: now)
