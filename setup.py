@@ -44,12 +44,13 @@ EXTRAS = {
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
     # Teachers behind an endpoint or in process, and near-duplicates in what they leave.
     "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
-    # An OpenAI-compatible server (python -m coa_jax.serve).
+    # Servers of a policy (python -m coa_jax.serve) and of tools (coa_jax.tools.tool_server).
     "serve": [
         "fastapi>=0.165",
         "starlette>=1.10",
         "pydantic>=2.14",
         "uvicorn>=0.54",
+        "h11>=0.16",
         "prometheus-client>=0.26",
     ],
     # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.

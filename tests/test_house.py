@@ -23,7 +23,7 @@ ROOMS = (
     ("bounds", "files", "progress"),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings"),
-    ("run_dir",),
+    ("run_dir", "web"),
     ("protocol",),
     ("trajectory",),
     ("records",),
@@ -154,8 +154,8 @@ def test_nothing_is_left_for_later():
 # --- dependencies --------------------------------------------------------------------------
 
 
-# Rooms that nothing else imports and that are there only with their extra.
-WITH_EXTRA = ("serve",)
+# Rooms that are there only with their extra; others import them in functions only.
+WITH_EXTRA = ("serve", "web")
 
 
 def declared() -> tuple[set[str], set[str]]:

@@ -146,6 +146,9 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     )
 
 
+_LONG = 4096
+"""Characters from which a text is encoded without holding Python's global lock."""
+
 _Plain = tuple[Any, dict[int, str] | None]
 _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
 
@@ -234,10 +237,17 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     if unspelt:
         text = text.translate(unspelt)
     try:
-        return plain.encode(text, add_special_tokens=False).ids
+        return _ids(plain, text)
     except TypeError:  # what the Rust library says of lone surrogates
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _ids(plain, text)
+
+
+def _ids(plain: Any, text: str) -> list[int]:
+    if len(text) < _LONG:
         return plain.encode(text, add_special_tokens=False).ids
+    # Alone of the two this one releases Python's global lock; it takes longer for short texts.
+    return plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
-from coa_jax.tools import tool_server
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_session import FORGOTTEN
 from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
-from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.remote import RemoteCode
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import load_index
+from tests.tools.live import serving
 from tests.tools.test_remote import PASSAGES
 
 
@@ -179,16 +177,9 @@ def test_the_calls_of_other_tools_are_none_of_its_own(session):
 
 def test_a_server_elsewhere_needs_to_know_nothing_of_it(tmp_path):
     index = load_index(tmp_path, passages=PASSAGES)
-    server = tool_server.make_server("127.0.0.1", 0, index, find_isolation(), Secret(""))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/run_code"
+    with serving(index, find_isolation()) as address:
+        url = f"{address}/run_code"
         run = Trajectory(RemoteCode(url, timeout_s=2.0, session=True))
         run.run("x = 41")
         assert run.run("import time\ntime.sleep(30)").outcome == "timeout"
         assert printed(run.run("print(x + 1)")) == "42"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
