@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from coa_jax import reading
 from coa_jax.errors import UserError
 
 
@@ -88,43 +89,38 @@ def write_json(path: Path, value: Any) -> None:
     replace(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds an object.
+def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str, Any]:
+    """Reads a JSON file that holds an object; for the limit see `reading.read_bytes`.
 
     Raises:
-        UserError: it cannot be read or holds something else.
+        UserError: the file cannot be read or holds something else.
     """
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); mend or remove the file") from error
+    value = reading.read_json(path, limit)
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object; mend or remove the file")
     return value
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads the objects of a `.jsonl` file, which a run may be writing at this moment.
+    """Reads the objects of a `.jsonl` file to which a run may be writing at this moment.
 
-    A last line that does not end yet is left out.
+    A last line without its line end is left out.
 
     Raises:
         UserError: the file cannot be read or a row is not a JSON object.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return [
+        _row(line, f"{path}:{number}")
+        for number, line in reading.lines(path)
+        if line.endswith(b"\n")
+    ]
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        row = reading.parse_json(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {reading.reason(error)}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object")
     return row

@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path, make):
 def test_bytes_that_are_not_text_are_malformed(tmp_path):
     path = tmp_path / "traces.jsonl"
     path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(UserError, match=r":1: 'utf-8' codec"):
+    with pytest.raises(UserError, match=":1: encoded in UTF-16"):
         read_trajectories(path)
 
 

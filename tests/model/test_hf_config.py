@@ -116,7 +116,7 @@ def test_qwen3_attention_bias_is_refused():
 
 def test_unreadable_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="not a JSON object"):
