@@ -67,6 +67,7 @@ class Journal:
         self._golds: dict[str, str] = {}  # task -> digest of what its answers are held against
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
+        self._ungraded: dict[Key, str] = {}  # why a sample has no grade
 
     # --- what is there already
 
@@ -180,6 +181,8 @@ class Journal:
     def grade(self, key: Key, reward: Reward) -> None:
         """Keeps a grade; one without a value is none, and is asked for again another time."""
         self.samples[key] = self.samples[key].graded(reward)
+        if reward.reason:
+            self._ungraded[key] = reward.reason
         if reward.value is not None:
             value = {"value": reward.value, "parts": reward.parts}
             self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
@@ -225,9 +228,9 @@ class Journal:
                 start = new.tell()
                 if key is not None:
                     row = jsonl.loads(line.decode())
-                    row["reward"] = self.verdicts.get(_grade(key)) or {"value": None, "parts": {}}
-                    if self.samples[key].broken:
-                        row["reward"] = {"value": None, "parts": {}}
+                    verdict = None if self.samples[key].broken else self.verdicts.get(_grade(key))
+                    reason = self._ungraded.get(key, "")
+                    row["reward"] = verdict or {"value": None, "parts": {}, "reason": reason}
                     line = (jsonl.dumps(row) + "\n").encode()
                     self._places[key] = start, len(line)
                 new.write(line)
