@@ -21,7 +21,7 @@ def append(path: Path, data: bytes) -> None:
     Raises:
         OSError: with the name of the file, which errors of a write do not carry otherwise.
     """
-    with _naming(path), open(path, "ab", buffering=0) as file:
+    with _naming(path), open(path, "ab", buffering=0, opener=_without_waiting) as file:
         size = file.tell()
         rest = memoryview(data)
         try:
@@ -32,6 +32,11 @@ def append(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe that nobody reads is an error and no reason to wait."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -86,7 +91,11 @@ def replace_folder(new: Path, path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file (see `replace`)."""
-    replace(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        data = json.dumps(value, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        data = json.dumps(value, indent=2).encode()
+    replace(path, data + b"\n")
 
 
 def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str, Any]:
@@ -138,16 +147,20 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
             all before it.
 
     Raises:
-        UserError: a row that was read is not a JSON object.
+        UserError: a row that was read is not a JSON object, or not one that ``goes`` can read.
         OSError: see `replace`.
     """
     if not path.exists():
         return
     kept: list[tuple[int, int]] = []  # place and length of rows, the last one first
     first, behind = None, 0
-    with open(path, "rb") as file:
+    with reading.open_file(path) as file:
         for place, line in _lines_backwards(file):
-            verdict = goes(_row(line, f"{path}, byte {place}"))
+            where = f"{path}, byte {place}"
+            try:
+                verdict = goes(_row(line, where))
+            except reading.MALFORMED as error:
+                raise UserError(f"{where}: {reading.reason(error)}") from error
             if verdict is None:
                 break
             if verdict:
@@ -177,6 +190,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     while position or block:
         start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
         if not start and position:
+            _check_line(file, len(block))
             size = min(position, max(65536, len(block)))
             position -= size
             file.seek(position)
@@ -184,6 +198,12 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             continue
         yield position + start, block[start:]
         block = block[:start]
+
+
+def _check_line(file: IO[bytes], length: int) -> None:
+    """Raises UserError for a line that no writer of ours wrote: its search would not end."""
+    if length > reading.MAX_LINE:
+        raise UserError(f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes")
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
@@ -197,9 +217,11 @@ def cut_torn_line(path: Path) -> None:
     """Removes what follows the last newline: a row whose writer was killed half way."""
     if not path.exists():
         return
+    reading.open_file(path).close()
     with open(path, "rb+") as file:
         position = end = file.seek(0, os.SEEK_END)
         while position > 0:
+            _check_line(file, end - position)
             start = max(0, position - 65536)
             file.seek(start)
             newline = file.read(position - start).rfind(b"\n")

@@ -22,13 +22,14 @@ MAX_DEPTH = 100
 """Nesting of JSON values.  Recursive code takes up to four stack frames a level, of 1,000."""
 SMALL = 16 << 20
 """Bytes of the largest file that holds a configuration or a result."""
+MAX_LINE = 256 << 20
+"""Bytes of the longest line of a file of JSON lines."""
 MALFORMED = (
     *(KeyError, IndexError, TypeError, ValueError, AttributeError),
     *(OverflowError, ZeroDivisionError, RecursionError, MemoryError),
 )
 """What code raises that takes damaged data apart; only data from a file may raise it there."""
 
-_LINE = 512 << 20
 _DIGITS = 309  # a number with more digits is beyond every float
 _KINDS = {
     stat.S_ISDIR: "a directory",
@@ -87,7 +88,8 @@ def read_bytes(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     with open_file(path) as file:
         try:
             if (size := os.fstat(file.fileno()).st_size) <= limit:
-                data = file.read(limit + 1)  # files in /proc have no size
+                # Files in /proc have no size; a larger request would be allocated as a whole.
+                data = file.read(min(limit, max(size, 1 << 20)) + 1)
                 size = max(size, len(data))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -193,19 +195,18 @@ def reason(error: BaseException) -> str:
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, bytes) of each line of a file, without a byte order mark.
+    """Yields (number from 1, bytes) of each line of a file.
 
     Raises:
-        UserError: see `open_file`; or a line is longer than a line of data is.
+        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes.
     """
-    limit = min(_LINE, whole_limit())
     with open_file(path) as file:
         number = 0
         try:
-            while line := file.readline(limit + 1):
+            while line := file.readline(MAX_LINE + 1):
                 number += 1
-                if len(line) > limit:
-                    raise UserError(f"{path}:{number}: the line has more than {limit:,} bytes")
-                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if len(line) > MAX_LINE:
+                    raise UserError(f"{path}:{number}: the line has more than {MAX_LINE:,} bytes")
+                yield number, line
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error

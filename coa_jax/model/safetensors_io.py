@@ -156,9 +156,10 @@ def _read_directory(directory: Path) -> dict[str, Entry]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} has no object 'weight_map': fetch it again")
     entries: dict[str, Entry] = {}
-    for shard in sorted({str(shard) for shard in weight_map.values()}):
-        if Path(shard).name != shard:
-            raise UserError(f"{index} names the file {shard[:200]!r}, which is in another folder")
+    odd = [name for name in weight_map.values() if not _is_file_name(name)]
+    if odd:
+        raise UserError(f"{index} names the file {reprlib.repr(odd[0])}: give plain file names")
+    for shard in sorted(set(weight_map.values())):
         if not (directory / shard).exists():
             raise UserError(f"{directory / shard} is missing, though {INDEX_FILE} names it")
         entries |= read_header(directory / shard)
@@ -166,6 +167,10 @@ def _read_directory(directory: Path) -> dict[str, Entry]:
         if name not in entries:
             raise UserError(f"{directory / shard} lacks tensor {name}, though the index has it")
     return entries
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(os.fsencode(name)) < 256 and Path(name).name == name
 
 
 def write_safetensors(
