@@ -162,14 +162,14 @@ def _integer(digits: str) -> int:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether a value is nested more than `MAX_DEPTH` levels; brackets in strings are none."""
+    """Whether a list or an object is nested more than `MAX_DEPTH` levels."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         level = [
             child
             for node in level
-            if isinstance(node, dict | list)
             for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
         ]
         if not level:
             return False

@@ -24,7 +24,7 @@ from coa_jax.tasks.code_tests import Case, Tests, read_tests
 _DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, zlib.error)
 
 
-_NODES = 5_000_000
+_NODES = 1_000_000
 """Most values in a pickle; LiveCodeBench's have a hundred tests, some of megabytes."""
 _INFLATED = 1 << 30
 """Most bytes of packed tests."""
@@ -77,8 +77,6 @@ def _inflated(data: bytes) -> bytes:
     if not inflater.eof:
         raise ValueError("the packed tests are cut off")
     return found
-
-
 
 
 def check_folder(folder: str) -> Path:
