@@ -170,7 +170,8 @@ def _read_directory(directory: Path) -> dict[str, Entry]:
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and 0 < len(os.fsencode(name)) < 256 and Path(name).name == name
+    plain = isinstance(name, str) and name.isprintable() and Path(name).name == name
+    return plain and 0 < len(name.encode()) < 256
 
 
 def write_safetensors(
