@@ -50,7 +50,7 @@ def test_a_pipe_that_nobody_reads_is_an_error_of_writing(tmp_path):
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"[" * 50_000, "nested too deep"),
+        (b"[" * 50_000, "nested too deeply"),
         (b"[" * 101 + b"]" * 101, "nested more than 100 levels deep"),
         (b'{"a": ' + b"9" * 400 + b"}", "a number has 400 digits"),
         (b"9" * 5000, "a number has 5,000 digits"),

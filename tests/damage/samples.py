@@ -31,6 +31,7 @@ from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.tokenizer import chat_ids, train_bpe
 from coa_jax.model.weights import init_params
+from coa_jax.records import read_records
 from coa_jax.report.build import build_report
 from coa_jax.report.sweep import read_runs, summarize
 from coa_jax.rollout.replay import read_recordings
@@ -44,7 +45,6 @@ from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from coa_jax.trajectory import (
     Reward,
-    read_records,
     read_trajectories,
     trajectory_violations,
     write_trajectories,
@@ -174,6 +174,9 @@ def write_samples(root: Path) -> dict[str, tuple[Path, Read]]:
     ]  # fmt: skip
     jsonl.write_lines(root / "records.jsonl", records)
 
+    said = "<think>x</think><answer>Ann</answer>"
+    alpaca = [{"instruction": "Answer.\nQuestion: Who?", "input": "", "output": said}] * 2
+    (root / "alpaca.json").write_text(json.dumps(alpaca, indent=1))
     _write_logs(root)
 
     def benchmark(name: str) -> Read:
@@ -194,6 +197,7 @@ def write_samples(root: Path) -> dict[str, tuple[Path, Read]]:
         "workload": (root / "workload.json", lambda path: read_workload(path, 49152)),
         "results": (root / "results.json", _read_results),
         "records": (root / "records.jsonl", lambda path: read_records(path)),
+        "alpaca": (root / "alpaca.json", lambda path: read_records(path, "mhqa")),
         "evaluation": (root / "evaluation", _read_evaluation),
         "economy": (root / "evaluation" / "traces.jsonl", _read_economy),
         "recordings": (root / "recordings.jsonl", lambda p: read_recordings(str(p), "", None, 0)),
