@@ -48,7 +48,11 @@ _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_LONGEST_LINE = 2000
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
+    *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    errno.ENXIO,  # a pipe that nobody reads
+}
 
 _config_default = ""
 # The command line as ml_collections shall see it: it looks for overrides there, not in FLAGS.
@@ -196,7 +200,9 @@ def _leave_processes(error: BaseException, reason: str, code: int) -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text in one line that a terminal shows: what a file holds may be part of it."""
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
 def _silence_stdout() -> None:

@@ -253,8 +253,10 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         # Some network file systems have no locks; the run is then the user's to keep alone.
         logging.warning("workdir %s: cannot lock it (%s)", path, error.strerror)
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    # The name of its holder is a help; a full disk is told of by what has to be written.
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _held_locks.add(descriptor)
     return descriptor
 

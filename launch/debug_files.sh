@@ -26,9 +26,9 @@ mkdir -p "$dir"
   --config.policy.intermediate_size=48 --config.policy.num_layers=1 --config.policy.head_dim=16 \
   --config.policy.induction=False
 cat >"$dir/questions.jsonl" <<'EOF'
-{"question": "What is the capital of Lesotho?", "answer": "Maseru"}
+{"question": "What is the capital of Lesotho?", "answer": "Maseru", "metadata": {"grader": "exact_match"}}
 {"question": "What is 12 times 7?", "answer": "84"}
-{"question": "What is the capital of Bhutan?", "answer": "Thimphu"}
+{"question": "What is the capital of Bhutan?", "answer": "Thimphu", "metadata": {"grader": "exact_match"}}
 {"question": "How many sides has a hexagon?", "answer": "6"}
 EOF
 echo "policy, data and questions -> $dir"

@@ -20,6 +20,7 @@ PACKAGE = REPOSITORY / "coa_jax"
 # A module of the package that is not named here is an entry point and may import anything.
 ROOMS = (
     ("errors",),
+    ("reading",),
     ("bounds", "files", "progress"),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings"),

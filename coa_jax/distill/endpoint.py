@@ -176,8 +176,13 @@ def check_budget(
 
 
 def _exchange(row: Any) -> dict[str, Any]:
-    names = ("key", "reply", "prompt", "completion")
-    return {name: row[name] for name in names}
+    found = {name: row[name] for name in ("key", "reply", "prompt", "completion")}
+    counts = (found["prompt"], found["completion"])
+    if not all(isinstance(found[name], str) for name in ("key", "reply")):
+        raise TypeError("'key' and 'reply' must be texts")
+    if not all(count is None or type(count) is int for count in counts):
+        raise TypeError("'prompt' and 'completion' must be whole numbers or null")
+    return found
 
 
 class Endpoint:

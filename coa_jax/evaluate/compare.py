@@ -173,7 +173,7 @@ def load(path: str) -> dict[str, Any]:
     Raises:
         UserError: it is none.
     """
-    outcome = files.read_json_object(Path(path))
+    outcome = files.read_json_object(Path(path), limit=None)
     if outcome.get("format") != FORMAT:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
     try:

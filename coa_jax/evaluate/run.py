@@ -158,6 +158,7 @@ def evaluate(
         UserError: what the user can mend; what is finished is kept.
     """
     graders, exposure = Graders(config.graders), exposure_of(tasks, config.blocked)
+    graders.check(tasks)
     journal = Journal(run, stage, about, _grading(config))
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
     instructions = _instructions(config)

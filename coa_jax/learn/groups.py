@@ -177,6 +177,7 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "reward/mean": float(np.mean(values)) if values else 0.0,
         "reward/std": float(np.std(values)) if values else 0.0,
         "reward/masked_frac": 1.0 - len(values) / len(flat),
+        "reward/ungraded": float(sum(bool(t.reward and t.reward.reason) for t in flat)),
         "group/frac_zero_std": unsure / len(groups),
         **counts,
         "len/mean": float(np.mean(lengths)),

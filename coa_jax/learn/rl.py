@@ -61,6 +61,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     exit code 0.
     """
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
+    Graders(config.graders).check(tasks)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     with contextlib.closing(
         Checkpoints(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from coa_jax import jsonl
+from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 
 LONGEST = 16 << 20
@@ -108,7 +108,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from _numbered(path, _tfds(path))
         return
     try:
-        with open(path, "rb") as file:
+        with reading.open_file(path) as file:
             start = file.read(4)
             if start == b"PAR1":
                 yield from _numbered(path, _parquet(path))
@@ -165,7 +165,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
                     yield from _numbered(path, iter(document))
                     return
             torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
-            raise UserError(f"{where}: {jsonl.why(error)}{torn}") from error
+            raise UserError(f"{where}: {reading.reason(error)}{torn}") from error
         rows = _wrapped(value)
         if rows is None:
             yield Row(path, number, where, value)
@@ -240,7 +240,7 @@ def _list_items(path: Path, file: IO[bytes]) -> Iterator[Any]:
                         ) from error
                     more()
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where()}: {jsonl.why(error)}") from error
+                    raise UserError(f"{where()}: {reading.reason(error)}") from error
             at = end
             yield value
             number += 1

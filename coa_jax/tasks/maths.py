@@ -50,6 +50,12 @@ def _expression(text: str) -> str:
     return text.strip()
 
 
+def is_expression(gold: str) -> bool:
+    """Whether a gold answer holds something that an answer can be compared with."""
+    wanted = _expression(gold)
+    return 0 < len(wanted) <= _LONGEST
+
+
 def _balanced(text: str) -> bool:
     """Whether braces pair up; others could close the box around the text."""
     depth = 0
@@ -70,10 +76,15 @@ def verify(gold: str, answer: str) -> bool:
     return bool(math_verify.verify(first, second, timeout_seconds=None))
 
 
-@functools.cache
-def _workers() -> Workers:
+def check_installed() -> None:
+    """Raises UserError unless the package that compares expressions is installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise UserError("grading of maths needs math-verify; run: pip install 'coa_jax[maths]'")
+
+
+@functools.cache
+def _workers() -> Workers:
+    check_installed()
     return Workers("coa_jax.tasks.maths:verify")
 
 

@@ -198,7 +198,7 @@ def test_ids_that_repeat_are_told_apart_and_samples_are_fixed(tmp_path):
         ),
         ([], "no row"),
         ({"a": 1}, "list of objects"),
-        ([1], "list of objects"),
+        ([1], "row 1: expected an object, found int"),
     ],
 )
 def test_malformed_files_are_located(tmp_path, content, message):

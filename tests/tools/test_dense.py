@@ -180,7 +180,7 @@ def test_what_is_missing_is_said(tmp_path, encoder, capsys):
         load_retriever("dense", encoder, tmp_path, passages=[])
     arguments = ["--retrieval", "dense", "--encoder", str(tmp_path / "none"), "--no_code"]
     assert tool_server.main(arguments) == 2
-    assert "config.json cannot be read" in capsys.readouterr().err
+    assert "config.json: cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("config.json", r"config\.json cannot be read"),
+        ("config.json", r"config\.json: not JSON"),
         ("tokenizer.json", r"tokenizer\.json cannot be read.*save_pretrained"),
         ("model.safetensors", r"model\.safetensors cannot be read"),
         ({"model_type": "mpnet"}, "of type 'mpnet'; bert, roberta and xlm-roberta are known"),
