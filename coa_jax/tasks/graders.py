@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
 from coa_jax.errors import UserError
-from coa_jax.protocol import parse_boxed
+from coa_jax.protocol import parse_boxed, split_level
 from coa_jax.tasks import release_rewards
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import CodeLimits, Tests, program_of, read_tests, run_tests
@@ -196,7 +196,7 @@ class Graders:
 
 def opened(task: Task, answer: str | None) -> str | None:
     """The answer; of the code protocol, what is in the box."""
-    if answer is not None and task.protocol == "code":
+    if answer is not None and split_level(task.protocol)[0] == "code":
         return parse_boxed(answer) or answer
     return answer
 
