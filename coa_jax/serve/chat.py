@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.tokenizer import conversation_ids
+from coa_jax.rollout.request import prompt_ids
 from coa_jax.serve import answers
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.exchange import (
@@ -23,6 +23,7 @@ from coa_jax.serve.exchange import (
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.serve.service import Refused, Service
+from coa_jax.tasks import Task
 
 
 async def chat_completion(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -83,8 +84,8 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
         raise Refused(400, "the agent's log-probabilities are not available", "logprobs")
-    config = service.config
-    prompt = prompt_ids(tokenizer, config.protocol, last.text, config.rollout.prompt_style)
+    task = Task("", last.text, service.config.protocol, (), "serve")
+    prompt = prompt_ids(tokenizer, task, service.prompt)
     return make_visit(service, body, prompt, body.limit, question=last.text, agent=True)
 
 

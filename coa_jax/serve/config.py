@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.bounds import Bounded, Count, Name, Place, Port, SecondsOrNone, Seed, Variable
+from coa_jax.bounds import Bounded, Count, Place, Port, SecondsOrNone, Seed, Variable
 from coa_jax.engine.config import EngineConfig
 from coa_jax.rollout.request import RolloutConfig
 
@@ -20,7 +20,7 @@ class ServeConfig(Bounded):
         host, port: where it listens; port 0 is any free one.
         api_key_env: environment variable with the key that clients have to send; where it is unset,
             anybody is served.
-        protocol: in which the agent answers.
+        protocol: protocol in which the agent answers; "" for the one that the model's card names.
         max_waiting: completions that may wait for a slot, and requests in progress that want
             log-probabilities of a text; further ones are refused (429).
         max_samples: completions of one request (``n``).
@@ -36,7 +36,7 @@ class ServeConfig(Bounded):
     host: Place
     port: Port
     api_key_env: Variable
-    protocol: Name
+    protocol: Place
     max_waiting: Count
     max_samples: Count
     max_body: Count

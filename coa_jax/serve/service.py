@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import run_episodes
@@ -17,6 +18,7 @@ from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
 
 
@@ -32,9 +34,23 @@ class Service:
     """A policy that answers many clients at a time; an asynchronous context manager."""
 
     def __init__(
-        self, model: Model, engines: Sequence[Engine], tools: Sequence[Tool], config: ServeConfig
+        self,
+        model: Model,
+        engines: Sequence[Engine],
+        tools: Sequence[Tool],
+        config: ServeConfig,
+        prompt: Prompt | None = None,
     ):
-        """Takes engines over, whose slots are all free."""
+        """Takes engines over, whose slots are all free.
+
+        Args:
+            model: the policy.
+            engines: engines that decode with it.
+            tools: tools of the agent.
+            config: settings of the server.
+            prompt: how questions are put to the agent; None for what the config names.
+        """
+        self.prompt = prompt or load_prompt(config.rollout.prompt_style, config.model)
         self.model, self.engines, self.config = model, engines, config
         self.tools = tools
         self.table = token_table(model.tokenizer)

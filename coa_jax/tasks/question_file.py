@@ -10,8 +10,9 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Messages, get_protocol
 from coa_jax.tasks.base import SPLITS, Task
+from coa_jax.tasks.prompts import read_messages
 from coa_jax.tasks.rows import draw
 
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
@@ -50,8 +51,9 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
         get_protocol(name)
     except UserError as error:
         raise ValueError(str(error)) from None
-    identity = str(row.get("id", digest))
-    return split, Task(identity, question.strip(), name, _gold(row), source, metadata)
+    identity, gold = str(row.get("id", digest)), _gold(row)
+    asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
+    return split, Task(identity, question.strip(), name, gold, source, metadata, *asked)
 
 
 def load_question_file(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
