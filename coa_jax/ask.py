@@ -24,15 +24,15 @@ from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import Protocol, get_protocol
+from coa_jax.protocol import LEVELS, Prompt, Protocol, at_level, get_protocol
 from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig, prompt_ids
 from coa_jax.tasks import Task
+from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import Trajectory
@@ -48,6 +48,7 @@ class Agent:
     engine: Engine
     tools: Sequence[Tool]
     protocol: Protocol
+    prompt: Prompt
     sampling: SamplingParams
     seed: int
     rollout: RolloutConfig
@@ -63,9 +64,20 @@ def make_agent(
 ) -> Agent:
     """Loads a policy and compiles its programs, so that no question waits for that.
 
+    Args:
+        path: model directory or GGUF file.
+        protocol: name of the protocol; "" for the one that the model's card names.
+        tools: settings of the tools; those that the protocol lacks are left out.
+        sampling: how tokens are drawn.
+        seed: seed of the samples.
+        config: budgets and prompt.
+
     Raises:
-        UserError: no such protocol, a model that cannot be loaded, or no isolation for programs.
+        UserError: the protocol or the prompt is unknown, the model cannot be loaded, or programs
+            cannot be isolated.
     """
+    prompt = load_prompt(config.prompt_style, path)
+    protocol = at_level(protocol or protocol_of_model(path) or "generalist", config.level)
     rules = get_protocol(protocol)
     tools = dataclasses.replace(tools, names=tuple(n for n in tools.names if n in rules.tools))
     model = load_model(path)
@@ -75,7 +87,7 @@ def make_agent(
     constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, [protocol])
     engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer), constraint)
     engine.warm_up()
-    return Agent(model, engine, make_tools(tools), rules, sampling, seed, config)
+    return Agent(model, engine, make_tools(tools), rules, prompt, sampling, seed, config)
 
 
 async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -> Trajectory:
@@ -90,10 +102,10 @@ async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -
         UserError: the question leaves no room for an answer.
     """
     tokenizer, budget = agent.model.tokenizer, agent.rollout.max_tokens
-    prompt = prompt_ids(tokenizer, agent.protocol.name, question, agent.rollout.prompt_style)
+    task = Task("ask", question, agent.protocol.name, (), "ask")
+    prompt = prompt_ids(tokenizer, task, agent.prompt)
     if len(prompt) >= budget:
         raise UserError(f"the prompt has {len(prompt)} tokens; give --max_tokens more than that")
-    task = Task("ask", question, agent.protocol.name, (), "ask")
     request = Request(task, prompt, agent.seed, 0, (0,), agent.sampling)
     stream = rollout(agent.engine, tokenizer, [request], agent.tools, agent.rollout, on_text)
     async with contextlib.aclosing(stream) as trajectories:
@@ -135,8 +147,11 @@ def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, 
 def define_flags() -> None:
     """The flags of the command."""
     flags.DEFINE_string("model", "runs/quickstart/models/rl", "Hugging Face directory or GGUF file")
-    flags.DEFINE_string("protocol", "generalist", "protocol in which it answers")
-    flags.DEFINE_enum("prompt_style", "brief", ["brief", "full"], "as in its training")
+    flags.DEFINE_string("protocol", "", "protocol of its answers (default: as in its training)")
+    flags.DEFINE_string(
+        "prompt_style", "model", "full, brief, a file with instructions, or model: as in training"
+    )
+    flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocol's rules")
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
     flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_INT)
@@ -172,6 +187,7 @@ def main(argv: list[str]) -> None:
             max_observation_tokens=values.max_observation_tokens,
             prompt_style=values.prompt_style,
             constrain=values.constrain,
+            level=values.level,
         ),
     )
     screen = Screen(sys.stdout)

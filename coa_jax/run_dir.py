@@ -141,6 +141,11 @@ class RunDir:
             )
         self.write_config(config)
 
+    def keep_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON file of the run; an earlier one of the same name is replaced."""
+        if self.active:
+            files.write_json(self.path / name, dict(value))
+
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:
         """Appends a row to `metrics.jsonl`, to the phase's TensorBoard events and to W&B.
 

@@ -19,6 +19,7 @@ from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.tasks.prompts import load_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Command(Bounded):
 
     Attributes:
         data: JSONL of distilled records.
-        prompt_style: of the prompts, as in SFT.
+        prompt_style: how questions are put to the policy, as in SFT.
         policy: sizes of the policy.
     """
 
     data: Place
-    prompt_style: str
+    prompt_style: Place
     policy: ScratchConfig
 
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
     records = read_records(config.data)
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)
-        write_policy(config.policy, records, config.prompt_style, run.path / "model")
+        write_policy(config.policy, records, load_prompt(config.prompt_style), run.path / "model")
     print(f"model -> {run.path / 'model'}")
 
 

@@ -87,8 +87,9 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
 
 
 def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
-    reviewed = get_protocol(view.protocol).next_actions.get("code") == frozenset({"reflection"})
-    if reviewed:  # the code protocol reviews every result
+    called = view.of_kind(Kind.CALL)[-1].recipient
+    following = get_protocol(view.protocol).next_actions.get(called)
+    if following == frozenset({"reflection"}):  # the protocol reviews every result of that tool
         return Action("reflection", Kind.REQUEST, "")
     if not state.problem:
         return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)

@@ -253,7 +253,8 @@ class _Episode:
 
         options = {"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}
         extra: dict[str, Any] = {"top_k": self.sampling.top_k} if self.sampling.top_k else {}
-        messages = [{"role": "user", "content": self.wanted.prompt}]
+        turns = self.wanted.messages.turns
+        messages = [{"role": role, "content": text} for role, text in turns]
         if self.chain.text:
             messages.append({"role": "assistant", "content": self.chain.text})
             extra |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -304,7 +305,8 @@ class _Episode:
             self.usage.length = usage.prompt_tokens + usage.completion_tokens
         text, finish = choice.message.content or "", str(choice.finish_reason)
         if usage is None:
-            told = text if self.usage.calls > 1 else self.wanted.prompt + text
+            asked = "".join(said for _, said in self.wanted.messages.turns)
+            told = text if self.usage.calls > 1 else asked + text
             self.usage.length += len(told.encode()) // _BYTES
         text = str(self.secret.redact(text))
         extra = choice.model_extra or {}

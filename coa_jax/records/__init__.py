@@ -21,7 +21,7 @@ from absl import logging
 from coa_jax import reading
 from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol, protocol_names
+from coa_jax.protocol import get_protocol, names_with_levels
 from coa_jax.records.columns import columns_of, renamed
 from coa_jax.records.forms import from_tfds, made_of
 from coa_jax.records.rows import Row, find_files, read_rows
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def _protocols() -> tuple[str, ...]:
-    return ("", *protocol_names())
+    return ("", *names_with_levels())
 
 
 ProtocolName = Annotated[str, OneOf(_protocols)]

@@ -30,7 +30,8 @@ class Command(ServeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_protocol(self.protocol, self.tools)
+        if self.protocol:
+            check_protocol(self.protocol, self.tools)
 
 
 def define_flags() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.tokenizer import conversation_ids
+from coa_jax.rollout.request import prompt_ids
 from coa_jax.serve import answers
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.exchange import (
@@ -25,6 +25,7 @@ from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
+from coa_jax.tasks import Task
 from coa_jax.web.errors import Refused
 from coa_jax.web.guard import while_connected
 from coa_jax.web.json_app import dumps
@@ -118,10 +119,10 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
         raise Refused(400, "the agent's log-probabilities are not available", "logprobs")
-    config = service.config
     check_length(tokenizer, texts, length, "messages")
     (question,) = texts
-    prompt = prompt_ids(tokenizer, config.protocol, question, config.rollout.prompt_style)
+    task = Task("", question, service.config.protocol, (), "serve")
+    prompt = prompt_ids(tokenizer, task, service.prompt)
     return make_visit(service, body, prompt, body.limit, question=question, agent=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.bounds import Bounded, Count, Name, Natural, Place, Port, SecondsOrNone, Seed, Variable
+from coa_jax.bounds import Bounded, Count, Natural, Place, Port, SecondsOrNone, Seed, Variable
 from coa_jax.engine.config import EngineConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.web.limits import ConnectionLimits
@@ -21,7 +21,7 @@ class ServeConfig(Bounded):
         host, port: address to listen on; port 0 is any free port.
         api_key_env: environment variable with the key that clients must send.  If it is not set,
             the server listens on this machine only and serves anybody there.
-        protocol: protocol of the agent's answers.
+        protocol: protocol of the agent's answers; "" for the protocol that the model's card names.
         max_waiting: completions that may wait for a slot, and requests for log-probabilities in
             progress; further requests are refused (429).
         max_samples: completions of one request (``n`` times the number of prompts).
@@ -40,7 +40,7 @@ class ServeConfig(Bounded):
     host: Place
     port: Port
     api_key_env: Variable
-    protocol: Name
+    protocol: Place
     max_waiting: Count
     max_samples: Count
     max_body: Natural

@@ -12,11 +12,12 @@ from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import engine_memory
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import at_level, get_protocol
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.serve.app import make_app
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.service import Service
+from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.web.guard import check_exposure
 from coa_jax.web.refusals import RefusalLog
@@ -42,6 +43,9 @@ def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
 
 def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     """Loads the policy and compiles its programs."""
+    prompt = load_prompt(config.rollout.prompt_style, config.model)
+    named = config.protocol or protocol_of_model(config.model) or "generalist"
+    config = dataclasses.replace(config, protocol=at_level(named, config.rollout.level))
     rules = get_protocol(config.protocol)
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
@@ -54,7 +58,8 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     for engine in engines:
         engine.warm_up()
     wanted = tuple(name for name in tools.names if name in rules.tools)
-    return Service(model, engines, make_tools(dataclasses.replace(tools, names=wanted)), config)
+    used = make_tools(dataclasses.replace(tools, names=wanted))
+    return Service(model, engines, used, config, prompt)
 
 
 async def serve(

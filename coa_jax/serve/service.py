@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import encode_plain
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import run_episodes
@@ -19,6 +20,7 @@ from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
 from coa_jax.web.errors import Refused
 
@@ -29,7 +31,12 @@ class Service:
     """A policy that answers many clients at a time; an asynchronous context manager."""
 
     def __init__(
-        self, model: Model, engines: Sequence[Engine], tools: Sequence[Tool], config: ServeConfig
+        self,
+        model: Model,
+        engines: Sequence[Engine],
+        tools: Sequence[Tool],
+        config: ServeConfig,
+        prompt: Prompt | None = None,
     ):
         """Sets up a service.
 
@@ -38,7 +45,9 @@ class Service:
             engines: engines with free slots only.
             tools: the agent's tools.
             config: limits and budgets.
+            prompt: how questions are put to the agent; None for the prompt that the config names.
         """
+        self.prompt = prompt or load_prompt(config.rollout.prompt_style, config.model)
         self.model, self.engines, self.config = model, engines, config
         self.tools = tools
         self.table = token_table(model.tokenizer)

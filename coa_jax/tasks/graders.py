@@ -25,7 +25,7 @@ from absl import logging
 from coa_jax import reading
 from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
 from coa_jax.errors import UserError
-from coa_jax.protocol import parse_boxed
+from coa_jax.protocol import parse_boxed, split_level
 from coa_jax.tasks import release_rewards
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import GRADERS, tests_of
@@ -230,7 +230,7 @@ class Graders:
 
 def opened(task: Task, answer: str | None) -> str | None:
     """The answer; of the code protocol, what is in the box."""
-    if answer is not None and task.protocol == "code":
+    if answer is not None and split_level(task.protocol)[0] == "code":
         return parse_boxed(answer) or answer
     return answer
 

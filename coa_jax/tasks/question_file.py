@@ -11,9 +11,10 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Messages, get_protocol
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
+from coa_jax.tasks.prompts import read_messages
 from coa_jax.tasks.rows import draw
 
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
@@ -57,7 +58,9 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     identity = row.get("id", digest)
     if not isinstance(identity, str | int):
         raise ValueError("the field 'id' must be a text or a whole number")
-    task = Task(str(identity), question.strip(), name, _gold(row), source, metadata)
+    asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
+    gold = _gold(row)
+    task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked)
     return split, checked(task)
 
 

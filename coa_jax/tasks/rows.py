@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import datetime
 import decimal
+import functools
 import glob
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,20 @@ def find_files(pattern: str) -> list[Path]:
     return found
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yields the rows of a file.
 
+    Args:
+        path: a file; its suffix says what it is, JSON for an unknown one.
+        columns: fields that are wanted; a parquet file is read without its other ones.
+
     Raises:
-        UserError: it cannot be read, or holds something else than rows.
+        UserError: the file cannot be read, or holds something else than rows.
     """
     number = 0
-    readers = {".parquet": _parquet, ".jsonl": _lines, ".csv": _table, ".tsv": _table}
+    parquet = functools.partial(_parquet, columns=columns)
+    readers: dict[str, Callable[[Path], Iterator[Any]]]
+    readers = {".parquet": parquet, ".jsonl": _lines, ".csv": _table, ".tsv": _table}
     try:
         for number, row in enumerate(readers.get(path.suffix, _json)(path), 1):
             if not isinstance(row, Mapping):
@@ -76,7 +83,7 @@ def _table(path: Path) -> Iterator[Any]:
         yield row
 
 
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -86,7 +93,10 @@ def _parquet(path: Path) -> Iterator[Any]:
     with reading.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
         if file.metadata.num_rows > _MOST_ROWS:
             raise ValueError(f"it says that it has {file.metadata.num_rows:,} rows")
-        for batch in file.iter_batches(batch_size=64):  # a row of tests may have megabytes
+        there = file.schema_arrow.names
+        wanted = None if columns is None else [name for name in columns if name in there]
+        # A row of tests may have megabytes.
+        for batch in file.iter_batches(batch_size=64, columns=wanted):
             yield from map(_plain, batch.to_pylist())
 
 

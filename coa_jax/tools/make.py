@@ -26,7 +26,13 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
-from coa_jax.protocol import add_note, add_protocol, protocol_names, protocol_with_tools
+from coa_jax.protocol import (
+    LEVELS,
+    add_note,
+    add_protocol,
+    names_with_levels,
+    protocol_with_tools,
+)
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
@@ -155,8 +161,8 @@ class ToolsConfig(Bounded):
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
     """Refuses the name of a protocol that is neither built in nor made by the tools' settings."""
-    known = filter(None, (*protocol_names(), tools.protocol))
-    check(name, Annotated[str, OneOf(*known)], where)
+    made = (tools.protocol, f"{tools.protocol}:{LEVELS[1]}") if tools.protocol else ()
+    check(name, Annotated[str, OneOf(*names_with_levels(), *made)], where)
 
 
 def make_tools(config: ToolsConfig) -> list[Tool]:

@@ -25,6 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
     """The configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(EvaluateConfig, quickstart.evaluate)
+    config.rollout.prompt_style = "model"
     config.model, config.stage = "runs/rl/model", "rl"
     config.tools = complete(ToolsConfig, quickstart.tools)
     return config

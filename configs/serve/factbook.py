@@ -4,7 +4,9 @@ r"""Serves the policy of the quickstart, and its chain of agents, to OpenAI clie
 
 Needs: ``bash launch/setup_env.sh serve`` and the policy of the quickstart, or another policy by its
 directory: ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
-The agent works best under the budgets (``--config.rollout...``) of the policy's training.
+The agent works best under the budgets (``--config.rollout...``) of the policy's training.  Protocol
+and prompt are those that ``agent.json`` in the policy's directory names; ``--config.protocol`` and
+``--config.rollout.prompt_style`` set others.
 Takes: seconds to load and compile; then it runs until Ctrl-C or SIGTERM.
 Gives: ``http://127.0.0.1:8000`` with a page to ask questions, and ``/v1`` for clients.  If the
 environment variable ``COA_JAX_API_KEY`` is set, clients must send its value as their API key.
@@ -32,14 +34,14 @@ def get_config() -> ml_collections.ConfigDict:
             "host": "127.0.0.1",
             "port": 8000,
             "api_key_env": "COA_JAX_API_KEY",
-            "protocol": "generalist",
+            "protocol": "",
             "max_waiting": 256,
             "max_samples": 16,
             "max_body": 0,
             "shutdown_seconds": 30.0,
             "seed": 0,
             "engine": quickstart.evaluate.engine,
-            "rollout": quickstart.evaluate.rollout,
+            "rollout": {**quickstart.evaluate.rollout.to_dict(), "prompt_style": "model"},
         },
     )
     config.tools = complete(ToolsConfig, quickstart.tools)

@@ -9,7 +9,7 @@ from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.distill.slips import Slips, wrong_value
 from coa_jax.distill.steps import operands, printed, progress, steps_of
 from coa_jax.distill.team import solve
-from coa_jax.tasks.base import Task
+from coa_jax.tasks.base import Task, with_level
 from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Lookup, Ref
 from coa_jax.tools.base import Observation
 
@@ -247,3 +247,16 @@ def test_expressions_are_read_from_their_questions(question, source):
 )
 def test_a_question_of_another_kind_has_no_steps(question):
     assert steps_of(question) is None
+
+
+def test_at_the_level_paper_every_program_is_reviewed_and_every_right_run_obeys(
+    tools, factbook_tasks
+):
+    tasks = with_level(factbook_tasks, "paper")
+    for run in runs_of(tasks, tools, mistake_rate=0.5, unrecovered_rate=0.0):
+        assert run.record.protocol == "generalist:paper"
+        called = [message for message in run.log.messages if message.kind is Kind.CALL]
+        programs = sum(message.recipient == "code" for message in called)
+        assert run.log.count(Kind.REFLECTION) >= programs
+        if run.reward.value:
+            assert run.reward.parts["format"] == 1.0
