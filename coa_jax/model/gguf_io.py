@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_from_hf
 
@@ -143,9 +144,7 @@ def _open(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UserError(
-            f"{path} needs the package gguf: pip install gguf, or use a safetensors model"
-        ) from None
+        raise missing(f"{path}", "gguf", "gguf") from None
     if not path.is_file():
         raise UserError(f"{path} is missing: give the path of a GGUF file")
     try:

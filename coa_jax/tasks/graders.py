@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks import release_rewards
 from coa_jax.tasks.base import Task
@@ -212,9 +213,7 @@ def generator_score(task: Task, answer: str | None) -> float:
     try:
         import reasoning_gym
     except ImportError:
-        raise UserError(
-            "grading arithmetic tasks needs reasoning-gym; run: pip install reasoning-gym"
-        ) from None
+        raise missing("grading of arithmetic tasks", "reasoning-gym", "tasks") from None
     scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
     entry = {
         "question": task.question,

@@ -14,6 +14,7 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tasks.base import Task
 
 Row = Mapping[str, Any]
@@ -78,9 +79,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
-            f"{path}: reading parquet needs pyarrow; run: pip install pyarrow"
-        ) from None
+        raise missing(f"{path}: reading parquet", "pyarrow", "tasks") from None
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=64):  # a row of tests may have megabytes
             yield from map(_plain, batch.to_pylist())

@@ -19,6 +19,7 @@ from typing import Any
 
 from coa_jax.bounds import Bounded, Bytes, Count, Place, Seconds, Times
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
@@ -96,11 +97,9 @@ class CrawlPage:
         Raises:
             UserError: a package is missing, or a setting is wrong.
         """
-        missing = page_text.missing_packages()
-        if missing:
-            raise UserError(
-                f"crawl_page needs {', '.join(missing)}; run: pip install 'coa_jax[web]'"
-            )
+        packages = page_text.missing_packages()
+        if packages:
+            raise missing("crawl_page", ", ".join(packages), "web")
         for name in ("max_pages", "page_chars", "concurrency", "timeout_s"):
             if not getattr(config, name) > 0:
                 raise UserError(f"crawl_page: {name} must be positive")
