@@ -90,6 +90,7 @@ TEST = [
     "hypothesis>=6.170",
     # Clients of the servers under test, and the processes that a test leaves behind.
     "httpx>=0.28",
+    "packaging>=26.0",
     "psutil>=7.0",
     "protobuf>=7.36",
     "torch>=2.13",

@@ -363,10 +363,10 @@ def test_directories_of_the_comparison_are_meant_from_where_the_user_stands(tree
 
 
 def test_debug_files_go_where_the_user_says(tree, tmp_path):
-    program(tree.root / ".venv" / "bin", "python", "")
-    for given, folder in ((["a b"], tmp_path / "a b"), ([], tree.root / "runs" / "debug")):
-        assert tree("debug_files.sh", *given).returncode == 0
-        assert (folder / "questions.jsonl").exists()
+    program(tree.root / ".venv" / "bin", "python", 'printf "[%s]" "$PWD" "$@"')
+    for given, folder in ((["a b"], f"{tmp_path}/a b"), ([], "runs/debug")):
+        told = tree("debug_files.sh", *given).stdout
+        assert told == f"[{tree.root}][-m][coa_jax.debug_files][--workdir={folder}]"
 
 
 def test_what_has_been_measured_is_not_repeated(tree, tmp_path):

@@ -2,7 +2,7 @@ r"""Serves the policy of the quickstart, and its chain of agents, to OpenAI clie
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-Needs: ``bash launch/setup_env.sh serve`` and the policy of the quickstart; another one by its
+Needs: the extra ``serve`` and the policy of the quickstart; another one by its
 directory, as in ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
 The budgets of the agent (``--config.rollout...``) are those that the policy was trained with.
 Takes: seconds to load and compile; then it runs until Ctrl-C or SIGTERM.
