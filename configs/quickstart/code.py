@@ -1,4 +1,4 @@
-r"""The whole pipeline under the protocol of the code agent, with a policy trained from nothing.
+r"""The whole pipeline in small under the protocol of the code agent.
 
     bash launch/quickstart.sh --config=configs/quickstart/code.py --workdir=runs/quickstart-code
 
@@ -13,22 +13,21 @@ import ml_collections
 
 from coa_jax.cli import load_config
 
-TASKS = "arithmetic:chain_sum,basic_arithmetic,products,gcd,lcm,count_bits"
+TASKS = "arithmetic:products,gcd,lcm,count_bits"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration: that of the quickstart with these changes."""
+    """The settings of configs/quickstart/mhqa.py, for calculations that a program answers."""
     return load_config(
-        "configs/quickstart/factbook.py",
+        "configs/quickstart/mhqa.py",
         {
             "tools.names": ("code",),
             "distill.tasks": TASKS,
-            "distill.train": 3000,
+            "distill.train": 1000,
+            "sft.optimizer.total_steps": 600,
             "rl.tasks": TASKS,
+            "rl.rollout.max_turn_tokens": 112,
             "evaluate.tasks": TASKS,
-            "evaluate.num_tasks": 400,
-            "sft.optimizer.total_steps": 200,
-            "sft.optimizer.warmup_steps": 20,
-            "rl.optimizer.total_steps": 12,
+            "evaluate.rollout.max_turn_tokens": 112,
         },
     )

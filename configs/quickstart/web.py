@@ -1,8 +1,8 @@
-r"""The whole pipeline under the protocol of the web agent, with a policy trained from nothing.
+r"""The whole pipeline in small under the protocol of the web agent.
 
     bash launch/quickstart.sh --config=configs/quickstart/web.py --workdir=runs/quickstart-web
 
-Needs: 2 CPU cores, 4 GB of memory; no network: search results and pages are those of the Factbook.
+Needs: 2 CPU cores, 4 GB of memory.  No network: search results and pages are those of the Factbook.
 Takes: 
 Gives: 
 """
@@ -12,30 +12,35 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.cli import load_config
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
 
 TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration: that of the quickstart with these changes."""
+    """The settings of configs/quickstart/mhqa.py, with search results whose pages are opened."""
     config = load_config(
-        "configs/quickstart/factbook.py",
+        "configs/quickstart/mhqa.py",
         {
-            "tools.names": ("web_search", "crawl_page"),
             "distill.tasks": TASKS,
-            "distill.train": 2000,
-            "policy.vocab_size": 512,
+            "policy.vocab_size": 640,
+            "sft.row_length": 768,
             "rl.tasks": TASKS,
+            "rl.row_length": 768,
             "evaluate.tasks": TASKS,
-            "evaluate.num_tasks": 400,
-            "sft.batch_size": 2,
-            "sft.optimizer.total_steps": 1000,
-            "sft.optimizer.warmup_steps": 20,
-            "rl.optimizer.total_steps": 12,
         },
     )
+    for part in (config.rl, config.evaluate):
+        part.engine.max_length = part.rollout.max_tokens = 512
     with config.unlocked():
-        # The snippet ends before the value, so that the policy has to open the page.
-        config.tools.web_search = {"provider": "local", "top_k": 1, "snippet_chars": 24}
-        config.tools.crawl_page = {"page_chars": 100}
+        config.tools = complete(
+            ToolsConfig,
+            {
+                "names": ("web_search", "crawl_page"),
+                # A snippet ends before the fact, which only the page holds.
+                "web_search": {"provider": "local", "top_k": 1, "snippet_chars": 24},
+                "crawl_page": {"page_chars": 120},
+            },
+        )
     return config
