@@ -159,7 +159,7 @@ WITH_EXTRA = ("serve",)
 
 
 def declared() -> tuple[set[str], set[str], set[str]]:
-    """Returns the normalised names that setup.py requires: core, with all extras, with the tests'."""
+    """Returns the names that setup.py requires: (core, with all extras, with the tests')."""
     tree = ast.parse((REPOSITORY / "setup.py").read_text())
     lists: dict[str, set[str]] = {}
     for node in tree.body:

@@ -42,7 +42,7 @@ def test_every_entry_point_has_a_command():
 
 
 def test_the_overview_has_a_line_for_each_command_and_imports_nothing_heavy():
-    code = "import sys, coa_jax.__main__ as c; c.main(); print(sorted(sys.modules), file=sys.stderr)"
+    code = "import sys; from coa_jax.__main__ import main; main(); sys.exit(str(list(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=REPOSITORY
     )
@@ -138,10 +138,8 @@ def test_a_hint_is_a_command_that_works_where_it_is_shown(monkeypatch, tmp_path,
     assert installed.install_hint("maths") == f"bash {REPOSITORY}/launch/setup_env.sh maths"
     # Another environment: the packages themselves.
     monkeypatch.setattr(sys, "prefix", "/usr")
-    monkeypatch.setattr(
-        installed.importlib.metadata, "requires",
-        lambda name: ["jax>=0.10", 'a>=1; extra == "x"', "b[c]>=2 ; extra == 'x'", 'd; extra == "y"'],
-    )  # fmt: skip
+    listed = ["jax>=0.10", 'a>=1; extra == "x"', "b[c]>=2 ; extra == 'x'", 'd; extra == "y"']
+    monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: listed)
     assert installed.install_hint("x") == "pip install 'a>=1' 'b[c]>=2'"
 
 

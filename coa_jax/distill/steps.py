@@ -198,16 +198,15 @@ def progress(question: str, messages: Sequence[Message]) -> Progress | None:
             opened.add(message.content)
         if message.kind is not Kind.OBSERVATION or state.complete:
             continue
-        if message.sender == "web_search" and tool_for(state.step) == "search":
-            link = _find_link(state.step, message, opened)
-            state = dataclasses.replace(state, link=link, problem="")
-            if link:
-                continue
-            result = f"No result is about {wording(state.step)}."
-        elif tool_for(state.step) == "search":
-            result = _read_documents(state.step, message)
-        else:
+        if tool_for(state.step) == "code":
             result = _read_program(state.step, state.answers, message)
+        elif message.sender != "web_search":
+            result = _read_documents(state.step, message)
+        elif link := _find_link(state.step, message, opened):
+            state = dataclasses.replace(state, link=link, problem="")
+            continue
+        else:
+            result = f"No result is about {wording(state.step)}."
         if isinstance(result, str):
             state = dataclasses.replace(
                 state, failures=state.failures + 1, problem=result, link=""
