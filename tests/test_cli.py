@@ -198,7 +198,7 @@ def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given,
     ],
 )
 def test_a_url_where_a_file_belongs_is_refused(values):
-    ((name, value),) = values.items()
+    (name,) = values
     with pytest.raises(UserError, match=r"no command opens \w+:// addresses; give a path") as seen:
         cli.refuse_urls(values)
     assert str(seen.value).startswith(f"{name}=")
