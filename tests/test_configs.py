@@ -18,6 +18,7 @@ import coa_jax.distill.__main__ as distill
 import coa_jax.evaluate.__main__ as evaluate
 import coa_jax.serve.__main__ as serve
 from coa_jax import ablation, economy, quickstart, rl, scratch, synthesize
+from coa_jax.__main__ import COMMANDS
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.learn.preference import DPOConfig
@@ -326,6 +327,8 @@ def test_commands_in_the_documentation_name_what_exists():
             assert spec is not None, line
             package = bool(spec.submodule_search_locations)
             assert not package or importlib.util.find_spec(f"{module}.__main__"), line
+        for name in re.findall(r"\bcoa-jax ([a-z][a-z-]*)", line):
+            assert name in COMMANDS, line
         for path in re.findall(r"\b(?:configs|launch|notebooks|tests)/[\w./-]*", line):
             assert (REPOSITORY / path).exists(), line
 

@@ -65,7 +65,7 @@ def parse_options(text: str) -> Options:
     """Reads the part of a source after the colon, e.g. ``hops=1-2,arithmetic=0,templates=1``.
 
     ``hops=2`` or ``hops=1-3`` keeps the default shares of these hops; ``weights=60/30/10/0`` gives
-    the shares of 1, 2, 3 and 4 hops.
+    the shares of 1, 2, 3 and 4 hops; ``protocol=mhqa`` chooses the protocol of the tasks.
 
     Raises:
         UserError: an unknown option or protocol, or a value out of range.
