@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import re
 import shlex
 import sys
@@ -25,6 +24,8 @@ def requirements_of(extra: str) -> list[str]:
 
     The list is empty if the package was not installed by pip or has no such extra.
     """
+    import importlib.metadata  # here: it would double the time of `coa-jax --help`
+
     try:
         requirements = importlib.metadata.requires("coa_jax") or []
     except importlib.metadata.PackageNotFoundError:

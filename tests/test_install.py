@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 import os
 import re
@@ -139,7 +140,7 @@ def test_a_hint_is_a_command_that_works_where_it_is_shown(monkeypatch, tmp_path,
     # Another environment: the packages themselves.
     monkeypatch.setattr(sys, "prefix", "/usr")
     listed = ["jax>=0.10", 'a>=1; extra == "x"', "b[c]>=2 ; extra == 'x'", 'd; extra == "y"']
-    monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: listed)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
     assert installed.install_hint("x") == "pip install 'a>=1' 'b[c]>=2'"
 
 
