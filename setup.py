@@ -33,7 +33,7 @@ CORE = [
 ]
 
 EXTRAS = {
-    # Reads GGUF checkpoints (launch/fetch_smollm2.sh fetches one).
+    # Reads GGUF checkpoints (`coa-jax fetch smollm2` brings one).
     "gguf": ["gguf>=0.19"],
     # Generated reasoning tasks and parquet question files.
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],

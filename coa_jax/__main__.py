@@ -48,6 +48,7 @@ COMMANDS = {
     "bench-workload": "bench.workload",
     "configs": "copy_configs",
     "debug-files": "debug_files",
+    "fetch": "fetch",
 }
 """Name of each command -> its module in this package."""
 
