@@ -204,7 +204,7 @@ def environment(wheel, tmp_path_factory):
     def run(program: str, *arguments: str, cwd: Path = home) -> str:
         done = subprocess.run(
             [str(python.parent / program), *arguments],
-            capture_output=True, text=True, cwd=cwd, timeout=600, env=kept,
+            capture_output=True, text=True, cwd=cwd, timeout=1200, env=kept,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -236,6 +236,7 @@ def test_the_wheel_has_the_command_and_the_configs(environment, declared, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_user_of_the_wheel_copies_the_configs_and_trains(environment, tmp_path):
     environment("coa-jax", "debug-files", cwd=tmp_path)
     # The packaged file, and then a changed copy of one.
