@@ -39,13 +39,19 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from coa_jax.errors import UserError
+from coa_jax.installed import ROOT, config_files
 
 # Flags defined by the helpers below belong to the module that calls them (for --help).
 flags.disclaim_key_flags()
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+_URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
+_NAMES_FILES = re.compile(
+    r"(?:--|.*\.)(?:workdir|out|output|copy|model|data|validation|tasks|source|traces|files|corpus"
+    r"|path|cache)"
+)
+"""Flags and settings whose values name files."""
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
 _LONGEST_LINE = 2000
@@ -224,8 +230,8 @@ def config_flag(default: str) -> None:
     overrides may stand before or after `--config`.
 
     Args:
-        default: the config file of a command line without `--config`, relative to the
-            repository.
+        default: the config file of a command line without `--config`; a path that is found as
+            `load_config` finds it.
     """
     global _config_default
     _config_default = default
@@ -258,11 +264,42 @@ def _is_directory_name(value: str | None) -> bool:
     return True
 
 
+def refuse_urls(values: Mapping[str, Any]) -> None:
+    """Refuses URLs where a file or directory belongs: only local paths work.
+
+    No text with another scheme than http and https can be opened, whatever its name is.  An http
+    address is fine for a service and refused where `_NAMES_FILES` says that a file belongs.
+
+    Args:
+        values: flag with its dashes, or dotted setting (``--config.model``) -> value.
+
+    Raises:
+        UserError: a value is, or holds, a URL that nothing here can open.
+    """
+    for name, value in values.items():
+        for text in value if isinstance(value, tuple | list) else (value,):
+            found = _URL.search(text) if isinstance(text, str) and ".mcp." not in name else None
+            if found and (found[1] not in ("http", "https") or _NAMES_FILES.fullmatch(name)):
+                raise UserError(
+                    f"{name}={text}: no command opens {found[0]} addresses; give a path of this "
+                    "machine (download the files, or mount the bucket)"
+                )
+
+
+def _leaves(config: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            yield from _leaves(value, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}", value
+
+
 def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_collections.ConfigDict:
     """Loads a config file outside a command line (notebooks, tests, other commands).
 
     Args:
-        spec: `FILE.py` or `FILE.py:ARGUMENT`, relative to the working directory or repository.
+        spec: `FILE.py` or `FILE.py:ARGUMENT`.  A path that is not in the working directory, such
+            as `configs/sft/web.py`, is looked for among the configs that come with the package.
         overrides: dotted keys to values, e.g. `{"optim.lr": 1e-4}`.
 
     Returns:
@@ -295,17 +332,17 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
 
 
 def _resolve(spec: str) -> str:
-    """Finds a config file in the working directory or else in the repository."""
+    """Finds a config file in the working directory or else among those of the package."""
     path, colon, argument = spec.partition(":")
-    for root in (Path(), _REPOSITORY):
+    for root in (Path(), ROOT):
         if path and (root / path).is_file():
             return f"{(root / path).resolve()}{colon}{argument}"
     raise UserError(f"--config={spec}: no such file {path!r}{_suggest_file(path)}")
 
 
 def _suggest_file(path: str) -> str:
-    known = [p.relative_to(_REPOSITORY) for p in _REPOSITORY.glob("configs/**/*.py")]
-    return _suggest(path, [str(p) for p in known if p.name != "__init__.py"])
+    hint = _suggest(path, map(str, config_files()))
+    return hint or "; `coa-jax configs` lists those that come with the package"
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
@@ -344,6 +381,10 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
         raise UserError(f"--config: {_one_line(str(error))}") from error
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    given = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
+    refuse_urls({f"--{name}": flags.FLAGS[name].value for name in given})
+    if "config" in flags.FLAGS:
+        refuse_urls(dict(_leaves(flags.FLAGS.config, "--config")))
     return rest
 
 

@@ -32,6 +32,7 @@ from coa_jax.bounds import (
 )
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tools.net.secrets import Secret
 
 T = TypeVar("T")
@@ -211,9 +212,7 @@ class Endpoint:
         try:
             import openai
         except ImportError:
-            raise UserError(
-                "a teacher behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
-            ) from None
+            raise missing("a teacher behind an endpoint", "openai", "endpoint") from None
         config.check(where)
         self.config, self.record, self.spent, self._where = config, record, Spent(), where
         self._openai, self._secret = openai, Secret(config.key_variable)

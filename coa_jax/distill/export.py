@@ -36,6 +36,7 @@ from coa_jax.cli import run_main
 from coa_jax.distill.card import card
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of
 from coa_jax.records import from_tfds, parts_of_turns, read_records
 from coa_jax.records.split import Parts
@@ -264,9 +265,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     try:
         import tensorflow_datasets as tfds
     except ImportError:
-        raise UserError(
-            "the form tfds needs tensorflow-datasets; run: pip install 'coa_jax[tfds]'"
-        ) from None
+        raise missing("the form tfds", "tensorflow-datasets", "tfds") from None
     place, new = folder / "coa" / VERSION, folder / ".new"
     splits = {**_others(tfds, place, split), split: records}
     text = tfds.features.Text

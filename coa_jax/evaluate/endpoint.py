@@ -21,6 +21,7 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted
+from coa_jax.installed import missing
 from coa_jax.protocol import get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
@@ -118,9 +119,7 @@ def endpoint_policy(
     try:
         import openai
     except ImportError:
-        raise UserError(
-            "a policy behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
-        ) from None
+        raise missing("a policy behind an endpoint", "openai", "endpoint") from None
     key = Secret(endpoint.key_env).reveal() if endpoint.key_env else "none"
 
     async def run(

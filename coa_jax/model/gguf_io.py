@@ -15,6 +15,7 @@ import numpy as np
 
 from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_from_hf
 
@@ -158,9 +159,7 @@ def _open(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UserError(
-            f"{path} needs the package gguf: pip install gguf, or use a safetensors model"
-        ) from None
+        raise missing(f"{path}", "gguf", "gguf") from None
     if not path.exists():
         raise UserError(f"{path} is missing: give the path of a GGUF file")
     with reading.open_file(path) as file:

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 
 LONGEST = 16 << 20
 """Bytes of a row; a trajectory of 32,768 tokens has about 150 kB."""
@@ -267,7 +268,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path}: parquet needs pyarrow; run: pip install pyarrow") from None
+        raise missing(f"{path}: parquet", "pyarrow", "tasks") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=64):
@@ -281,10 +282,7 @@ def _tfds(path: Path) -> Iterator[Any]:
     try:
         import tensorflow_datasets as tfds
     except ImportError:
-        raise UserError(
-            f"{path}: a TFDS data set needs tensorflow-datasets; run: pip install "
-            "tensorflow-datasets importlib-resources"
-        ) from None
+        raise missing(f"{path}: a TFDS data set", "tensorflow-datasets", "tfds") from None
     try:
         builder = tfds.builder_from_directory(str(path.parent))
         known = list(builder.info.splits)

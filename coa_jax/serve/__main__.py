@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from coa_jax.cli import config_flag, run_main
-from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig, check_protocol
@@ -44,9 +44,7 @@ def main(argv: list[str]) -> None:
     try:
         from coa_jax.serve.run import make_service, open_listener, serve_until_signal
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"the package {error.name} is missing: bash launch/setup_env.sh serve"
-        ) from error
+        raise missing("serve", str(error.name), "serve") from error
     config = build(Command, flags.FLAGS.config)
     config = dataclasses.replace(config, name=config.name or Path(config.model).name)
     key = os.environ.get(config.api_key_env, "").strip() or None

@@ -25,6 +25,7 @@ from absl import logging
 from coa_jax import reading
 from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import parse_boxed, split_level
 from coa_jax.tasks import release_rewards
 from coa_jax.tasks.base import Task
@@ -43,8 +44,6 @@ T = TypeVar("T")
 
 GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
 """What graders read of a task's metadata; beside it they see its question and accepted answers."""
-
-_NO_GENERATORS = "grading arithmetic tasks needs reasoning-gym; run: pip install reasoning-gym"
 
 ANSWER_REWARDS = ("exact_match", "f1", *release_rewards.QA)
 
@@ -104,7 +103,7 @@ class Graders:
             for task in tasks
         }
         if "generator" in kinds and importlib.util.find_spec("reasoning_gym") is None:
-            raise UserError(_NO_GENERATORS)
+            raise _no_generators()
         if "math" in kinds:
             check_installed()
         if "code" in kinds:
@@ -235,6 +234,10 @@ def opened(task: Task, answer: str | None) -> str | None:
     return answer
 
 
+def _no_generators() -> UserError:
+    return missing("grading of arithmetic tasks", "reasoning-gym", "tasks")
+
+
 def generator_score(task: Task, answer: str | None) -> float:
     """1.0 if the generator of a reasoning-gym task fully accepts the answer.
 
@@ -246,7 +249,7 @@ def generator_score(task: Task, answer: str | None) -> float:
     try:
         import reasoning_gym
     except ImportError:
-        raise UserError(_NO_GENERATORS) from None
+        raise _no_generators() from None
     scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
     entry = {
         "question": task.question,

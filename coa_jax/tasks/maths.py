@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import re
 
-from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths_spelling import in_latex, tight
@@ -79,7 +79,7 @@ def verify(gold: str, answer: str) -> bool:
 def check_installed() -> None:
     """Raises UserError unless the package that compares expressions is installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError("grading of maths needs math-verify; run: pip install 'coa_jax[maths]'")
+        raise missing("grading of maths", "math-verify", "maths")
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Any
 
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tasks.base import Task
 
 Row = Mapping[str, Any]
@@ -87,9 +88,7 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
-            f"{path}: reading parquet needs pyarrow; run: pip install pyarrow"
-        ) from None
+        raise missing(f"{path}: reading parquet", "pyarrow", "tasks") from None
     with reading.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
         if file.metadata.num_rows > _MOST_ROWS:
             raise ValueError(f"it says that it has {file.metadata.num_rows:,} rows")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from coa_jax.errors import UserError
+from coa_jax.installed import install_hint
 from coa_jax.settings import build
 from coa_jax.tools import page_text
 from coa_jax.tools.code_libraries import find_libraries, try_imports
@@ -143,7 +144,7 @@ async def _web(config: ToolsConfig) -> tuple[bool, str]:
 async def _crawl(config: ToolsConfig) -> tuple[bool, str]:
     missing = page_text.missing_packages()
     if missing:
-        return False, f"{', '.join(missing)} not installed; run: pip install 'coa_jax[web]'"
+        return False, f"{', '.join(missing)} not installed; run: {install_hint('web')}"
     crawl = config.crawl_page
     parts = ["robots respected" if crawl.robots else "robots IGNORED"]
     if crawl.allow_hosts:

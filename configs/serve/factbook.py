@@ -2,7 +2,7 @@ r"""Serves the policy of the quickstart, and its chain of agents, to OpenAI clie
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-Needs: ``bash launch/setup_env.sh serve`` and the policy of the quickstart, or another policy by its
+Needs: the extra ``serve`` and the policy of the quickstart, or another policy by its
 directory: ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
 The agent works best under the budgets (``--config.rollout...``) of the policy's training.  Protocol
 and prompt are those that ``agent.json`` in the policy's directory names; ``--config.protocol`` and
