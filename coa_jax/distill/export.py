@@ -378,7 +378,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{data}: holds no record, so there is nothing to export")
     prompt = load_prompt(values.prompt_style)
     records = with_level(records, values.level)
-    warn_of_prompts(records, prompt, "records", "--prompt_style")
+    if prompt.style != "data":  # the default, for records of every kind
+        warn_of_prompts(records, prompt, "records", "--prompt_style")
     out = export(
         records,
         Path(values.out),
