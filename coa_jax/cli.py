@@ -196,7 +196,9 @@ def _leave_processes(error: BaseException, reason: str, code: int) -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text in one line, without its middle where it is longer than anybody reads."""
+    line = " ".join(text.split())
+    return line if len(line) <= 1500 else f"{line[:700]} ... {line[-700:]}"
 
 
 def _silence_stdout() -> None:
@@ -332,7 +334,7 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
         hint = hint if "did you mean" in hint else "; --help lists the flags"
         raise UserError(f"unknown flag --{error.flagname}{hint}") from error
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_value(_one_line(str(error)))) from error
+        raise UserError(_wrong_value(" ".join(str(error).split()))) from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         # The config file loaded above, so this is about an override of the command line.
         raise UserError(f"--config: {_one_line(str(error))}") from error
@@ -397,7 +399,7 @@ def _wrong_value(message: str) -> str:
     "--config.steps=1e3: an integer is needed; write 1000"
     """
     message = message.removeprefix("flag ")
-    faults = "invalid literal for int|could not convert string"
+    faults = "invalid literal for int|could not convert string|Exceeds the limit"
     found = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
     if not found:
         return message
