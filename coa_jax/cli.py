@@ -54,7 +54,6 @@ _NAMES_FILES = re.compile(
 """Flags and settings whose values name files."""
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
-_LONGEST_LINE = 2000
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
     *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
     errno.ENXIO,  # a pipe that nobody reads
@@ -206,9 +205,9 @@ def _leave_processes(error: BaseException, reason: str, code: int) -> None:
 
 
 def _one_line(text: str) -> str:
-    """The text in one line that a terminal shows: what a file holds may be part of it."""
-    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
-    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
+    """Returns the text in one line that a terminal shows; a long line loses its middle."""
+    line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return line if len(line) <= 1500 else f"{line[:700]} ... {line[-700:]}"
 
 
 def _silence_stdout() -> None:
@@ -375,7 +374,7 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
         hint = hint if "did you mean" in hint else "; --help lists the flags"
         raise UserError(f"unknown flag --{error.flagname}{hint}") from error
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_value(_one_line(str(error)))) from error
+        raise UserError(_wrong_value(" ".join(str(error).split()))) from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         # The config file loaded above, so this is about an override of the command line.
         raise UserError(f"--config: {_one_line(str(error))}") from error
@@ -444,7 +443,7 @@ def _wrong_value(message: str) -> str:
     "--config.steps=1e3: an integer is needed; write 1000"
     """
     message = message.removeprefix("flag ")
-    faults = "invalid literal for int|could not convert string"
+    faults = "invalid literal for int|could not convert string|Exceeds the limit"
     found = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
     if not found:
         return message

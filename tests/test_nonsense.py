@@ -75,7 +75,7 @@ def fault(value: Any, annotation: Any) -> str:
         return value and " ".join(
             f"{name} {wrong}"
             for name, inner in declared(kind).items()
-            if (wrong := fault(getattr(value, name), inner))
+            if name != "prompt_style" and (wrong := fault(getattr(value, name), inner))
         )
     if kind in (int, float):
         (between,) = bounds

@@ -60,9 +60,11 @@ def write_model(
     except Exception as error:
         # The tokenizer's Rust library reports a full disk as a bare Exception.
         if isinstance(error, OSError) or re.search(r"os error \d+", str(error)):
+            full = "No space left on device" in str(error)
+            advice = "free some space" if full else "make it writable"
             raise UserError(
-                f"{path} cannot be written ({error}): the model is not saved; run the same command "
-                "again when it can be"
+                f"{path} cannot be written ({error}): the model is not saved; {advice} and run the "
+                "same command again"
             ) from error
         raise
     finally:

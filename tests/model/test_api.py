@@ -128,7 +128,7 @@ def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
     try:
         # The kernel refuses to let files grow past this: a write fails half way, for real.
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-        with pytest.raises(UserError, match=r"out cannot be written .* nothing was saved"):
+        with pytest.raises(UserError, match=r"out cannot be written .* the model is not saved"):
             save_model(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
