@@ -17,12 +17,11 @@ from coa_jax.cli import load_config, run_main, workdir_flag
 from coa_jax.distill.__main__ import distill
 from coa_jax.scratch import make_policy
 
-_EXACT = {"grader": "exact_match"}  # under the protocol code an answer needs a grader by name
-QUESTIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("What is the capital of Lesotho?", "Maseru", _EXACT),
-    ("What is 12 times 7?", "84", {}),
-    ("What is the capital of Bhutan?", "Thimphu", _EXACT),
-    ("How many sides has a hexagon?", "6", {}),
+QUESTIONS = (
+    ("What is the capital of Lesotho?", "Maseru"),
+    ("What is 12 times 7?", "84"),
+    ("What is the capital of Bhutan?", "Thimphu"),
+    ("How many sides has a hexagon?", "6"),
 )
 
 
@@ -40,8 +39,10 @@ def make_debug_files(folder: Path) -> None:
     }
     make_policy(load_config("configs/scratch/factbook.py", policy), folder / "scratch")
     rows = [
-        {"question": question, "answer": answer, **({"metadata": about} if about else {})}
-        for question, answer, about in QUESTIONS
+        # Under the protocol code only numbers have a grader of their own.
+        {"question": question, "answer": answer}
+        | ({} if answer.isdigit() else {"metadata": {"grader": "exact_match"}})
+        for question, answer in QUESTIONS
     ]
     jsonl.write_lines(folder / "questions.jsonl", rows)
 
