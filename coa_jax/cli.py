@@ -19,11 +19,14 @@ process.  What the user can mend ends in one line on stderr and exit code 2, Ctr
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import errno
+import functools
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import signal
@@ -46,6 +49,8 @@ flags.disclaim_key_flags()
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+_NEW_KEY = re.compile(r"--?config\.((?:\w+\.)*tools\.mcp)\.(\w+)\.(\w+)(?:=(.*))?", re.DOTALL)
+"""A setting of a tool whose name, the part after ``mcp``, a user makes up."""
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -306,9 +311,10 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
     """Parses with absl, after the checks that give clearer messages than absl does."""
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         argv = _config_first(argv)
-        _config_argv[:] = argv
         spec = argv[1].partition("=")[2]
         config = load_config(spec)
+        argv = _join_new_keys(argv, config)
+        _config_argv[:] = argv
         for argument in _switches(argv[2:]):
             override = _OVERRIDE.match(argument)
             if override:
@@ -361,6 +367,38 @@ def _config_first(argv: list[str]) -> list[str]:
             spec = following
     tail = argv[1 + len(_switches(argv[1:])) :]
     return [argv[0], f"--config={_resolve(spec)}", *rest, *tail]
+
+
+def _join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
+    """Joins settings of tools that the config need not have into one override of their group.
+
+    ml_collections overrides existing settings only.  ``--config.tools.mcp.tide.url=U`` becomes
+    ``--config.tools.mcp={'tide': {'url': 'U'}}`` with the tools of the config beside it.
+    """
+    switches = _switches(argv)
+    groups: dict[str, dict[str, Any]] = {}
+    rest: list[str] = []
+    given = iter(switches)
+    for argument in given:
+        key = _NEW_KEY.fullmatch(argument)
+        if key is None:
+            rest.append(argument)
+            continue
+        group, name, setting = key.group(1, 2, 3)
+        value = key[4] if key[4] is not None else next(given, None)
+        if value is None or value.startswith("--"):
+            raise UserError(f"{argument} needs a value: {argument}=VALUE")
+        if group not in groups:
+            _check_key(config, group)
+            node = functools.reduce(operator.getitem, group.split("."), config)
+            groups[group] = node.to_dict()
+        try:
+            read = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            read = value
+        groups[group].setdefault(name, {})[setting] = read
+    joined = [f"--config.{group}={values!r}" for group, values in groups.items()]
+    return [*rest[:2], *joined, *rest[2:], *argv[len(switches) :]]
 
 
 def _check_key(config: Any, key: str) -> None:
