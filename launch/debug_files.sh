@@ -31,4 +31,5 @@ cat >"$dir/questions.jsonl" <<'EOF'
 {"question": "What is the capital of Bhutan?", "answer": "Thimphu"}
 {"question": "How many sides has a hexagon?", "answer": "6"}
 EOF
+"$python" -m coa_jax.tasks.examples "$dir/benchmarks"
 echo "policy, data and questions -> $dir"

@@ -35,27 +35,37 @@ class _Unpickler(pickle.Unpickler):
         return _Record
 
 
-def load_private_tests(folder: str, question_id: str) -> Tests | None:
-    """The tests of a question, or None if the folder has none for it.
+def find_private_tests(folder: str, question_id: str) -> Path | None:
+    """The file with the tests of a question, or None if the folder has none for it.
 
     Raises:
-        UserError: the folder is not there, the id is no file name, or the file is malformed.
+        UserError: the folder is not there, or the id is no file name.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise UserError(f"{root}: the folder of private tests is not there")
     if not question_id or Path(question_id).name != question_id or question_id.startswith("."):
         raise UserError(f"{root}: {question_id!r} cannot name a file of tests")
-    for path in (root / f"{question_id}.json", root / f"{question_id}.pkl"):
-        if path.is_file():
-            try:
-                value = _load(path)
-                return livecodebench_tests(value) if _is_livecodebench(value) else read_tests(value)
-            except (ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
-                raise UserError(f"{path}: no tests can be read from it: {error}") from error
-            except (pickle.UnpicklingError, zlib.error, IndexError, ImportError) as error:
-                raise UserError(f"{path}: no tests can be read from it: {error}") from error
-    return None
+    paths = (root / f"{question_id}.json", root / f"{question_id}.pkl")
+    return next((path for path in paths if path.is_file()), None)
+
+
+def load_private_tests(folder: str, question_id: str) -> Tests | None:
+    """The tests of a question, or None if the folder has none for it.
+
+    Raises:
+        UserError: the folder is not there, the id is no file name, or the file is malformed.
+    """
+    path = find_private_tests(folder, question_id)
+    if path is None:
+        return None
+    try:
+        value = _load(path)
+        return livecodebench_tests(value) if _is_livecodebench(value) else read_tests(value)
+    except (ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
+        raise UserError(f"{path}: no tests can be read from it: {error}") from error
+    except (pickle.UnpicklingError, zlib.error, IndexError, ImportError) as error:
+        raise UserError(f"{path}: no tests can be read from it: {error}") from error
 
 
 def _load(path: Path) -> dict[str, Any]:

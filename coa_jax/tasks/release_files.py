@@ -40,7 +40,9 @@ _MATHS = ("math", "aime", "amc", "olympiad")
 _MARKS = ("\nTask:", "\nQuestion:")
 
 
-def load_release_file(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
+def load_release_file(
+    source: str, split: str, n: int | None = None, seed: int = 0, default: str = ""
+) -> list[Task]:
     """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
 
     Args:
@@ -48,6 +50,7 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
         split: the file is whichever split it is used as.
         n: how many; None for all in the order of the file.
         seed: which sample.
+        default: protocol of rows whose fields do not tell it; "" for ``mhqa``.
 
     Raises:
         UserError: the file cannot be read, or holds no tasks; ``path: row i: why`` for a row that
@@ -58,7 +61,7 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
     seen: set[str] = set()
     for number, row in enumerate(read_rows(path), 1):
         try:
-            task = _task(row, number, protocol, source)
+            task = _task(row, number, protocol, source, default or "mhqa")
         except KeyError as error:
             raise UserError(f"{path}: row {number}: the field {error} is missing") from error
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -84,14 +87,14 @@ def _options(source: str) -> tuple[Path, str]:
     raise UserError(f"{source}: options are not understood; use :protocol=NAME")
 
 
-def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Task:
+def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, default: str) -> Task:
     metadata = {new: row[old] for old, new in _KEPT.items() if row.get(old) not in (None, "")}
     info = row.get("info")
     if isinstance(info, dict):
         kept = (("Level", "level"), ("type", "kind"), ("lang", "lang"), ("domain", "topic"))
         metadata |= {new: info[old] for old, new in kept if old in info}
     if "reward_model" in row:
-        return _verl_task(row, number, protocol, source, metadata)
+        return _verl_task(row, number, protocol, source, metadata, default)
     if "public_test_cases" in row or "public_tests" in row:
         return contest_task(row, number, protocol, source, metadata)
     question = _question(row)
@@ -101,7 +104,7 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Ta
     gold, web = _golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
     metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
-    name = protocol or ("code" if maths else "web" if web else "mhqa")
+    name = protocol or ("code" if maths else "web" if web else default)
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
     return Task(str(identity), question, name, gold, source, metadata)
 
@@ -126,7 +129,12 @@ def _golds(value: Any) -> tuple[str, ...]:
 
 
 def _verl_task(
-    row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
+    row: Mapping[str, Any],
+    number: int,
+    protocol: str,
+    source: str,
+    metadata: dict[str, Any],
+    default: str,
 ) -> Task:
     """A row of the release's training and benchmark files (verl's schema)."""
     extra = row.get("extra_info") or {}
@@ -148,9 +156,17 @@ def _verl_task(
         maths = named or row.get("ability") in ("math", "fact-reasoning")
         grader = "math" if maths else "exact_match"
     metadata["grader"] = grader
-    default = "code" if grader in ("code", "math") else "mhqa"
+    default = "code" if grader in ("code", "math") else _by_tools(extra) or default
     identity = f"{data_source}/{extra.get('index', number)}"
     return Task(identity, question, protocol or default, gold, source, metadata)
+
+
+def _by_tools(extra: Mapping[str, Any]) -> str:
+    """The protocol whose tools a row of the release names; "" where none has just these."""
+    named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
+    known = {"mhqa": {"wiki_search"}, "web": {"web_search", "crawl_page"}, "code": {"code"}}
+    known["universal"] = {"web_search", "crawl_page", "code", "visual_inspector"}
+    return next((protocol for protocol, tools in known.items() if named == tools), "")
 
 
 def _ground_truth(value: Any) -> Any:
