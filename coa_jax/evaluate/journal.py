@@ -96,15 +96,14 @@ class Journal:
         if fresh:
             self._run.rewind(self.phase, 0)
             self._verdicts_file.unlink(missing_ok=True)
-        elif known.exists():
-            self._check_settings(files.read_json_object(known))
-        files.write_json(known, dict(self.settings))
         # An accepted answer that was mended makes the grades by the old one void.
         self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
+        earlier = files.read_json_object(known) if known.exists() else self.settings
         for offset, length, row in self._rows():
             if row.get("metadata", {}).get("phase") != self.phase:
                 continue
+            self._check_settings(earlier)  # those of a run without a sample bind nobody
             trajectory = Trajectory.from_json(row)
             self._check(trajectory, places)
             sample = self._sample(trajectory, exposure).graded(None)
@@ -112,6 +111,7 @@ class Journal:
                 continue
             self.samples[sample.key] = sample
             self._places[sample.key] = offset, length
+        files.write_json(known, dict(self.settings))
         self._load_verdicts()
 
     def _check_settings(self, earlier: Mapping[str, Any]) -> None:

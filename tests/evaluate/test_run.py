@@ -269,6 +269,8 @@ def test_a_judge_that_is_down_ends_it_before_the_first_sample(tmp_path):
     with pytest.raises(UserError, match=r"not ready: graders\.judge\.chat: judge at http://127"):
         run(tmp_path, down, refuse)
     assert not (tmp_path / "traces.jsonl").exists()
+    with pytest.raises(UserError, match="not ready"):  # no sample binds the settings yet
+        run(tmp_path, down, refuse, name="another policy")
     outcome = run(tmp_path, dataclasses.replace(down, probe_s=0.0))
     assert outcome["figures"]["pass_at_1"] is None and outcome["figures"]["n"] == 0
     assert json.loads((tmp_path / "summary.json").read_text())["sft"]["pass_at_1"] is None

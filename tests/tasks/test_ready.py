@@ -64,7 +64,7 @@ def test_everything_that_is_missing_is_in_one_line_and_is_asked_at_one_time(monk
 @pytest.mark.parametrize(
     ("status", "why"),
     [(401, f"it refuses the key in {NAME}"), (403, "it refuses the key"), (500, "status 500"),
-     (404, "is the address or the name of the model wrong?"), (None, "no chat completion")],
+     (404, "the name of the model may be wrong"), (None, "no chat completion")],
 )  # fmt: skip
 def test_a_judge_is_asked_with_its_key_and_its_model(monkeypatch, status, why):
     monkeypatch.setenv(NAME, "key-of-the-judge")

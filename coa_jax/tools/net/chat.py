@@ -157,4 +157,4 @@ def refusal(status: int | None, key_env: str) -> str:
     """What an error status says of the key or the name of the model, as an ending of a clause."""
     if status in (401, 403):
         return f": it refuses the key in {key_env}" if key_env else ": it asks for a key (key_env)"
-    return ": is the address or the name of the model wrong?" if status == 404 else ""
+    return ": the address or the name of the model may be wrong" if status == 404 else ""
