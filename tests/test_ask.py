@@ -238,9 +238,10 @@ def test_the_tools_are_those_of_a_config_or_of_the_command_line():
      (("wiki_search", "crawl_page"), "asked")],
 )  # fmt: skip
 def test_a_question_is_asked_in_a_protocol_that_has_a_tag_for_each_tool(names, protocol):
-    name, tools = protocol_of(ToolsConfig(names))
+    mcp = {"tide": {"command": ("python", "tide_server.py")}}
+    name, tools = protocol_of(ToolsConfig(names, mcp=mcp))
     assert (name, tools.protocol) == (protocol, "asked" if protocol == "asked" else "")
-    assert protocol_of(ToolsConfig(names, protocol="seaside"))[0] == "seaside"
+    assert protocol_of(ToolsConfig(names, "seaside", mcp=mcp))[0] == "seaside"
 
 
 def test_questions_come_from_the_command_line_or_the_pipe():

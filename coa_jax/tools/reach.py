@@ -68,7 +68,7 @@ async def findings(
     }
     names = [name for name in config.names if not made or _asks(name, config)]
     limit = seconds or SECONDS
-    found = [finding(name, checks.get(name, _unknown)(config, limit)) for name in names]
+    found = [finding(name, checks[name](config, limit)) for name in names]
     if config.store.path and not made:
         found.append(finding("store", _store(config)))
     return list(await asyncio.gather(*found))
@@ -95,10 +95,6 @@ async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
     except UserError as error:
         ok, text = False, str(error)
     return Finding(name, ok, text)
-
-
-async def _unknown(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    return False, "no such tool"
 
 
 def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:

@@ -247,7 +247,7 @@ from coa_jax.cli import config_flag, run_main
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig, make_tools
 def main(argv):
-    tools = build(ToolsConfig, flags.FLAGS.config.tools)
+    tools = build(ToolsConfig, flags.FLAGS.config.tools, "config.tools")
     print(tools.mcp, [tool.name for tool in make_tools(tools)])
 run_main(main, lambda: config_flag("configs/evaluate/factbook.py"))
 """
