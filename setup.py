@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 
 import setuptools
+from setuptools.command.build_py import build_py
+
+ROOT = pathlib.Path(__file__).parent
 
 # What `import coa_jax` and the pipeline on the built-in tasks need.
 CORE = [
@@ -29,7 +33,7 @@ CORE = [
 ]
 
 EXTRAS = {
-    # Reads GGUF checkpoints (launch/fetch_smollm2.sh fetches one).
+    # Reads GGUF checkpoints (`coa-jax fetch smollm2` brings one).
     "gguf": ["gguf>=0.19"],
     # Generated reasoning tasks and parquet question files.
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
@@ -42,14 +46,17 @@ EXTRAS = {
     "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
-    # Teachers behind an endpoint or in process, and near-duplicates in what they leave.
+    # Teachers and policies behind an OpenAI-compatible endpoint (distill, synthesize, evaluate).
+    "endpoint": ["openai>=3.54"],
+    # smolagents as the teacher, and the search for near-duplicates in its records.
     "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
-    # An OpenAI-compatible server (python -m coa_jax.serve).
+    # Servers of a policy (python -m coa_jax.serve) and of tools (coa_jax.tools.tool_server).
     "serve": [
         "fastapi>=0.165",
         "starlette>=1.10",
         "pydantic>=2.14",
         "uvicorn>=0.54",
+        "h11>=0.16",
         "prometheus-client>=0.26",
     ],
     # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.
@@ -82,16 +89,37 @@ TEST = [
     "pytest-xdist>=3.8",
     "pytest-timeout>=2.4",
     "hypothesis>=6.170",
+    # Clients of the servers under test, and the processes that a test leaves behind.
+    "httpx>=0.28",
+    "packaging>=26.0",
+    "psutil>=7.0",
     "protobuf>=7.36",
     "torch>=2.13",
     "peft>=0.21",
 ]
 
+
+class BuildWithConfigs(build_py):
+    """Puts ``configs/`` into the wheel as ``coa_jax/configs/``.
+
+    The directory stands beside the package in the repository.  A checkout and an editable
+    installation read it there.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = pathlib.Path(self.build_lib) / "coa_jax" / "configs"
+            shutil.rmtree(target, ignore_errors=True)  # left by an earlier build
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / "configs", target, ignore=ignored)
+
+
 setuptools.setup(
     name="coa_jax",
     version="0.1.0",
     description="Chain-of-Agents training in JAX: distillation, masked SFT, agentic RL",
-    long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The coa_jax Authors",
     license="Apache-2.0",
@@ -100,5 +128,7 @@ setuptools.setup(
     packages=setuptools.find_packages(include=["coa_jax", "coa_jax.*"]),
     package_data={"coa_jax": ["py.typed", "serve/page.html"]},
     install_requires=CORE,
+    entry_points={"console_scripts": ["coa-jax = coa_jax.__main__:main"]},
+    cmdclass={"build_py": BuildWithConfigs},
     extras_require={**EXTRAS, "test": TEST, "dev": [*TEST, "pre-commit>=4.7"]},
 )

@@ -39,6 +39,7 @@ from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import Task, load_tasks
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import DistilledRecord, write_records
@@ -71,7 +72,7 @@ class Command(Bounded):
 
     seeds: Annotated[tuple[Seed, ...], Items(1, 1000)]
     references: tuple[Name, ...]
-    prompt_style: str
+    prompt_style: Place
     tools: ToolsConfig
     distill: Tasks
     teacher: DistillConfig
@@ -175,8 +176,8 @@ class Ablation:
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
-            policy, style = self.command.policy, self.command.prompt_style
-            write_policy(dataclasses.replace(policy, seed=seed), records, style, path)
+            policy, prompt = self.command.policy, load_prompt(self.command.prompt_style)
+            write_policy(dataclasses.replace(policy, seed=seed), records, prompt, path)
         return path
 
     def arm(self, seed: int, name: str) -> dict[str, Any]:

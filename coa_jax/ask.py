@@ -28,16 +28,23 @@ from coa_jax.cli import config_flag, run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import Protocol, get_protocol, protocol_names
+from coa_jax.protocol import (
+    LEVELS,
+    Prompt,
+    Protocol,
+    at_level,
+    get_protocol,
+    protocol_names,
+)
 from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig, prompt_ids
 from coa_jax.settings import build
 from coa_jax.tasks import Task
+from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import Trajectory
@@ -53,6 +60,7 @@ class Agent:
     engine: Engine
     tools: Sequence[Tool]
     protocol: Protocol
+    prompt: Prompt
     sampling: SamplingParams
     seed: int
     rollout: RolloutConfig
@@ -69,18 +77,22 @@ def make_agent(
     """Loads a policy and compiles its programs, so that no question waits for that.
 
     Args:
-        path: Hugging Face directory or GGUF file.
-        protocol: in which the policy answers; "" for one that has the tools, see `protocol_of`.
-        tools: that the policy may call; those without a tag in the protocol are left out.
-        sampling, seed: how tokens are drawn.
-        config: budgets.
+        path: model directory or GGUF file.
+        protocol: name of the protocol; "" for one that has the tools, see `protocol_of`.
+        tools: settings of the tools; those that the protocol lacks are left out.
+        sampling: how tokens are drawn.
+        seed: seed of the samples.
+        config: budgets and prompt.
 
     Raises:
-        UserError: no such protocol, a model or tool that cannot be made ready.
+        UserError: the protocol or the prompt is unknown, the model cannot be loaded, or a tool
+            cannot be made.
     """
+    prompt = load_prompt(config.prompt_style, path)
     if not protocol:
-        protocol, tools = protocol_of(tools)
+        protocol, tools = protocol_of(tools, protocol_of_model(path))
     live = make_tools(tools) if protocol == tools.protocol else None
+    protocol = at_level(protocol, config.level)
     rules = get_protocol(protocol)
     if live is None:
         kept = tuple(name for name in tools.names if name in rules.tools)
@@ -92,19 +104,26 @@ def make_agent(
     constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, [rules.name])
     engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer), constraint)
     engine.warm_up()
-    return Agent(model, engine, live, rules, sampling, seed, config)
+    return Agent(model, engine, live, rules, prompt, sampling, seed, config)
 
 
-def protocol_of(tools: ToolsConfig) -> tuple[str, ToolsConfig]:
+def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
     """A protocol in which all of some tools can be called.
 
+    Args:
+        tools: settings of the tools.
+        trained: protocol of the policy's training, "" if that is not known.
+
     Returns:
-        The protocol that the settings name, else one that is built in (``generalist``, or one of
-        just these tools), else a new one over these tools; and the settings, which then name it.
+        The protocol that the settings name, else ``trained`` if it has a tag for one of the tools,
+        else one that is built in (``generalist``, or one of just these tools), else a new one over
+        these tools; and the settings, which then name it.
     """
     names = set(tools.names)
     if tools.protocol:
         return tools.protocol, tools
+    if trained and names & set(get_protocol(trained).tools):
+        return trained, tools
     if names <= set(get_protocol("generalist").tools):
         return "generalist", tools
     same = [name for name in protocol_names() if set(get_protocol(name).tools) == names]
@@ -125,10 +144,10 @@ async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -
         UserError: the question leaves no room for an answer.
     """
     tokenizer, budget = agent.model.tokenizer, agent.rollout.max_tokens
-    prompt = prompt_ids(tokenizer, agent.protocol.name, question, agent.rollout.prompt_style)
+    task = Task("ask", question, agent.protocol.name, (), "ask")
+    prompt = prompt_ids(tokenizer, task, agent.prompt)
     if len(prompt) >= budget:
         raise UserError(f"the prompt has {len(prompt)} tokens; give --max_tokens more than that")
-    task = Task("ask", question, agent.protocol.name, (), "ask")
     request = Request(task, prompt, agent.seed, 0, (0,), agent.sampling)
     stream = rollout(agent.engine, tokenizer, [request], agent.tools, agent.rollout, on_text)
     async with contextlib.aclosing(stream) as trajectories:
@@ -171,8 +190,11 @@ def define_flags() -> None:
     """The flags of the command."""
     flags.DEFINE_string("model", "runs/quickstart/models/rl", "Hugging Face directory or GGUF file")
     config_flag("configs/evaluate/factbook.py")
-    flags.DEFINE_string("protocol", "", "protocol in which it answers; one for the tools if none")
-    flags.DEFINE_enum("prompt_style", "brief", ["brief", "full"], "as in its training")
+    flags.DEFINE_string("protocol", "", "protocol of its answers (default: as in its training)")
+    flags.DEFINE_string(
+        "prompt_style", "model", "full, brief, a file with instructions, or model: as in training"
+    )
+    flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocol's rules")
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
     flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_INT)
@@ -231,6 +253,7 @@ def main(argv: list[str]) -> None:
             max_observation_tokens=values.max_observation_tokens,
             prompt_style=values.prompt_style,
             constrain=values.constrain,
+            level=values.level,
         ),
     )
     screen = Screen(sys.stdout)

@@ -60,10 +60,12 @@ class Between:
         """Completes "give ..." in the error for a value of type ``kind``."""
         noun = "a whole number" if kind is int else "a number"
         low = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
-        high = f"below {_number(self.high)}" if self.below else f"to {_number(self.high)}"
-        if self.above and not self.below:
+        high = f"to {_number(self.high)}"
+        if self.above:
             high = f"and at most {_number(self.high)}"
-        return " or ".join([f"{noun} {low} {high}", *map(_number, self.also)])
+        if self.below:
+            high = f"and below {_number(self.high)}"
+        return ", or ".join([f"{noun} {low} {high}", *map(_number, self.also)])
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -42,17 +42,28 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from coa_jax.errors import UserError
+from coa_jax.installed import ROOT, config_files
 
 # Flags defined by the helpers below belong to the module that calls them (for --help).
 flags.disclaim_key_flags()
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _NEW_KEY = re.compile(r"--?config\.((?:\w+\.)*tools\.mcp)\.(\w+)\.(\w+)(?:=(.*))?", re.DOTALL)
 """A setting of a tool whose name, the part after ``mcp``, a user makes up."""
+_URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
+_NAMES_FILES = re.compile(
+    r"(?:--|.*\.)(?:workdir|out|output|copy|model|data|validation|tasks|source|traces|files|corpus"
+    r"|path|cache)"
+)
+"""Flags and settings whose values name files."""
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DISK_FULL = "disk full: "
+_LONGEST_LINE = 2000
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
+    *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    errno.ENXIO,  # a pipe that nobody reads
+}
 
 _config_default = ""
 # The command line as ml_collections shall see it: it looks for overrides there, not in FLAGS.
@@ -116,6 +127,9 @@ def run_main(
         _silence_stdout()
         print(f"error: {line}", file=sys.stderr)
         _leave_processes(error, line, 2)
+        if line.startswith(_DISK_FULL):
+            # Threads of TensorStore print a traceback for each write that the end interrupts.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.exit(2)
     sys.exit(0)
 
@@ -139,20 +153,25 @@ def explain(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception and what it was raised from, outermost first."""
+    """Yields an exception, those that it groups, and what each was raised from."""
     seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
+    todo: list[BaseException | None] = [error]
+    while todo:
+        following = todo.pop(0)
+        if following is None or id(following) in seen:
+            continue
         seen.add(id(following))
         yield following
-        following = following.__cause__ or (
-            None if following.__suppress_context__ else following.__context__
+        todo += following.exceptions if isinstance(following, BaseExceptionGroup) else ()
+        todo.append(
+            following.__cause__
+            or (None if following.__suppress_context__ else following.__context__)
         )
 
 
 def _disk_full(path: str | bytes | int | None, reason: str) -> str:
     advice = "free some space and run the same command again to continue"
-    return f"disk full: {_name(path)} ({reason}); {advice}"
+    return f"{_DISK_FULL}{_name(path)} ({reason}); {advice}"
 
 
 def _name(path: str | bytes | int | None) -> str:
@@ -192,7 +211,9 @@ def _leave_processes(error: BaseException, reason: str, code: int) -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text in one line that a terminal shows: what a file holds may be part of it."""
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
 def _silence_stdout() -> None:
@@ -214,8 +235,8 @@ def config_flag(default: str) -> None:
     overrides may stand before or after `--config`.
 
     Args:
-        default: the config file of a command line without `--config`, relative to the
-            repository.
+        default: the config file of a command line without `--config`; a path that is found as
+            `load_config` finds it.
     """
     global _config_default
     _config_default = default
@@ -248,11 +269,42 @@ def _is_directory_name(value: str | None) -> bool:
     return True
 
 
+def refuse_urls(values: Mapping[str, Any]) -> None:
+    """Refuses URLs where a file or directory belongs: only local paths work.
+
+    No text with another scheme than http and https can be opened, whatever its name is.  An http
+    address is fine for a service and refused where `_NAMES_FILES` says that a file belongs.
+
+    Args:
+        values: flag with its dashes, or dotted setting (``--config.model``) -> value.
+
+    Raises:
+        UserError: a value is, or holds, a URL that nothing here can open.
+    """
+    for name, value in values.items():
+        for text in value if isinstance(value, tuple | list) else (value,):
+            found = _URL.search(text) if isinstance(text, str) and ".mcp." not in name else None
+            if found and (found[1] not in ("http", "https") or _NAMES_FILES.fullmatch(name)):
+                raise UserError(
+                    f"{name}={text}: no command opens {found[0]} addresses; give a path of this "
+                    "machine (download the files, or mount the bucket)"
+                )
+
+
+def _leaves(config: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            yield from _leaves(value, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}", value
+
+
 def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_collections.ConfigDict:
     """Loads a config file outside a command line (notebooks, tests, other commands).
 
     Args:
-        spec: `FILE.py` or `FILE.py:ARGUMENT`, relative to the working directory or repository.
+        spec: `FILE.py` or `FILE.py:ARGUMENT`.  A path that is not in the working directory, such
+            as `configs/sft/web.py`, is looked for among the configs that come with the package.
         overrides: dotted keys to values, e.g. `{"optim.lr": 1e-4}`.
 
     Returns:
@@ -285,17 +337,17 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
 
 
 def _resolve(spec: str) -> str:
-    """Finds a config file in the working directory or else in the repository."""
+    """Finds a config file in the working directory or else among those of the package."""
     path, colon, argument = spec.partition(":")
-    for root in (Path(), _REPOSITORY):
+    for root in (Path(), ROOT):
         if path and (root / path).is_file():
             return f"{(root / path).resolve()}{colon}{argument}"
     raise UserError(f"--config={spec}: no such file {path!r}{_suggest_file(path)}")
 
 
 def _suggest_file(path: str) -> str:
-    known = [p.relative_to(_REPOSITORY) for p in _REPOSITORY.glob("configs/**/*.py")]
-    return _suggest(path, [str(p) for p in known if p.name != "__init__.py"])
+    hint = _suggest(path, map(str, config_files()))
+    return hint or "; `coa-jax configs` lists those that come with the package"
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
@@ -335,6 +387,10 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
         raise UserError(f"--config: {_one_line(str(error))}") from error
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    given = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
+    refuse_urls({f"--{name}": flags.FLAGS[name].value for name in given})
+    if "config" in flags.FLAGS:
+        refuse_urls(dict(_leaves(flags.FLAGS.config, "--config")))
     return rest
 
 

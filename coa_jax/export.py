@@ -7,12 +7,15 @@
 The run may still be going on.  ``--best`` takes the checkpoint with the best value of the metric
 that the run's ``keep_best`` names; of RL's ``reward/mean`` that is the policy after the updates of
 the step whose samples, drawn before them, earned it.  The run's config says which model it started
-from: architecture and tokenizer are taken from there.  ``--dtype=bfloat16`` halves the files; the
-default keeps the float32 of training.  transformers, vLLM and ``coa_jax`` read what is written.
+from: architecture and tokenizer are taken from there.  ``agent.json`` beside the weights names the
+prompt and the protocol of the training, with which ``ask`` and ``serve`` put their questions.
+``--dtype=bfloat16`` halves the files; the default keeps the float32 of training.  transformers,
+vLLM and ``coa_jax`` read what is written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from coa_jax.learn.abstract import abstract_params, abstract_state
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import Model, load_description, load_model, save_model
+from coa_jax.model.card import CARD, read_card
 from coa_jax.model.lora import LoraConfig, merge, split
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
@@ -87,6 +91,9 @@ def export(
         )
     mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
     model = _restored(checkpoints, step, config, _mesh(mesh))
+    card = workdir / f"{phase}-{CARD}"
+    known = files.read_json_object(card) if card.is_file() else read_card(config["model"])
+    model = dataclasses.replace(model, card=known)
     save_model(model, output, dtype=dtype)
     return phase, step
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from coa_jax import reading
 from coa_jax.errors import UserError
 
 
@@ -20,7 +21,7 @@ def append(path: Path, data: bytes) -> None:
     Raises:
         OSError: with the name of the file, which errors of a write do not carry otherwise.
     """
-    with _naming(path), open(path, "ab", buffering=0) as file:
+    with _naming(path), open(path, "ab", buffering=0, opener=_without_waiting) as file:
         size = file.tell()
         rest = memoryview(data)
         try:
@@ -31,6 +32,11 @@ def append(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe that nobody reads is an error and no reason to wait."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -85,46 +91,45 @@ def replace_folder(new: Path, path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file (see `replace`)."""
-    replace(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        data = json.dumps(value, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        data = json.dumps(value, indent=2).encode()
+    replace(path, data + b"\n")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds an object.
+def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str, Any]:
+    """Reads a JSON file that holds an object; for the limit see `reading.read_bytes`.
 
     Raises:
-        UserError: it cannot be read or holds something else.
+        UserError: the file cannot be read or holds something else.
     """
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); mend or remove the file") from error
+    value = reading.read_json(path, limit)
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object; mend or remove the file")
     return value
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads the objects of a `.jsonl` file, which a run may be writing at this moment.
+    """Reads the objects of a `.jsonl` file to which a run may be writing at this moment.
 
-    A last line that does not end yet is left out.
+    A last line without its line end is left out.
 
     Raises:
         UserError: the file cannot be read or a row is not a JSON object.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return [
+        _row(line, f"{path}:{number}")
+        for number, line in reading.lines(path)
+        if line.endswith(b"\n")
+    ]
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        row = reading.parse_json(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {reading.reason(error)}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object")
     return row
@@ -142,16 +147,20 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
             all before it.
 
     Raises:
-        UserError: a row that was read is not a JSON object.
+        UserError: a row that was read is not a JSON object, or not one that ``goes`` can read.
         OSError: see `replace`.
     """
     if not path.exists():
         return
     kept: list[tuple[int, int]] = []  # place and length of rows, the last one first
     first, behind = None, 0
-    with open(path, "rb") as file:
+    with reading.open_file(path) as file:
         for place, line in _lines_backwards(file):
-            verdict = goes(_row(line, f"{path}, byte {place}"))
+            where = f"{path}, byte {place}"
+            try:
+                verdict = goes(_row(line, where))
+            except reading.MALFORMED as error:
+                raise UserError(f"{where}: {reading.reason(error)}") from error
             if verdict is None:
                 break
             if verdict:
@@ -181,6 +190,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     while position or block:
         start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
         if not start and position:
+            _check_line(file, len(block))
             size = min(position, max(65536, len(block)))
             position -= size
             file.seek(position)
@@ -188,6 +198,12 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             continue
         yield position + start, block[start:]
         block = block[:start]
+
+
+def _check_line(file: IO[bytes], length: int) -> None:
+    """Raises UserError for a line that no writer of ours wrote: its search would not end."""
+    if length > reading.MAX_LINE:
+        raise UserError(f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes")
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
@@ -201,9 +217,11 @@ def cut_torn_line(path: Path) -> None:
     """Removes what follows the last newline: a row whose writer was killed half way."""
     if not path.exists():
         return
+    reading.open_file(path).close()
     with open(path, "rb+") as file:
         position = end = file.seek(0, os.SEEK_END)
         while position > 0:
+            _check_line(file, end - position)
             start = max(0, position - 65536)
             file.seek(start)
             newline = file.read(position - start).rfind(b"\n")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import itertools
 import json
 import math
 import os
+import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +23,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coa_jax import files
+from coa_jax import files, reading
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
 
 _FLOAT = "$float"
+_LARGEST = int(sys.float_info.max)
 
 
 def dumps(value: Any) -> str:
@@ -44,13 +46,13 @@ def dumps(value: Any) -> str:
     return text
 
 
-def loads(text: str) -> Any:
+def loads(text: str | bytes) -> Any:
     """Reads what ``dumps`` wrote, and any strict JSON.
 
     Raises:
-        ValueError: not JSON.
+        ValueError, RecursionError: not JSON, or not within the bounds of `coa_jax.reading`.
     """
-    return DECODER.decode(text)
+    return reading.parse_json(text, object_hook=_restore, parse_constant=_reject)
 
 
 def _plain(value: Any) -> Any:
@@ -82,20 +84,32 @@ DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
 
 
 @functools.cache
-def _json_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """Field of a dataclass -> the types that its JSON value may have."""
-    known: dict[Any, tuple[type, ...]] = {float: (int, float), tuple: (list,), np.ndarray: (list,)}
-    allowed = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        origins = [typing.get_origin(arm) or arm for arm in arms]
-        allowed[name] = tuple(
-            itertools.chain.from_iterable(
-                (dict,) if dataclasses.is_dataclass(origin) else known.get(origin, (origin,))
-                for origin in origins
-            )
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a JSON value has the type of a field; lists stand for tuples and arrays."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(arm, value) for arm in typing.get_args(hint))
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is Any or kind is typing.Literal or (isinstance(kind, type) and _is_enum(kind)):
+        return True  # the constructor of the dataclass checks
+    if kind is float:
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
+    if kind is dict:
+        return isinstance(value, dict) and (
+            inner[1:] in ((), (Any,)) or all(_fits(inner[1], item) for item in value.values())
         )
-    return allowed
+    if kind is tuple and inner[1:] == (Ellipsis,):
+        return isinstance(value, list) and all(_fits(inner[0], item) for item in value)
+    if kind in (tuple, np.ndarray):
+        return isinstance(value, list)
+    return isinstance(value, dict if dataclasses.is_dataclass(kind) else kind)
+
+
+def _is_enum(kind: type) -> bool:
+    return issubclass(kind, enum.Enum)
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
@@ -108,15 +122,14 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
         raise TypeError(f"expected an object, found {type(value).__name__}")
     chosen = {}
     for field in dataclasses.fields(cls):
-        name, allowed = field.name, _json_types(cls)[field.name]
+        name, hint = field.name, _hints(cls)[field.name]
         optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if name not in value and optional:
             continue
-        found = value[name]
-        is_enum = any(issubclass(kind, enum.Enum) for kind in allowed)  # its constructor checks
-        if not is_enum and not isinstance(found, allowed):
-            raise TypeError(f"the field {name!r} cannot be {type(found).__name__}")
-        chosen[name] = found
+        if not _fits(hint, value[name]):
+            shown = reprlib.repr(value[name])
+            raise TypeError(f"the field {name!r} cannot be {type(value[name]).__name__} {shown}")
+        chosen[name] = value[name]
     return chosen
 
 
@@ -147,38 +160,22 @@ def read_lines(
 
     Args:
         path: the file.
-        decode: turns a JSON value into an object; its KeyError, TypeError, ValueError and
-            OverflowError mean that the line is not what it should be.
+        decode: turns a JSON value into an object; a KeyError, TypeError, ValueError,
+            AttributeError or OverflowError of it means that the line is malformed.
         growing: another process may be writing; a last line without its end is left out.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed; the message is ``path:line:
             why``.  A last line without its line end is fine if it is whole.
     """
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below; opening errors are the user's
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip() or (growing and not line.endswith(b"\n")):
-                continue
-            try:
-                yield decode(loads(line.decode()))
-            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
-                raise UserError(f"{path}:{number}: {why(error)}{torn}") from error
-
-
-def why(error: Exception) -> str:
-    """Returns in one line what is wrong with a JSON text or with the value in it."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if isinstance(error, KeyError):
-        return f"the field {error} is missing"
-    if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at column {error.colno}"
-    return " ".join(str(error).split())
+    for number, line in reading.lines(path):
+        if not line.strip() or (growing and not line.endswith(b"\n")):
+            continue
+        try:
+            yield decode(loads(line))
+        except reading.MALFORMED as error:
+            torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
+            raise UserError(f"{path}:{number}: {reading.reason(error)}{torn}") from error
 
 
 def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:

@@ -32,29 +32,36 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
+from coa_jax.protocol import Level
 from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import load_splits, load_tasks
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """Which tasks the teacher solves; the names are those of `load_splits`."""
+    """Which tasks the teacher solves, and at which level of the protocols' rules.
+
+    The names of the splits are those of `load_splits`.
+    """
 
     tasks: Place
     train: Natural
     validation: Natural
     seed: Seed = 0
+    level: Level = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
     """The settings of the command, by stage; those of SFT and RL lack the paths."""
 
-    prompt_style: str
+    prompt_style: Place
     tools: ToolsConfig
     distill: Tasks
     teacher: DistillConfig
@@ -96,12 +103,13 @@ class Pipeline:
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
         self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
-        self.held_out = load_tasks(
+        held_out = load_tasks(
             self.evaluation.tasks,
             self.evaluation.split,
             self.evaluation.num_tasks or None,
             self.evaluation.seed,
         )
+        self.held_out = with_level(held_out, self.evaluation.rollout.level)
 
     def distill(self) -> None:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
@@ -112,7 +120,7 @@ class Pipeline:
             with progress(f"distil {split}", total=len(tasks)) as bar:
                 distill_split(
                     split,
-                    tasks,
+                    with_level(tasks, source.level),
                     named,
                     self.teacher,
                     self.data,
@@ -125,7 +133,7 @@ class Pipeline:
         write_policy(
             self.config.policy,
             read_records(self.data / "train.jsonl"),
-            self.config.prompt_style,
+            load_prompt(self.config.prompt_style),
             self.models / "base",
         )
 

@@ -141,6 +141,11 @@ class RunDir:
             )
         self.write_config(config)
 
+    def keep_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON file of the run; an earlier one of the same name is replaced."""
+        if self.active:
+            files.write_json(self.path / name, dict(value))
+
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:
         """Appends a row to `metrics.jsonl`, to the phase's TensorBoard events and to W&B.
 
@@ -253,8 +258,10 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         # Some network file systems have no locks; the run is then the user's to keep alone.
         logging.warning("workdir %s: cannot lock it (%s)", path, error.strerror)
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    # The name of its holder is a help; a full disk is told of by what has to be written.
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _held_locks.add(descriptor)
     return descriptor
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import ml_collections
 from absl import flags
 
 from coa_jax.bounds import Bounded, Place
@@ -19,6 +20,7 @@ from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.tasks.prompts import load_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,12 @@ class Command(Bounded):
 
     Attributes:
         data: JSONL of distilled records.
-        prompt_style: of the prompts, as in SFT.
+        prompt_style: how questions are put to the policy, as in SFT.
         policy: sizes of the policy.
     """
 
     data: Place
-    prompt_style: str
+    prompt_style: Place
     policy: ScratchConfig
 
 
@@ -42,14 +44,19 @@ def define_flags() -> None:
     workdir_flag("where the policy is written")
 
 
+def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
+    """Writes the policy of a config to a work directory; returns the model's directory."""
+    config = build(Command, values)
+    records = read_records(config.data)
+    with RunDir(workdir) as run:
+        run.write_config(values)
+        write_policy(config.policy, records, load_prompt(config.prompt_style), run.path / "model")
+    return workdir / "model"
+
+
 def main(argv: list[str]) -> None:
     """Entry point."""
-    config = build(Command, flags.FLAGS.config)
-    records = read_records(config.data)
-    with RunDir(Path(flags.FLAGS.workdir)) as run:
-        run.write_config(flags.FLAGS.config)
-        write_policy(config.policy, records, config.prompt_style, run.path / "model")
-    print(f"model -> {run.path / 'model'}")
+    print(f"model -> {make_policy(flags.FLAGS.config, Path(flags.FLAGS.workdir))}")
 
 
 if __name__ == "__main__":

@@ -81,10 +81,17 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """What a grader said; ``value`` None means that it could not judge, and masks the episode."""
+    """The grade of an episode.
+
+    Attributes:
+        value: the reward; None where the grader could not judge, which masks the episode.
+        parts: what was measured, by name.
+        reason: why there is no value; "" where there is one, or where the episode itself broke.
+    """
 
     value: float | None
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

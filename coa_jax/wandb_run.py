@@ -12,6 +12,7 @@ from typing import Any
 
 from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 
 
 class WandbRun:
@@ -30,9 +31,7 @@ class WandbRun:
         try:
             import wandb
         except ImportError as error:
-            raise UserError(
-                "--wandb_project needs the package wandb: pip install 'coa_jax[wandb]'"
-            ) from error
+            raise missing("--wandb_project", "wandb", "wandb") from error
         path = directory / "wandb.json"
         known = files.read_json_object(path) if path.exists() else {}
         self.id = str(known.get("id") or secrets.token_hex(4))

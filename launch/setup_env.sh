@@ -1,7 +1,7 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
-#                                               distill tfds notebook wandb test dev cuda tpu
+#                                               endpoint distill tfds notebook wandb test dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
@@ -119,7 +119,7 @@ coa_install() {
   local extras hash implied="" what="coa_jax"
   hash="$(coa_hash)" || return 1
   # What setup.py includes in these two, so that a later request for a part installs nothing.
-  case " $* " in *" test "* | *" dev "*) implied="distill gguf maths mcp notebook serve tasks test tfds web" ;; esac
+  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf maths mcp notebook serve tasks test tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
     sort -u | grep . | paste -sd ' ' -)"

@@ -196,13 +196,13 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
     changed = config()
     with changed.unlocked():
         changed.arms = {"unfiltered": {}}
-    with pytest.raises(UserError, match="none of them 'unfiltered'"):
+    with pytest.raises(UserError, match="is there without filters"):
         Ablation(changed, tmp_path)
-    with pytest.raises(UserError, match="no arm 'filterd'"):
+    with pytest.raises(UserError, match=r"references\[0\] is 'filterd'; give one of unfiltered"):
         Ablation(config(references=("filterd",)), tmp_path)
-    with pytest.raises(UserError, match="at least one seed"):
+    with pytest.raises(UserError, match=r"seeds is \(\); give 1 to"):
         Ablation(config(seeds=()), tmp_path)
-    with pytest.raises(UserError, match=r"config\.seeds: 3 is there twice"):
+    with pytest.raises(UserError, match=r"config\.seeds holds 3 twice"):
         Ablation(config(seeds=(3, 4, 3)), tmp_path)
 
 

@@ -33,7 +33,7 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig, train
-from coa_jax.protocol import get_protocol, parse
+from coa_jax.protocol import Prompt, get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
 from coa_jax.rollout.request import Arrival, RolloutConfig
 from coa_jax.run_dir import RunDir
@@ -69,7 +69,7 @@ def learnt(tmp_path_factory) -> Learnt:
         vocab_size=400, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2,
         num_kv_heads=1, head_dim=32, induction=False,
     )  # fmt: skip
-    write_policy(size, records, "brief", root / "base")
+    write_policy(size, records, Prompt("brief"), root / "base")
     values = {
         "model": str(root / "base"), "data": str(root / "one.jsonl"), "validation": "",
         "prompt_style": "brief", "rename_share": 0.0, "seed": 0, "rows": 1, "batch_size": 1,
@@ -186,7 +186,7 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
         (["  ", "--model=x"], "error: the question is empty"),
         (["q", "--temperature=-1"], "error: --temperature=-1: -1.0 is not"),
         (["q", "--seed=4294967296"], "error: --seed=4294967296: 4294967296 is not"),
-        (["q", "--prompt_style=long"], "error: --prompt_style=long: value should"),
+        (["q", "--prompt_style=long"], "error: prompt_style 'long' is neither"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
@@ -217,7 +217,7 @@ def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeyp
     rollout = quickstart.evaluate.rollout
     for name in ("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"):
         assert defaults[name] == rollout[name], name
-    assert defaults["prompt_style"] == rollout.prompt_style
+    assert defaults["prompt_style"] == "model" and rollout.prompt_style == "brief"
     tools = tools_of(load_config(defaults["config"]), defaults["tools"], defaults["top_k"])
     assert (tools.top_k, tools.names) == (quickstart.tools.top_k, quickstart.tools.names)
 

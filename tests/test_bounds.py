@@ -84,7 +84,7 @@ BAD = [
     ("slots", 10**5000, "slots is a whole number of 16610 bits; give a whole number from 1"),
     ("bytes", 2**63, "bytes is 9223372036854775808; give a whole number from 0 to 922337203685477"),
     ("wait", 0, "wait is 0; give a number above 0 and at most 2592000"),
-    ("open", 1, "open is 1; give a number above 0 below 1 or -1"),
+    ("open", 1, "open is 1; give a number above 0 and below 1, or -1"),
     ("mode", "append", "mode is 'append'; give one of read, write"),
     ("mode", ["read"], "mode is ['read']; give one of read, write"),
     ("dtype", "bf16", "dtype is 'bf16'; give one of \"\", float32"),

@@ -187,6 +187,44 @@ def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given,
     assert not (REPOSITORY / "~").exists()
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"--workdir": "gs://bucket/run"},
+        {"--workdir": "/home/me/gs://bucket/run"},  # a script made it absolute
+        {"--config.model": "https://huggingface.co/Qwen/Qwen2.5-7B"},
+        {"--config.tasks": "gaia:hf://datasets/gaia/test.jsonl"},
+        {"--config.traces.files": ("a.jsonl", "S3://bucket/b.jsonl")},
+        {"--config.tools.store.path": "file:///tmp/store"},
+        {"--config.anything": "az://container/x"},
+    ],
+)
+def test_a_url_where_a_file_belongs_is_refused(values):
+    (name,) = values
+    with pytest.raises(UserError, match=r"no command opens \w+:// addresses; give a path") as seen:
+        cli.refuse_urls(values)
+    assert str(seen.value).startswith(f"{name}=")
+
+
+def test_addresses_of_services_are_no_files():
+    cli.refuse_urls(
+        {
+            "--config.tools.wiki_url": "http://localhost:8000/retrieve",
+            "--config.graders.judge.chat.url": "https://judge.example/v1",
+            "--config.tools.mcp.files.command": "server --root file:///data",
+            "--config.tasks": "factbook:hops=1-2",
+            "--config.steps": 3,
+        }
+    )
+
+
+@pytest.mark.parametrize("flag", ["--workdir=gs://b/run", "--config.name=s3://b/x"])
+def test_a_url_is_refused_before_anything_is_written(command, flag):
+    before = set(command.home.iterdir())
+    assert "no command opens" in refused(command(flag))
+    assert set(command.home.iterdir()) == before
+
+
 def test_a_full_disk_reported_by_a_library_names_the_workdir(command):
     line = refused(command("--then=cause", "--workdir=runs/a"))
     assert line.startswith("error: disk full: runs/a (No space left on device)")

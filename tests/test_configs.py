@@ -18,6 +18,7 @@ import coa_jax.distill.__main__ as distill
 import coa_jax.evaluate.__main__ as evaluate
 import coa_jax.serve.__main__ as serve
 from coa_jax import ablation, economy, quickstart, rl, scratch, synthesize
+from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.learn.preference import DPOConfig
@@ -324,7 +325,7 @@ def commands() -> list[str]:
 
 def test_commands_in_the_documentation_name_what_exists():
     lines = commands()
-    assert any("python -m coa_jax.sft" in line for line in lines)
+    assert any("coa-jax sft" in line for line in lines)
     for line in lines:
         for module in re.findall(r"python -m (coa_jax[.\w]*)", line):
             spec = importlib.util.find_spec(module)
@@ -335,8 +336,16 @@ def test_commands_in_the_documentation_name_what_exists():
             assert (REPOSITORY / path).exists(), line
 
 
+def test_commands_of_coa_jax_in_any_page_exist():
+    pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    pages += [*(REPOSITORY / "docs").rglob("*.md"), *map(REPOSITORY.joinpath, CONFIGS)]
+    named = [name for p in pages for name in re.findall(r"\bcoa-jax ([a-z][\w-]*)", p.read_text())]
+    assert len(named) > 10
+    assert set(named) <= set(ENTRY_POINTS)
+
+
 @pytest.mark.parametrize("path", PIPELINE)
 def test_the_readme_shows_the_pipeline(path):
     stage = Path(path).parts[1]
-    pattern = rf"python -m coa_jax\.{stage}\s+--config={path}\s+--workdir=runs/{stage}"
+    pattern = rf"(?:coa-jax |python -m coa_jax\.){stage}\s+--config={path}\s+--workdir=runs/{stage}"
     assert any(re.fullmatch(pattern, line) for line in commands())

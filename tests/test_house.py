@@ -20,10 +20,11 @@ PACKAGE = REPOSITORY / "coa_jax"
 # A module of the package that is not named here is an entry point and may import anything.
 ROOMS = (
     ("errors",),
-    ("bounds", "files", "progress"),
+    ("reading",),
+    ("bounds", "files", "installed", "progress"),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings"),
-    ("run_dir",),
+    ("run_dir", "web"),
     ("protocol",),
     ("trajectory",),
     ("records",),
@@ -124,7 +125,7 @@ def test_entry_points_can_be_run_as_modules():
     missing = [
         path.name
         for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/__main__.py")]
-        if path.name != "__init__.py"
+        if path not in (PACKAGE / "__init__.py", PACKAGE / "__main__.py")
         and path.stem not in RANK
         and "run_main(" not in path.read_text()
     ]
@@ -154,12 +155,12 @@ def test_nothing_is_left_for_later():
 # --- dependencies --------------------------------------------------------------------------
 
 
-# Rooms that nothing else imports and that are there only with their extra.
-WITH_EXTRA = ("serve",)
+# Rooms that are there only with their extra; others import them in functions only.
+WITH_EXTRA = ("serve", "web")
 
 
-def declared() -> tuple[set[str], set[str]]:
-    """Returns the normalised names that setup.py requires: (core, core and all extras)."""
+def declared() -> tuple[set[str], set[str], set[str]]:
+    """Returns the names that setup.py requires: (core, with all extras, with the tests')."""
     tree = ast.parse((REPOSITORY / "setup.py").read_text())
     lists: dict[str, set[str]] = {}
     for node in tree.body:
@@ -167,7 +168,8 @@ def declared() -> tuple[set[str], set[str]]:
             texts = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
             names = (re.match(r"([\w.-]+)(?=\[|>=)", str(text)) for text in texts)
             lists[node.targets[0].id] = {normal(m[1]) for m in names if m}
-    return lists["CORE"], lists["CORE"] | lists["EXTRAS"]
+    core, extras = lists["CORE"], lists["CORE"] | lists["EXTRAS"]
+    return core, extras, extras | lists["TEST"] | lists["LINT"]
 
 
 def normal(name: str) -> str:
@@ -197,7 +199,7 @@ def third_party(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def test_every_import_of_the_package_is_declared():
-    core, everything = declared()
+    core, everything, _ = declared()
     assert "jax" in core
     assert "gguf" in everything - core
     providers = importlib.metadata.packages_distributions()
@@ -207,6 +209,19 @@ def test_every_import_of_the_package_is_declared():
         for name, at_import in third_party(ast.parse(path.read_text())):
             packages = {normal(p) for p in providers.get(name, [name])} | {normal(name)}
             if not packages & (core if at_import and not inside else everything):
+                missing.add(f"{path.relative_to(REPOSITORY)}: {name}")
+    assert missing == set()
+
+
+def test_every_import_of_the_tests_is_declared():
+    declared_for_tests = declared()[2]
+    providers = importlib.metadata.packages_distributions()
+    own = {path.stem for path in (REPOSITORY / "tests").rglob("*")} | {"setuptools", "tests"}
+    missing = set()
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        for name, _ in third_party(ast.parse(path.read_text())):
+            packages = {normal(p) for p in providers.get(name, [name])} | {normal(name)}
+            if name not in own and not packages & declared_for_tests:
                 missing.add(f"{path.relative_to(REPOSITORY)}: {name}")
     assert missing == set()
 

@@ -18,11 +18,11 @@ import pytest
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tasks import Task
 from coa_jax.tools.code import CodeTool
 from coa_jax.trajectory import DistilledRecord, part_violations
@@ -190,7 +190,7 @@ def sleeping_rollouts(config: RolloutConfig):
     """Three samples, each of which runs the program that sleeps."""
     tokenizer = policy().tokenizer
     task = Task("night", QUESTION, tiny_policy.PROTOCOL, ("long",), "tests")
-    prompt = prompt_ids(tokenizer, task.protocol, QUESTION, "brief")
+    prompt = prompt_ids(tokenizer, task, Prompt("brief"))
     request = Request(task, prompt, 0, 0, (0, 1, 2), SamplingParams(temperature=0.0))
     tool = CodeTool(timeout_s=60.0, concurrency=2)
     return rollout(engine(), tokenizer, [request], [tool], config)

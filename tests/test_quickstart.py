@@ -66,6 +66,25 @@ def test_the_pipeline_writes_its_blocks_and_goes_on_where_it_was(tmp_path, capsy
         run_pipeline(small_config(**{"sft.seed": 5}), tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("protocol", ["web", "mhqa", "code"])
+def test_a_policy_from_nothing_learns_the_protocol(protocol, tmp_path):
+    config = load_config(
+        f"configs/quickstart/{protocol}.py",
+        {"rl.optimizer.total_steps": 2, "evaluate.num_tasks": 120},
+    )
+    summary = run_pipeline(config, tmp_path)
+    assert summary["teacher"]["pass_at_1"] > 0.9
+    # The intervals do not overlap.
+    assert summary["sft"]["ci95"][0] > summary["base"]["ci95"][1]
+    assert summary["rl"]["ci95"][0] > summary["base"]["ci95"][1]
+    traces = [json.loads(line) for line in (tmp_path / "traces.jsonl").open()]
+    assert {trace["protocol"] for trace in traces} == {protocol}
+    called = {call["tool"] for trace in traces for call in trace["tool_calls"]}
+    assert called == set(config.tools.names)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -41,8 +41,8 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("with_tools.attempts", 0, r"config\.with_tools\.attempts is 0; give at least 1"),
-        ("synthesis.protocol", "generalits", "protocol 'generalits' is unknown"),
+        ("with_tools.attempts", 0, r"config\.with_tools\.attempts is 0; give a whole number"),
+        ("synthesis.protocol", "generalits", "protocol is 'generalits'; give one of web"),
     ],
 )
 def test_what_no_question_could_be_checked_with_is_refused_at_once(tmp_path, name, value, message):

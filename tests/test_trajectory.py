@@ -145,7 +145,7 @@ def test_a_trajectory_survives_json_bit_by_bit(original):
     json.loads(line, parse_constant=pytest.fail)  # no NaN or Infinity: any JSON reader will do
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
+@given(st.lists(st.floats(-1e4, 0, width=32)))
 def test_log_probabilities_are_short_decimals(values):
     array = np.array(values, np.float32)
     encoded = jsonl.encode_float32(array)
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path, make):
 def test_bytes_that_are_not_text_are_malformed(tmp_path):
     path = tmp_path / "traces.jsonl"
     path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(UserError, match=r":1: 'utf-8' codec"):
+    with pytest.raises(UserError, match=":1: encoded in UTF-16"):
         read_trajectories(path)
 
 

@@ -22,7 +22,7 @@ from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
-from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.protocol import Prompt, get_protocol, render_prompt
 from coa_jax.rollout.observation import observation_text
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext, call
@@ -120,7 +120,7 @@ def learn(episodes: Sequence[DistilledRecord]) -> Model:
     """A policy that knows episodes by heart."""
     with tempfile.TemporaryDirectory() as folder:
         model = load_model(write_untrained(Path(folder) / "model", episodes))
-    examples = [record_example(model.tokenizer, record, "brief") for record in episodes]
+    examples = [record_example(model.tokenizer, record, Prompt("brief")) for record in episodes]
     batches = split_rows(pack(examples, ROW_LENGTH), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=90, warmup_steps=5)
     loss_fn = bind(sft_loss, dtype="float32", remat=False)

@@ -33,7 +33,7 @@ from coa_jax.model.lora import LoraBase
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.model.weights import Params, from_paths, weight_table
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, make_mesh, sharding_for
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import at_level, get_protocol
 from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.tasks import load_tasks
@@ -289,8 +289,8 @@ def _protocols(config: RLConfig) -> set[str]:
                 f"rollout.constrain is set, and the protocols of the tasks are not known: {error}; "
                 "name one in tasks, as in PATH:protocol=web"
             ) from error
-        return {name}
-    return {task.protocol for task in tasks}
+        return {at_level(name, config.rollout.level)}
+    return {at_level(task.protocol, config.rollout.level) for task in tasks}
 
 
 def engine_bytes(setup: Setup) -> int:

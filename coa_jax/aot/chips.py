@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from coa_jax.errors import UserError
+from coa_jax.installed import install_hint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,6 @@ def devices_of(where: Slice) -> list[Any]:
         first = str(error).strip().splitlines()[0][:200]
         raise UserError(
             f"--topology={where.name}: the TPU compiler does not take it ({first}); it comes with "
-            "`bash launch/setup_env.sh tpu`, and slices have the shapes that Cloud TPU offers"
+            f"`{install_hint('tpu')}`, and slices have the shapes that Cloud TPU offers"
         ) from error
     return list(found.devices)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def read_workload(path: str | Path, vocab_size: int) -> Workload:
     """
     path = Path(path)
     reader = _Reader(path, vocab_size)
-    data = read_json_object(path)
+    data = read_json_object(path, limit=None)
     prompts = tuple(
         reader.ids(ids, f"prompts[{i}]") for i, ids in enumerate(reader.list_of(data, "prompts"))
     )
@@ -164,7 +165,8 @@ class _Reader:
         right = isinstance(found, int if kind is int else (int, float))
         if not right or isinstance(found, bool) or not least <= found < float("inf"):
             what = "a whole number" if kind is int else "a number"
-            raise UserError(f"{self.path}: {name} is {found!r}; it must be {what} from {least}")
+            shown = reprlib.repr(found)
+            raise UserError(f"{self.path}: {name} is {shown}; it must be {what} from {least}")
         return found
 
     def ids(self, found: Any, where: str) -> tuple[int, ...]:
@@ -172,8 +174,9 @@ class _Reader:
             raise UserError(f"{self.path}: {where} is not a list of token ids with at least one")
         for token in found:
             if type(token) is not int or not 0 <= token < self.vocab_size:
+                shown = reprlib.repr(token)
                 raise UserError(
-                    f"{self.path}: {where} holds {token!r}, the model's ids go from 0 to "
+                    f"{self.path}: {where} holds {shown}, the model's ids go from 0 to "
                     f"{self.vocab_size - 1}; write the workload for its vocabulary"
                 )
         return tuple(found)

@@ -37,9 +37,11 @@ from coa_jax.distill.traces import TracesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
+from coa_jax.protocol import Level
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import Task, load_splits
+from coa_jax.tasks.base import with_level
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -51,12 +53,14 @@ class Tasks(Bounded):
         source: source of the tasks, see `tasks.load_tasks`.
         train, validation: tasks of each split.
         seed: which tasks.
+        level: level of the protocols' rules; "" for that of each task.
     """
 
     source: Place
     train: Natural
     validation: Natural
     seed: Seed = 0
+    level: Level = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +97,15 @@ def _show(bar: Bar, done: int) -> None:
     bar.update(done - bar.done)
 
 
+def _splits(wanted: Tasks) -> dict[str, list[Task]]:
+    """The tasks of each split, at the level of the protocols' rules that the config names."""
+    sizes = {name: getattr(wanted, name) for name in SPLITS}
+    splits = load_splits(wanted.source, sizes, wanted.seed)
+    return {name: with_level(tasks, wanted.level) for name, tasks in splits.items()}
+
+
 def _prompt(run: Run) -> str:
-    return prompt_of(run.record, "full")
+    return prompt_of(run.record)
 
 
 def _describe(name: str, split: Split, seconds: float) -> str:
@@ -184,8 +195,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     }
     with RunDir(workdir) as run:
         run.write_config(config)
-        sizes = {name: getattr(wanted, name) for name in SPLITS}
-        for name, tasks in load_splits(wanted.source, sizes, wanted.seed).items():
+        for name, tasks in _splits(wanted).items():
             folder = workdir / "smolagents"
             file = folder / f"{name}.jsonl"
             with progress(f"run {name}", total=len(tasks)) as bar:
@@ -214,8 +224,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     with RunDir(workdir) as run:
         run.write_config(config)
         # All of them first: what is wrong with one is no news after the other was paid for.
-        sizes = {name: getattr(wanted, name) for name in SPLITS}
-        for name, tasks in load_splits(wanted.source, sizes, wanted.seed).items():
+        for name, tasks in _splits(wanted).items():
             start = time.monotonic()
             endpoint = _endpoint(command.endpoint, workdir / "calls", name)
             minds = None if endpoint is None else language_minds(endpoint)

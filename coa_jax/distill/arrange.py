@@ -268,7 +268,9 @@ class _Arranged:
                 raise Unconvertible("there is no plan and no thought that could stand for one")
             self._put("plan", Message(0, "planner", "manager", Kind.PLAN, words))
             return bare
-        if self.reviews and self.last in self.rules.tools:
+        if self.rules.next_actions[self.last] == frozenset({"reflection"}):
+            if self.rules.form("reflection") == "grades":
+                raise Unconvertible("a result is not reviewed, and nobody graded it")
             words = self._unused(message.thought)
             if not words or not self.how.review:
                 raise Unconvertible("a result is not reviewed, and nothing is said about it")

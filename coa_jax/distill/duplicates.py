@@ -7,7 +7,7 @@ from typing import Any
 
 from coa_jax.distill.contamination import ngrams
 from coa_jax.distill.filters import Run
-from coa_jax.errors import UserError
+from coa_jax.installed import missing
 
 _SHINGLE = 3
 _PERMUTATIONS = 128
@@ -36,9 +36,7 @@ def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bo
     try:
         import datasketch
     except ImportError:
-        raise UserError(
-            "near_duplicate needs datasketch; run: pip install 'coa_jax[distill]'"
-        ) from None
+        raise missing("near_duplicate", "datasketch", "distill") from None
     # Half the threshold for the hash: a miss costs a duplicate, a false alarm a comparison.
     index = datasketch.MinHashLSH(threshold=threshold / 2, num_perm=_PERMUTATIONS)
     kept: dict[int, frozenset[tuple[str, ...]]] = {}

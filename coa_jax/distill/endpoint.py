@@ -32,6 +32,7 @@ from coa_jax.bounds import (
 )
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tools.net.secrets import Secret
 
 T = TypeVar("T")
@@ -176,8 +177,13 @@ def check_budget(
 
 
 def _exchange(row: Any) -> dict[str, Any]:
-    names = ("key", "reply", "prompt", "completion")
-    return {name: row[name] for name in names}
+    found = {name: row[name] for name in ("key", "reply", "prompt", "completion")}
+    counts = (found["prompt"], found["completion"])
+    if not all(isinstance(found[name], str) for name in ("key", "reply")):
+        raise TypeError("'key' and 'reply' must be texts")
+    if not all(count is None or type(count) is int for count in counts):
+        raise TypeError("'prompt' and 'completion' must be whole numbers or null")
+    return found
 
 
 class Endpoint:
@@ -206,9 +212,7 @@ class Endpoint:
         try:
             import openai
         except ImportError:
-            raise UserError(
-                "a teacher behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
-            ) from None
+            raise missing("a teacher behind an endpoint", "openai", "endpoint") from None
         config.check(where)
         self.config, self.record, self.spent, self._where = config, record, Spent(), where
         self._openai, self._secret = openai, Secret(config.key_variable)

@@ -25,6 +25,7 @@ import operator
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +36,24 @@ from coa_jax.cli import run_main
 from coa_jax.distill.card import card
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol, render_prompt
-from coa_jax.protocol.prompts import PROMPT_STYLES
+from coa_jax.installed import missing
+from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of
 from coa_jax.records import from_tfds, parts_of_turns, read_records
 from coa_jax.records.split import Parts
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.trajectory import DistilledRecord
 
 _MARKED = re.compile(r"<observation.*?observation>\n\n", re.DOTALL)
 
 FORMS = ("alpaca", "sharegpt", "messages", "tfds")
 VERSION = "1.0.0"
+FULL = Prompt()
 
 
-def prompt_of(record: DistilledRecord, style: str) -> str:
-    """Returns the user message of a record in a prompt style."""
-    return render_prompt(get_protocol(record.protocol), record.question, style, record.prompt)
+def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
+    """Returns the user message of a record."""
+    return messages_of(record, style).user
 
 
 def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
     return {**about, "parts": [{"author": who, "text": text} for who, text in record.parts]}
 
 
-def alpaca(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
+def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     """Returns the record as a row of LLaMA-Factory's alpaca form, which allows further columns.
 
     ``policy`` holds [start, end) of each part of ``output`` that the policy wrote, in characters.
@@ -138,7 +142,7 @@ def masked_by_markers(record: DistilledRecord) -> bool:
     return found == wanted and len(set(tags)) == 1
 
 
-def sharegpt(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
+def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     """The record as a line of LLaMA-Factory's sharegpt form: what tools returned has its own turn.
 
     Raises:
@@ -158,7 +162,7 @@ def sharegpt(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
     return {"conversations": rows, **_about(record, tuple(said))}
 
 
-def messages(record: DistilledRecord, style: str = "full") -> dict[str, Any]:
+def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     """Returns the record as a conversation, with who wrote which part of the assistant's turn."""
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
@@ -185,7 +189,7 @@ def export(
     out: Path,
     name: str,
     forms: Iterable[str] = FORMS,
-    style: str = "full",
+    style: Prompt = FULL,
     funnel: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Writes records in other forms, and a card that describes them.
@@ -195,7 +199,7 @@ def export(
         out: folder; what stands there of this name in these forms is replaced, all else is kept.
         name: of the set, part of the file names and the split's name in TFDS.
         forms: of `FORMS`.
-        style: prompt style, see `protocol.render_prompt`.
+        style: how the records' questions are put to a policy.
         funnel: what the filters did, for the card.
 
     Returns:
@@ -210,6 +214,8 @@ def export(
     if unknown:
         raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
     out.mkdir(parents=True, exist_ok=True)
+    if style.system is not None:
+        records = [replace(r, context=messages_of(r, style).context) for r in records]
     marked = [r for r in records if fits_alpaca(r)] if "alpaca" in forms else []
     left_out = {id(record) for record in records} - {id(record) for record in marked}
     for form, make, chosen in (("alpaca", alpaca, marked), ("sharegpt", sharegpt, records)):
@@ -259,9 +265,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     try:
         import tensorflow_datasets as tfds
     except ImportError:
-        raise UserError(
-            "the form tfds needs tensorflow-datasets; run: pip install 'coa_jax[tfds]'"
-        ) from None
+        raise missing("the form tfds", "tensorflow-datasets", "tfds") from None
     place, new = folder / "coa" / VERSION, folder / ".new"
     splits = {**_others(tfds, place, split), split: records}
     text = tfds.features.Text
@@ -360,7 +364,8 @@ def define_flags() -> None:
     flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
-    flags.DEFINE_string("prompt_style", "data", ", ".join(PROMPT_STYLES))
+    flags.DEFINE_string("prompt_style", "data", "full, brief, data or a file with instructions")
+    flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules")
     flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
 
 
@@ -371,12 +376,15 @@ def main(argv: list[str]) -> None:
     records = read_records(values.data, values.protocol)
     if not records:
         raise UserError(f"{data}: holds no record, so there is nothing to export")
+    prompt = load_prompt(values.prompt_style)
+    records = with_level(records, values.level)
+    warn_of_prompts(records, prompt, "records", "--prompt_style")
     out = export(
         records,
         Path(values.out),
         data.stem,
         values.forms,
-        values.prompt_style,
+        prompt,
         funnel_of(data),
     )
     print(f"{len(records)} records -> {values.out}")

@@ -92,7 +92,7 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
     if grader in ("math", "code") and "scorer" not in task.metadata:
         score = reward.parts.get(grader)
     else:
-        score = reward.parts.get("judge", reward.parts["exact_match"])
+        score = reward.parts.get("judge", reward.parts.get("exact_match"))
     return None if score is None else score == 1.0
 
 

@@ -5,7 +5,8 @@ r"""Shows trajectories of a file as a person reads them.
 
 Reads records in every form that training reads (docs/data.md), and the ``dropped/`` files of
 ``coa_jax.distill``.  A bar marks the lines that the environment wrote.  Below a trajectory stand
-the rules of the protocol that it breaks.  Rows that training would leave out are named.
+the rules of the protocol that it breaks, with ``--level=paper`` those of that level.  Rows that
+training would leave out are named.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from absl import flags
 
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol, parse
+from coa_jax.protocol import LEVELS, get_protocol, parse
 from coa_jax.records import LeftOut, iterate_records
+from coa_jax.tasks.base import with_level
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 
@@ -69,6 +71,7 @@ def define_flags() -> None:
     flags.DEFINE_string("filter", "", "only runs that this filter dropped")
     flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
     flags.DEFINE_integer("number", 5, "how many records at most", lower_bound=1)
+    flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules")
 
 
 def main(argv: list[str]) -> None:
@@ -83,7 +86,8 @@ def main(argv: list[str]) -> None:
         if shown == values.number:
             break
         if values.id in ("", found.record.id) and values["filter"].value in ("", found.dropped):
-            print(page(found.record, found.dropped, found.tags))
+            (record,) = with_level([found.record], values.level)
+            print(page(record, found.dropped, found.tags))
             shown += 1
     if not shown:
         raise UserError(f"{values.data}: no record fits; leave out --id and --filter to see all")

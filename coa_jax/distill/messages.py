@@ -12,6 +12,8 @@ import enum
 import re
 from typing import Any
 
+from coa_jax import jsonl
+
 AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
 """The agents of the teacher system; ``user`` and the tools are the other correspondents."""
 
@@ -141,25 +143,9 @@ def from_json(row: Any) -> MessageLog:
         KeyError, TypeError or ValueError: the value is not a message log.
     """
     messages = tuple(
-        Message(
-            index=m["index"],
-            sender=m["sender"],
-            recipient=m["recipient"],
-            kind=Kind(m["kind"]),
-            content=m["content"],
-            thought=m.get("thought", ""),
-            outcome=m.get("outcome"),
-            slip=m.get("slip"),
-        )
-        for m in row["messages"]
+        Message(**{**jsonl.fields(Message, m), "kind": Kind(m["kind"])}) for m in row["messages"]
     )
     if not messages or any(m.index != i for i, m in enumerate(messages)):
         raise ValueError("messages are missing or not numbered from 0")
-    return MessageLog(
-        episode=row["episode"],
-        question=row["question"],
-        protocol=row["protocol"],
-        messages=messages,
-        ending=Ending(row["ending"]),
-        error=row["error"],
-    )
+    found = {**jsonl.fields(MessageLog, row), "messages": messages}
+    return MessageLog(**{**found, "ending": Ending(row["ending"])})

@@ -87,8 +87,9 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
 
 
 def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
-    reviewed = get_protocol(view.protocol).next_actions.get("code") == frozenset({"reflection"})
-    if reviewed:  # the code protocol reviews every result
+    called = view.of_kind(Kind.CALL)[-1].recipient
+    following = get_protocol(view.protocol).next_actions.get(called)
+    if following == frozenset({"reflection"}):  # the protocol reviews every result of that tool
         return Action("reflection", Kind.REQUEST, "")
     if not state.problem:
         return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
@@ -163,16 +164,22 @@ def _report(view: AgentView, state: Progress) -> Action:
 
 
 def search(slips: Slips, view: AgentView) -> Action:
-    """The search agent: one query for the current step, then what the documents say."""
+    """The search agent: one query for the current step, then what the documents say.
+
+    On the web it opens the result that fits, and reports what the page says.
+    """
     state = _state(view)
+    if state.link:
+        return Action("crawl_page", Kind.CALL, state.link)
     if view.last.kind is Kind.OBSERVATION:
         return _report(view, state)
+    tool = "web_search" if "web_search" in view.tools else "wiki_search"
     decision = f"query/{state.number}"
     if state.failures == 0 and slips.happens(view.episode, decision):
         query = slips.wrong_query(view.episode, decision, state.steps, state.step)
         if all(query != message.content for message in view.of_kind(Kind.CALL)):
-            return Action("wiki_search", Kind.CALL, query, slip="query")
-    return Action("wiki_search", Kind.CALL, _next_call(view, state) or "")
+            return Action(tool, Kind.CALL, query, slip="query")
+    return Action(tool, Kind.CALL, _next_call(view, state) or "")
 
 
 def code(slips: Slips, view: AgentView) -> Action:
@@ -203,6 +210,8 @@ def reflect(slips: Slips, view: AgentView) -> Action:
         thought, poor = (
             ("The program has an error.", False) if failed else ("The program is wrong.", True)
         )
+    elif last_call.recipient == "crawl_page":
+        thought, poor = "The page does not state it.", False
     elif last_call.content in queries(state.step):
         thought, poor = "The query found nothing.", False
     elif _is_vague(last_call.content, state):

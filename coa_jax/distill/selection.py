@@ -46,7 +46,7 @@ _DIRECTION = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig(Bounded):
-    """Thresholds of the further filters; 0 or a tuple of blank names turns one off.
+    """Thresholds of the further filters; 0 or an empty tuple turns one off.
 
     Attributes:
         near_query: two searches with one tool whose terms (see `query_terms`) are as similar as
@@ -71,12 +71,12 @@ class SelectionConfig(Bounded):
     max_tokens: Natural = 0
     max_answer_words: Natural = 0
     min_tool_calls: Natural = 0
-    evaluation: tuple[Place, ...] = ("",)
+    evaluation: tuple[Place, ...] = ()
     evaluation_size: Natural = 1000
     ngram: Annotated[int, Between(1, 1000)] = 8
     ngram_share: Share = 0.5
     entity_share: Share = 0.8
-    blocked: tuple[Place, ...] = ("",)
+    blocked: tuple[Place, ...] = ()
     near_duplicate: Share = 0.0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from coa_jax.distill.endpoint import REFUSED_REQUEST
 from coa_jax.distill.readers.calls import body_of
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.net.secrets import redact_all
@@ -42,9 +43,7 @@ def smolagents_package() -> Any:
     try:
         import smolagents
     except ImportError:
-        raise UserError(
-            "this teacher needs smolagents; run: pip install 'coa_jax[distill]'"
-        ) from None
+        raise missing("this teacher", "smolagents", "distill") from None
     return smolagents
 
 

@@ -208,4 +208,8 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 
 def _dump(row: Any) -> dict[str, Any]:
-    return {name: row[name] for name in ("task_id", "steps", "managed_runs", "question")}
+    dump = {name: row[name] for name in ("task_id", "steps", "managed_runs", "question")}
+    if not all(isinstance(dump[name], str) for name in ("task_id", "question")):
+        raise TypeError("'task_id' and 'question' must be texts")
+    _add(Spent(), dump, None)  # what cannot be counted is found here, with its line
+    return dump

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from coa_jax.distill.expressions import Expression, read_expression
 from coa_jax.distill.messages import Kind, Message
@@ -31,6 +31,8 @@ from coa_jax.tools.factbook_relations import RELATIONS
 
 AnyStep = Step | Expression
 
+_RESULT = re.compile(r"^\d+\. \[(.*)\]\((\S+)\)$", re.MULTILINE)
+_SECTION = re.compile(r"^(.+: .+)\n(.+)$", re.MULTILINE)
 _DOCUMENT = re.compile(r"Doc \d+ \(Title: (.*?)\)\n(.*?)(?=\n\nDoc \d+ \(Title: |\Z)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -54,6 +56,7 @@ class Progress:
         answers: texts of the answers of the steps that are done.
         failures: calls at the current step that did not give its answer.
         problem: what was wrong with the last of them, "" if nothing was.
+        link: address of the search result that is to be opened next, "" if there is none.
         evidence: where the last answer comes from, e.g. ``The document Botswana: Capital``.
     """
 
@@ -61,6 +64,7 @@ class Progress:
     answers: tuple[str, ...] = ()
     failures: int = 0
     problem: str = ""
+    link: str = ""
     evidence: str = ""
 
     @property
@@ -134,9 +138,22 @@ def printed(observation: str) -> str | None:
     return lines[0].strip() if len(lines) == 1 else None
 
 
+def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> str:
+    """The first result whose title fits a step and that was not opened before, or ""."""
+    assert isinstance(step, Lookup | Inverse | Neighbour)
+    relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
+    for title, link in _RESULT.findall(observation.content):
+        subject, _, section = title.partition(": ")
+        fits = isinstance(step, Inverse) or subject.casefold() == str(step.subject).casefold()
+        if fits and section == relation.title and link not in opened:
+            return link
+    return ""
+
+
 def _read_documents(step: AnyStep, observation: Message) -> tuple[str, str] | str:
     assert isinstance(step, Lookup | Inverse | Neighbour)
-    for title, text in _DOCUMENT.findall(observation.content):
+    pattern = _SECTION if observation.sender == "crawl_page" else _DOCUMENT
+    for title, text in pattern.findall(observation.content):
         value = read_value(step, title, text)
         if value is not None:
             return value, f"The document {title}"
@@ -175,15 +192,23 @@ def progress(question: str, messages: Sequence[Message]) -> Progress | None:
     if steps is None:
         return None
     state = Progress(steps)
+    opened: set[str] = set()
     for message in messages:
+        if message.recipient == "crawl_page":
+            opened.add(message.content)
         if message.kind is not Kind.OBSERVATION or state.complete:
             continue
-        if tool_for(state.step) == "search":
-            result = _read_documents(state.step, message)
-        else:
+        if tool_for(state.step) == "code":
             result = _read_program(state.step, state.answers, message)
+        elif message.sender != "web_search":
+            result = _read_documents(state.step, message)
+        elif link := _find_link(state.step, message, opened):
+            state = dataclasses.replace(state, link=link, problem="")
+            continue
+        else:
+            result = f"No result is about {wording(state.step)}."
         if isinstance(result, str):
-            state = dataclasses.replace(state, failures=state.failures + 1, problem=result)
+            state = dataclasses.replace(state, failures=state.failures + 1, problem=result, link="")
         else:
             state = Progress(steps, (*state.answers, result[0]), evidence=result[1])
     return state

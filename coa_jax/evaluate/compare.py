@@ -34,8 +34,8 @@ _FEWEST = 10  # tasks of an interval: resampling fewer makes it far too narrow
 _MOST_CELLS = 20_000_000  # of the exact distribution; beyond it signs are drawn
 _DRAWS = 100_000
 _SETTINGS = (
-    "tasks", "split", "protocol", "instructions", "opening", "attempts", "rollout", "sampling",
-    "tools", "grading",
+    "tasks", "split", "protocol", "prompt", "opening", "attempts", "rollout", "sampling", "tools",
+    "grading",
 )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def load(path: str) -> dict[str, Any]:
     Raises:
         UserError: it is none.
     """
-    outcome = files.read_json_object(Path(path))
+    outcome = files.read_json_object(Path(path), limit=None)
     if outcome.get("format") != FORMAT:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
     try:

@@ -21,6 +21,7 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
+from coa_jax.installed import missing
 from coa_jax.protocol import get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
@@ -124,9 +125,7 @@ def endpoint_policy(
     try:
         import openai
     except ImportError:
-        raise UserError(
-            "a policy behind an endpoint needs openai; run: pip install 'coa_jax[distill]'"
-        ) from None
+        raise missing("a policy behind an endpoint", "openai", "endpoint") from None
     key = Secret(endpoint.key_env).reveal() if endpoint.key_env else "none"
 
     async def run(
@@ -189,7 +188,8 @@ class _Episode:
         self.chain = Chain(self.protocol)
         self.secret = Secret(endpoint.key_env)
         self.usage = _Usage()
-        self._prompt = len(wanted.prompt.encode()) // _BYTES  # tokens, until the server counts
+        asked = "".join(said for _, said in wanted.messages.turns)
+        self._prompt = len(asked.encode()) // _BYTES  # tokens, until the server counts
         self.began = time.monotonic()
         self.tool_seconds = 0.0
 
@@ -262,7 +262,8 @@ class _Episode:
 
         options = {"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}
         extra: dict[str, Any] = {"top_k": self.sampling.top_k} if self.sampling.top_k else {}
-        messages = [{"role": "user", "content": self.wanted.prompt}]
+        turns = self.wanted.messages.turns
+        messages = [{"role": role, "content": text} for role, text in turns]
         if self.chain.text:
             messages.append({"role": "assistant", "content": self.chain.text})
             extra |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -316,7 +317,8 @@ class _Episode:
                 self._prompt = usage.prompt_tokens
         text, finish = choice.message.content or "", str(choice.finish_reason)
         if usage is None:
-            told = text if self.usage.calls > 1 else self.wanted.prompt + text
+            asked = "".join(said for _, said in self.wanted.messages.turns)
+            told = text if self.usage.calls > 1 else asked + text
             self.usage.length += len(told.encode()) // _BYTES
         text = str(self.secret.redact(text))
         extra = choice.model_extra or {}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, jsonl
+from coa_jax import files, jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.evaluate.exposure import Exposure
 from coa_jax.evaluate.sample import Key, Sample, by_last_suggestion, sample_of
@@ -75,6 +75,7 @@ class Journal:
         self._golds: dict[str, str] = {}  # task -> digest of what its answers are held against
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
+        self._ungraded: dict[Key, str] = {}  # why a sample has no grade
 
     # --- what is there already
 
@@ -101,10 +102,14 @@ class Journal:
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
         earlier = files.read_json_object(known) if known.exists() else self.settings
         for offset, length, row in self._rows():
-            if row.get("metadata", {}).get("phase") != self.phase:
-                continue
-            self._check_settings(earlier)  # those of a run without a sample bind nobody
-            trajectory = Trajectory.from_json(row)
+            try:
+                if row.get("metadata", {}).get("phase") != self.phase:
+                    continue
+                self._check_settings(earlier)  # those of a run without a sample bind nobody
+                trajectory = Trajectory.from_json(row)
+            except reading.MALFORMED as error:
+                why = reading.reason(error)
+                raise UserError(f"{self._traces}, byte {offset}: not a trace: {why}") from error
             self._check(trajectory, places)
             sample = self._sample(trajectory, exposure).graded(None)
             if sample.broken and retry_faults:
@@ -141,24 +146,24 @@ class Journal:
         if not self._traces.exists():
             return
         offset = 0
-        with open(self._traces, "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield offset, len(line), jsonl.loads(line.decode())
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{self._traces}:{number}: not a trace: {error}") from error
-                offset += len(line)
+        for number, line in reading.lines(self._traces):
+            try:
+                yield offset, len(line), jsonl.loads(line)
+            except (ValueError, RecursionError) as error:
+                why = reading.reason(error)
+                raise UserError(f"{self._traces}:{number}: not a trace: {why}") from error
+            offset += len(line)
 
     def _load_verdicts(self) -> None:
         if not self._verdicts_file.exists():
             return
         files.cut_torn_line(self._verdicts_file)
-        for row in jsonl.read_lines(self._verdicts_file, dict):
+        for row in jsonl.read_lines(self._verdicts_file, _verdict):
             if row.get("grading") == self._grading and self._holds(row):
                 self.verdicts[row["name"]] = row["value"]
         for key, sample in self.samples.items():
             if (value := self.verdicts.get(_grade(key))) is not None:
-                self.samples[key] = sample.graded(Reward(**value))
+                self.samples[key] = sample.graded(Reward(**jsonl.fields(Reward, value)))
 
     def _holds(self, row: Mapping[str, Any]) -> bool:
         """Whether a verdict is no grade, or one by the accepted answers that the task has now.
@@ -209,6 +214,8 @@ class Journal:
     def grade(self, key: Key, reward: Reward) -> None:
         """Keeps a grade; one without a value is none, and is asked for again another time."""
         self.samples[key] = self.samples[key].graded(reward)
+        if reward.reason:
+            self._ungraded[key] = reward.reason
         if reward.value is not None:
             value = {"value": reward.value, "parts": reward.parts}
             self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
@@ -225,7 +232,7 @@ class Journal:
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)
-            return self._counted(Trajectory.from_json(jsonl.loads(file.read(length).decode())))
+            return self._counted(Trajectory.from_json(jsonl.loads(file.read(length))))
 
     def _counted(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the answer that counts."""
@@ -264,10 +271,10 @@ class Journal:
                 line, key = old.read(length), places.get((offset, length))
                 start = new.tell()
                 if key is not None:
-                    row = jsonl.loads(line.decode())
-                    row["reward"] = self.verdicts.get(_grade(key)) or {"value": None, "parts": {}}
-                    if self.samples[key].broken:
-                        row["reward"] = {"value": None, "parts": {}}
+                    row = jsonl.loads(line)
+                    verdict = None if self.samples[key].broken else self.verdicts.get(_grade(key))
+                    reason = self._ungraded.get(key, "")
+                    row["reward"] = verdict or {"value": None, "parts": {}, "reason": reason}
                     line = (jsonl.dumps(row) + "\n").encode()
                     self._places[key] = start, len(line)
                 new.write(line)
@@ -275,6 +282,15 @@ class Journal:
             os.fsync(new.fileno())
         os.replace(temporary, self._traces)
         self._changed = False
+
+
+def _verdict(row: Any) -> dict[str, Any]:
+    """A row of the verdicts; a TypeError or KeyError where it is none."""
+    if not isinstance(row["name"], str):
+        raise TypeError("the field 'name' must be a text")
+    if row["name"].startswith("grade/"):
+        jsonl.fields(Reward, row["value"])
+    return dict(row)
 
 
 def _graded_by(task: Task) -> str:

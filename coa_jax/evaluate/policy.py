@@ -17,8 +17,8 @@ from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
-from coa_jax.model.tokenizer import chat_ids, eos_ids
-from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.model.tokenizer import conversation_ids, eos_ids
+from coa_jax.protocol import Messages
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
@@ -35,14 +35,14 @@ class Wanted:
         index: the task's place among all, part of the key of its randomness.
         task: what is asked.
         numbers: which of its samples.
-        prompt: the user message.
+        messages: the messages that ask it.
         attempt: which attempt it is at samples that ended without an answer, from 0.
     """
 
     index: int
     task: Task
     numbers: tuple[int, ...]
-    prompt: str
+    messages: Messages
     attempt: int = 0
 
 
@@ -62,13 +62,6 @@ Policy = Callable[
 The mapping goes into their metadata; the function is told how many tokens were written since it was
 last called.
 """
-
-
-def prompt_text(task: Task, style: str, instructions: str) -> str:
-    """The user message of a task; with instructions, those instead of our own wording."""
-    if instructions:
-        return f"{instructions.strip()}\n\nQuestion: {task.question}"
-    return render_prompt(get_protocol(task.protocol), task.question, style, task.prompt)
 
 
 def local_policy(
@@ -121,7 +114,7 @@ def local_policy(
         requests = (
             Request(
                 task=_without_tests(one.task),
-                prompt=tuple(chat_ids(tokenizer, one.prompt)),
+                prompt=tuple(conversation_ids(tokenizer, one.messages.turns)),
                 seed=attempt_seed(seed, one.attempt),
                 prompt_id=one.index,
                 samples=one.numbers,

@@ -28,14 +28,17 @@ from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
 from coa_jax.evaluate.figures import blocks, result
 from coa_jax.evaluate.journal import Journal, digest
-from coa_jax.evaluate.policy import Policy, Wanted, local_policy, prompt_text, weights_name
+from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
 from coa_jax.evaluate.sample import Key, measured
 from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
 from coa_jax.model.api import load_model
 from coa_jax.progress import Bar, progress
+from coa_jax.protocol import Prompt, messages_of
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
@@ -60,8 +63,6 @@ class EvaluateConfig(Bounded):
         graders: how answers are graded.
         endpoint: where the policy is served, if it does not decode on this machine.
         best_of: who picks among samples.
-        instructions: file with the user message before the question, for policies that were
-            trained with other words than ours; "" for those of ``rollout.prompt_style``.
         blocked: addresses that no sample should open; they are counted (the tools refuse those of
             their own settings).
         last_suggestion: a sample without an answer counts by its last ``suggested_answer``, as the
@@ -86,7 +87,6 @@ class EvaluateConfig(Bounded):
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
-    instructions: Place = ""
     protocol: Place = ""
     blocked: tuple[Place, ...] = BLOCKED
     last_suggestion: bool = False
@@ -109,17 +109,21 @@ class EvaluateConfig(Bounded):
         return SamplingParams(self.temperature, self.top_p, self.top_k)
 
 
-def settings(config: EvaluateConfig, policy: str, tools: Mapping[str, Any]) -> dict[str, Any]:
+def settings(
+    config: EvaluateConfig, policy: str, tools: Mapping[str, Any], prompt: Prompt | None = None
+) -> dict[str, Any]:
     """On what the samples of an evaluation depend, besides their numbers.
 
     Args:
         config: the evaluation.
         policy: names the policy and its weights.
         tools: settings of the tools; JSON values.
+        prompt: how questions are put to it; None for what the config names.
 
     Raises:
-        UserError: the file of the instructions cannot be read.
+        UserError: the prompt that the config names cannot be read.
     """
+    prompt = prompt or load_prompt(config.rollout.prompt_style)
     return {
         "policy": policy,
         "tasks": config.tasks,
@@ -129,20 +133,10 @@ def settings(config: EvaluateConfig, policy: str, tools: Mapping[str, Any]) -> d
         "sampling": dataclasses.asdict(config.sampling),
         "attempts": config.attempts,
         "rollout": dataclasses.asdict(config.rollout),
-        "instructions": digest(_instructions(config)) if config.instructions else "",
+        "prompt": digest(dataclasses.asdict(prompt)) if prompt.is_template else prompt.style,
         "opening": config.endpoint.opening if config.endpoint else "",
         "tools": digest(dict(tools)),
     }
-
-
-def _instructions(config: EvaluateConfig) -> str:
-    if not config.instructions:
-        return ""
-    try:
-        with open(config.instructions, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config.instructions: {config.instructions}: {error}") from error
 
 
 def load(config: EvaluateConfig) -> list[Task]:
@@ -185,6 +179,7 @@ def evaluate(
     run: RunDir,
     stage: str,
     about: Mapping[str, Any],
+    prompt: Prompt | None = None,
     *,
     servers: ToolsConfig | None = None,
     fresh: bool = False,
@@ -204,6 +199,7 @@ def evaluate(
         run: the run directory.
         stage: name of the results.
         about: see `settings`.
+        prompt: how questions are put to the policy; None for what the config names.
         servers: settings of the policy's tools, to ask their servers too.
         fresh: drop what an earlier process has left of the stage.
 
@@ -213,16 +209,18 @@ def evaluate(
     Raises:
         UserError: what the user can mend; what is finished is kept.
     """
+    tasks = with_level(tasks, config.rollout.level)
+    prompt = prompt or load_prompt(config.rollout.prompt_style)
+    warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
     graders, exposure = Graders(config.graders), exposure_of(tasks, config.blocked)
+    graders.check(tasks)
     journal = Journal(run, stage, about, _grading(config), config.last_suggestion)
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
-    instructions = _instructions(config)
-    prompts = [prompt_text(task, config.rollout.prompt_style, instructions) for task in tasks]
 
     def wanted(attempt: int) -> list[Wanted]:
         """Samples that have to be run, for which this is their next attempt."""
         return [
-            Wanted(index, task, numbers, prompts[index], attempt)
+            Wanted(index, task, numbers, messages_of(task, prompt), attempt)
             for index, task in enumerate(tasks)
             if (numbers := journal.wanted(task.id, config.samples, config.attempts, attempt))
         ]
@@ -277,10 +275,11 @@ def evaluate_model(
     """
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
-        tools, tasks, config.samples,
+        tools, with_level(tasks, config.rollout.level), config.samples,
     )  # fmt: skip
-    about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings)
-    return evaluate(policy, tasks, config, run, stage, about, servers=servers, fresh=fresh)
+    prompt = load_prompt(config.rollout.prompt_style, path)
+    about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)
+    return evaluate(policy, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
 
 
 def _check_ready(

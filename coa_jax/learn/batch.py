@@ -13,8 +13,9 @@ import numpy as np
 from coa_jax.engine.constraint import FREE, Constraint, token_states
 from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import Unfolded
-from coa_jax.model.tokenizer import conversation_ids, encode_plain, end_of_turn_id
-from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
+from coa_jax.protocol import Prompt, get_protocol
+from coa_jax.rollout.request import prompt_ids
 from coa_jax.trajectory import Author, DistilledRecord, Trajectory
 
 
@@ -72,43 +73,14 @@ class Batch(NamedTuple):
     unfolded: Unfolded | None = None
 
 
-def prompt_ids(
-    tokenizer: Any,
-    protocol: str,
-    question: str,
-    style: str,
-    given: str = "",
-    context: Sequence[tuple[str, str]] = (),
-) -> tuple[int, ...]:
-    """Returns token ids of a task's prompt: one user message and the assistant turn's opening.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-        protocol: name of the protocol.
-        question: question of the task.
-        style: prompt style, see `protocol.render_prompt`.
-        given: user message that the data set gives, for the style ``data``.
-        context: (role, text) of the turns before the user message, see `DistilledRecord`.
-    """
-    text = render_prompt(get_protocol(protocol), question, style, given)
-    return tuple(conversation_ids(tokenizer, [*context, ("user", text)]))
-
-
-def user_message(record: DistilledRecord, style: str) -> str:
-    """Returns the user message of a record in a prompt style."""
-    return render_prompt(get_protocol(record.protocol), record.question, style, record.prompt)
-
-
-def record_example(tokenizer: Any, record: DistilledRecord, style: str) -> Example:
+def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
     """Tokenises a distilled record part by part; the policy's parts carry the loss.
 
     Parts of the environment are split as the agent loop encodes them, so that training sees the
     ids that a rollout produces.  The end of the turn is learned after the last part.
     """
-    prompt = prompt_ids(
-        tokenizer, record.protocol, record.question, style, record.prompt, record.context
-    )
-    tokens, mask = list(prompt), [0.0] * len(prompt)
+    tokens = list(prompt_ids(tokenizer, record, prompt))
+    mask = [0.0] * len(tokens)
     observation = get_protocol(record.protocol).observation
     for author, text in record.parts:
         if author == "policy":

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
+import logging as python_logging
 import math
 import os
+import sys
+import traceback
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +58,29 @@ class Restored:
     more: dict[str, Any]
 
 
+@functools.cache
+def _tell_faults_once() -> None:
+    """Keeps Orbax and TensorStore from printing tracebacks of faults that `Checkpoints` raises.
+
+    A full disk fails many writes at a time, each in a thread of its own.  Orbax logs all of them
+    and raises one again from `Checkpoints.wait`; TensorStore prints one for every write that is
+    still under way when Orbax has closed its event loop.
+    """
+    folder, shown = os.path.dirname(ocp.__file__), sys.unraisablehook
+
+    def is_news(record: Any) -> bool:
+        frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else ()
+        return not any(frame.filename.startswith(folder) for frame in frames)
+
+    def show(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    for name in ("absl", "asyncio"):
+        python_logging.getLogger(name).addFilter(is_news)
+    sys.unraisablehook = show
+
+
 class Checkpoints:
     """The newest states of a run in ``directory``, and the best one."""
 
@@ -80,6 +107,7 @@ class Checkpoints:
         """
         if keep < 1:
             raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
+        _tell_faults_once()
         self.best_metric, self._sign = best, -1.0 if best.endswith("loss") else 1.0
         policy: Any = checkpoint_managers.LatestN(keep)
         if best:

@@ -11,30 +11,24 @@ from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.learn.augment import NamePieces, rename
-from coa_jax.learn.batch import (
-    Batch,
-    Example,
-    pack,
-    record_example,
-    split_rows,
-    user_message,
-)
+from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
+from coa_jax.protocol import Prompt
 from coa_jax.trajectory import DistilledRecord
 
 
 def fitting_records(
-    tokenizer: Any, records: Sequence[DistilledRecord], *, style: str, length: int, source: str
+    tokenizer: Any, records: Sequence[DistilledRecord], *, prompt: Prompt, length: int, source: str
 ) -> tuple[list[DistilledRecord], int]:
     """Returns the records of at most ``length`` tokens, and the tokens of the longest of them.
 
-    Warnings count the longer records, and the records whose own instructions ``style`` replaces.
+    A warning counts the longer records.
 
     Raises:
         UserError: there is no record, or none fits; ``source`` is the file that it names.
     """
     if not records:
         raise UserError(f"{source}: holds no record")
-    sizes = [len(record_example(tokenizer, record, style).tokens) for record in records]
+    sizes = [len(record_example(tokenizer, record, prompt).tokens) for record in records]
     kept = [record for record, size in zip(records, sizes, strict=True) if size <= length]
     if not kept:
         raise UserError(
@@ -46,16 +40,6 @@ def fitting_records(
             "%s: %d of %d records have more than %d tokens and are left out",
             source, len(records) - len(kept), len(records), length,
         )  # fmt: skip
-    replaced = sum(
-        record.prompt.strip() not in ("", record.question, user_message(record, style))
-        for record in kept
-    )
-    if replaced:
-        logging.warning(
-            "%s: the prompt style %s replaces the instructions of %d records by ours; "
-            "prompt_style=data keeps them",
-            source, style, replaced,
-        )  # fmt: skip
     return kept, max(size for size in sizes if size <= length)
 
 
@@ -63,7 +47,7 @@ def example_stream(
     tokenizer: Any,
     records: Sequence[DistilledRecord],
     *,
-    style: str,
+    prompt: Prompt,
     length: int,
     seed: int,
     rename_share: float,
@@ -74,7 +58,7 @@ def example_stream(
     Args:
         tokenizer: tokenizer of the policy.
         records: records of at most ``length`` tokens.
-        style: prompt style.
+        prompt: how the records' questions are put to the policy.
         length: tokens of a row; a record that is longer once renamed is used as it was.
         seed: seed of the order and of the renaming.
         rename_share: share of the records that are renamed, see `augment.rename`.
@@ -85,10 +69,10 @@ def example_stream(
 
     def example(record: DistilledRecord, rng: np.random.Generator) -> Example:
         if rng.random() < rename_share:
-            renamed = record_example(tokenizer, rename(record, keep, pieces, rng), style)
+            renamed = record_example(tokenizer, rename(record, keep, pieces, rng), prompt)
             if len(renamed.tokens) <= length:
                 return renamed
-        return record_example(tokenizer, record, style)
+        return record_example(tokenizer, record, prompt)
 
     stream = grain.MapDataset.source(list(records)).seed(seed).shuffle().repeat()
     return stream.random_map(example)

@@ -13,14 +13,14 @@ import numpy as np
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.advantages import has_signal
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.learn.clock import Clock
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model
 from coa_jax.parallel import processes
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.request import Request
+from coa_jax.rollout.request import Request, prompt_ids
 from coa_jax.tasks import Graders, Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Reward, Trajectory, format_valid
@@ -64,6 +64,7 @@ def sample_share(
     engines: Sequence[Engine],
     model: Model,
     stream: grain.MapDataset,
+    prompt: Prompt,
     cursor: int,
     tools: Sequence[Tool],
     graders: Graders,
@@ -90,7 +91,7 @@ def sample_share(
         rate = max(useful / sampled, 0.25) if sampled else 1.0
         wanted = min(config.groups, int(np.ceil(missing / rate)))
         requests = [
-            _request(config, model, stream[index], index)
+            _request(config, model, stream[index], prompt, index)
             for index in range(cursor, cursor + wanted)
         ]
         cursor, sampled = cursor + wanted, sampled + wanted
@@ -126,12 +127,10 @@ def assemble(config: RLConfig, share: Share, surplus: Sequence[list[Trajectory]]
     return Sampled(used, everything, share.cursor, left, kept=min(len(surplus), len(used)))
 
 
-def _request(config: RLConfig, model: Model, task: Task, index: int) -> Request:
+def _request(config: RLConfig, model: Model, task: Task, prompt: Prompt, index: int) -> Request:
     return Request(
         task=task,
-        prompt=prompt_ids(
-            model.tokenizer, task.protocol, task.question, config.rollout.prompt_style, task.prompt
-        ),
+        prompt=prompt_ids(model.tokenizer, task, prompt),
         seed=config.seed,
         prompt_id=index,
         samples=tuple(range(config.group_size)),
@@ -177,6 +176,7 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "reward/mean": float(np.mean(values)) if values else 0.0,
         "reward/std": float(np.std(values)) if values else 0.0,
         "reward/masked_frac": 1.0 - len(values) / len(flat),
+        "reward/ungraded": float(sum(bool(t.reward and t.reward.reason) for t in flat)),
         "group/frac_zero_std": unsure / len(groups),
         **counts,
         "len/mean": float(np.mean(lengths)),

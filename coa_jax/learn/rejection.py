@@ -27,6 +27,7 @@ from coa_jax.model.attention.causal import choose
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.records import ProtocolName, iterate_records, read_records
 from coa_jax.run_dir import RunDir
+from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.trajectory import Trajectory, read_trajectories
 
 
@@ -41,7 +42,7 @@ class RFTConfig(FitConfig):
         per_task: most trajectories of one task, so that easy tasks do not crowd out the others.
         data: files of records that are learned as well, see `SFTConfig.data`; empty for none.
         protocol: protocol of the records that name none; empty to tell it by their tags.
-        prompt_style: prompt style of the records, see `protocol.render_prompt`.
+        prompt_style: how the questions of records are put to the policy, see `tasks.prompts`.
     """
 
     traces: Place
@@ -50,7 +51,7 @@ class RFTConfig(FitConfig):
     per_task: Count
     data: Place = ""
     protocol: ProtocolName = ""
-    prompt_style: str = "full"
+    prompt_style: Place = "full"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,12 +67,14 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     model = load_model(config.model, mesh=mesh)
     examples = [trajectory_example(trajectory, 0.0) for trajectory in chosen]
     if config.data:
-        style, length = config.prompt_style, config.row_length
+        prompt = load_prompt(config.prompt_style, config.model)
+        warn_of_prompts(records, prompt, "records", "config.prompt_style")
+        length = config.row_length
         kept, _ = fitting_records(
-            model.tokenizer, records, style=style, length=length, source=config.data
+            model.tokenizer, records, prompt=prompt, length=length, source=config.data
         )
         print(f"{len(kept)} records of {config.data}", flush=True)
-        examples += [record_example(model.tokenizer, record, style) for record in kept]
+        examples += [record_example(model.tokenizer, record, prompt) for record in kept]
     stream = grain.MapDataset.source(examples).seed(config.seed).shuffle().repeat()
     attention = choose(config.attention, model.config, config.dtype, mesh)
 

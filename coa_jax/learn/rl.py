@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,11 +40,15 @@ from coa_jax.learn.sampling import Background
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
 from coa_jax.learn.watch import Watch
+from coa_jax.model.card import CARD
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.progress import Bar, progress
+from coa_jax.protocol import Prompt
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, load_tasks
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
 from coa_jax.tools.base import Tool
 
 _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
@@ -61,6 +66,12 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     exit code 0.
     """
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
+    Graders(config.graders).check(tasks)
+    tasks = with_level(tasks, config.rollout.level)
+    prompt = load_prompt(config.rollout.prompt_style, config.model)
+    warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
+    card = make_card(prompt, tasks)
+    run.keep_json(f"rl-{CARD}", card)
     stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     with contextlib.closing(
         Checkpoints(
@@ -73,7 +84,9 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         learner = Learner(config, (task.protocol for task in tasks), checkpoints)
         run.rewind("rl", learner.step)
         with (
-            contextlib.closing(Background(_sampling(config, learner, stream, tools))) as batches,
+            contextlib.closing(
+                Background(_sampling(config, learner, stream, prompt, tools))
+            ) as batches,
             contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
             stop_on_sigterm(batches.abandon) as stop,
             progress("RL", total=learner.total, initial=learner.step) as bar,
@@ -81,7 +94,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             _loop(config, learner, run, batches, profile, stop, bar)
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
-    save_trained(learner.model, learner.state.params, learner.base, config.model, output)
+    model = dataclasses.replace(learner.model, card=card)
+    save_trained(model, learner.state.params, learner.base, config.model, output)
 
 
 def _loop(
@@ -165,7 +179,11 @@ def _step_of(
 
 
 def _sampling(
-    config: RLConfig, learner: Learner, stream: grain.MapDataset, tools: Sequence[Tool]
+    config: RLConfig,
+    learner: Learner,
+    stream: grain.MapDataset,
+    prompt: Prompt,
+    tools: Sequence[Tool],
 ) -> Callable[..., tuple[Share, float, float]]:
     """Samples this process's share of a batch; and the seconds of that, and of its grading."""
     graders, engines, model = Graders(config.graders), learner.engines, learner.model
@@ -175,7 +193,7 @@ def _sampling(
             engine.restart()
         clock = Clock("reward")
         share = sample_share(
-            config, runner, engines, model, stream, cursor, tools, graders, clock, surplus
+            config, runner, engines, model, stream, prompt, cursor, tools, graders, clock, surplus
         )
         return share, clock.elapsed(), clock.seconds["reward"]
 

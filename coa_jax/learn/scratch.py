@@ -13,13 +13,13 @@ import jax
 from coa_jax.bounds import Bounded, Positive, Seed, Share, Size, Times
 from coa_jax.engine.memory import free_memory, size
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import user_message
 from coa_jax.learn.induction import add_induction
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params, num_params
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Prompt, get_protocol, messages_of
+from coa_jax.tasks.prompts import make_card
 from coa_jax.trajectory import DistilledRecord
 
 
@@ -54,17 +54,17 @@ class ScratchConfig(Bounded):
 
 
 def write_policy(
-    config: ScratchConfig, records: Sequence[DistilledRecord], style: str, path: Path
+    config: ScratchConfig, records: Sequence[DistilledRecord], prompt: Prompt, path: Path
 ) -> None:
     """Writes a Hugging Face directory with the untrained policy.
 
     Args:
         config: sizes of the policy.
         records: records whose text the tokenizer is learnt from.
-        style: prompt style, see `protocol.render_prompt`.
+        prompt: how the records' questions are put to the policy.
         path: the directory.
     """
-    texts = _texts(records, style)
+    texts = _texts(records, prompt)
     protocols = {record.protocol for record in records}
     roles = sorted({role for name in protocols for role in get_protocol(name).roles})
     tokenizer = train_bpe(
@@ -94,19 +94,20 @@ def write_policy(
     params = init_params(model, jax.random.key(config.seed))
     if config.induction:
         params = add_induction(params, model, config.seed)
-    save_model(Model(model, params, tokenizer), path, overwrite=True)
+    card = make_card(prompt, records)
+    save_model(Model(model, params, tokenizer, card), path, overwrite=True)
 
 
 def template_words(
-    records: Sequence[DistilledRecord], style: str, share: float = 0.1
+    records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
 ) -> frozenset[str]:
     """Capitalised words of the records that are not names: see `common_words`."""
-    return frozenset(common_words(_texts(records, style), share))
+    return frozenset(common_words(_texts(records, prompt), share))
 
 
-def _texts(records: Sequence[DistilledRecord], style: str) -> list[str]:
+def _texts(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
     return [
-        "\n".join((*(text for _, text in record.context), user_message(record, style), record.text))
+        "\n".join((*(text for _, text in messages_of(record, prompt).turns), record.text))
         for record in records
     ]
 

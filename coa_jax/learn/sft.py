@@ -22,12 +22,16 @@ from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import TrainState
 from coa_jax.model.api import load_model
 from coa_jax.model.attention.causal import choose
+from coa_jax.model.card import CARD
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
 from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import put_batch, training_mesh
+from coa_jax.protocol import Level
 from coa_jax.records import ProtocolName, read_records
 from coa_jax.run_dir import RunDir
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,9 @@ class SFTConfig(FitConfig):
             docs/data.md shows the forms that are read.
         validation: files of records whose loss is measured; empty for none.
         protocol: protocol of the records that name none; empty to tell it by their tags.
-        prompt_style: see `protocol.render_prompt`.
+        prompt_style: how questions are put to the policy, see `tasks.prompts`.
+        level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions
+            explain; "" for that of each record.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
             `augment.rename`; 0 unless the policy starts from nothing.
         lora: adapters to train in place of the whole model, see `model.lora`.
@@ -50,10 +56,11 @@ class SFTConfig(FitConfig):
 
     data: Place
     validation: Place
-    prompt_style: str
+    prompt_style: Place
     rename_share: Share
     keep_best: Annotated[str, OneOf("", "loss", "validation/loss")] = ""
     protocol: ProtocolName = ""
+    level: Level = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -75,17 +82,22 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     the parameters that it would have had without the interruption.
     """
     mesh = training_mesh(config.mesh, config.rows)
-    records = read_records(config.data, config.protocol)
+    prompt = load_prompt(config.prompt_style, config.model)
+    records = with_level(read_records(config.data, config.protocol), config.level)
     held_out = read_records(config.validation, config.protocol) if config.validation else []
-    model = load_model(config.model, mesh=mesh)
+    held_out = with_level(held_out, config.level)
+    warn_of_prompts(records, prompt, "records", "config.prompt_style")
+    card = make_card(prompt, records)
+    run.keep_json(f"sft-{CARD}", card)
+    model = dataclasses.replace(load_model(config.model, mesh=mesh), card=card)
     fitting = functools.partial(
-        fitting_records, model.tokenizer, style=config.prompt_style, length=config.row_length
+        fitting_records, model.tokenizer, prompt=prompt, length=config.row_length
     )
     kept, longest = fitting(records, source=config.data)
     validation: Sequence[Example] = ()
     if held_out:
         held_out, _ = fitting(held_out, source=config.validation)
-        validation = [record_example(model.tokenizer, r, config.prompt_style) for r in held_out]
+        validation = [record_example(model.tokenizer, r, prompt) for r in held_out]
         longest = max(longest, *(len(example.tokens) for example in validation))
     params, base = split(model.params, model.config, config.lora, config.seed, mesh)
     attention = choose(config.attention, model.config, config.dtype, mesh)
@@ -93,11 +105,11 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     stream = example_stream(
         model.tokenizer,
         kept,
-        style=config.prompt_style,
+        prompt=prompt,
         length=config.row_length,
         seed=config.seed,
         rename_share=config.rename_share,
-        keep=template_words(kept, config.prompt_style) if config.rename_share else frozenset(),
+        keep=template_words(kept, prompt) if config.rename_share else frozenset(),
     )
 
     def batches_from(cursor: int) -> tuple[list[Batch], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.errors import UserError
+from coa_jax.model.card import read_card
 from coa_jax.model.config import DTYPES, ModelConfig
 from coa_jax.model.export import write_model
 from coa_jax.model.forward import forward, unembed
@@ -26,11 +28,19 @@ from coa_jax.parallel.mesh import sharding_for
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A policy: its architecture, its stacked parameters and its tokenizer."""
+    """A policy.
+
+    Attributes:
+        config: its architecture.
+        params: its stacked parameters.
+        tokenizer: its tokenizer.
+        card: how it was asked in training, see `model.card`; empty where nobody says so.
+    """
 
     config: ModelConfig
     params: Params
     tokenizer: Any
+    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def load_model(
@@ -59,7 +69,7 @@ def load_model(
         params = load_params(
             source, config, jnp.dtype(dtype), lambda s: sharding_for(mesh, s.axes, shape=s.shape)
         )
-    return Model(config, params, tokenizer)
+    return Model(config, params, tokenizer, read_card(path))
 
 
 def load_description(path: str | Path) -> tuple[ModelConfig, Any]:
@@ -140,8 +150,9 @@ def save_model(
     """Writes a directory that transformers, vLLM and :func:`load_model` read.
 
     It holds ``config.json``, ``generation_config.json``, safetensors (several with an index
-    where one would exceed ``max_shard_bytes``) and the tokenizer's files.  The directory appears
-    complete or not at all.  With several processes, all of them call this and the first writes.
+    where one would exceed ``max_shard_bytes``), the tokenizer's files and the model's card.  The
+    directory appears complete or not at all.  With several processes, all of them call this and
+    the first writes.
 
     Args:
         model: to save; values are not changed unless ``dtype`` is narrower.
@@ -157,5 +168,12 @@ def save_model(
     if dtype not in (*DTYPES, "float16"):
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     write_model(
-        path, model.config, model.params, model.tokenizer, dtype, max_shard_bytes, overwrite
+        path,
+        model.config,
+        model.params,
+        model.tokenizer,
+        dtype,
+        max_shard_bytes,
+        overwrite,
+        model.card,
     )

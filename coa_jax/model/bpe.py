@@ -25,7 +25,7 @@ _WORDS = (
 )
 _NAME_COUNT = 8
 """What a name weighs among the words that merges are learnt from in mode ``pieces``."""
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -166,7 +166,7 @@ def _wrap(tokenizer: Any, max_length: int) -> Any:
         tokenizer_object=tokenizer,
         eos_token=SPECIAL_TOKENS[1],
         pad_token=SPECIAL_TOKENS[2],
-        chat_template=_TEMPLATE,
+        chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
     )

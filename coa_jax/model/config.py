@@ -67,6 +67,8 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
+        if self.head_dim < 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need pairs")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need pairs")
 

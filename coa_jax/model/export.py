@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.model.card import CARD
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_to_hf
 from coa_jax.model.hf_weights import export_tensors, hf_shapes
@@ -32,6 +34,7 @@ def write_model(
     dtype: str,
     max_shard_bytes: int,
     overwrite: bool,
+    card: Mapping[str, Any],
 ) -> None:
     """See :func:`coa_jax.model.api.save_model`."""
     path = Path(path)
@@ -49,13 +52,18 @@ def write_model(
             temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
             temporary.chmod(0o755)
             _write_configs(temporary, config, tokenizer, dtype)
+            if card:
+                files.write_json(temporary / CARD, dict(card))
         _write_weights(temporary, config, params, dtype, max_shard_bytes)
         if temporary is not None:
             files.replace_folder(temporary, path)
     except Exception as error:
         # The tokenizer's Rust library reports a full disk as a bare Exception.
         if isinstance(error, OSError) or re.search(r"os error \d+", str(error)):
-            raise UserError(f"{path} cannot be written ({error}): nothing was saved") from error
+            raise UserError(
+                f"{path} cannot be written ({error}): the model is not saved; run the same command "
+                "again when it can be"
+            ) from error
         raise
     finally:
         if temporary is not None:

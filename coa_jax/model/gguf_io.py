@@ -5,13 +5,17 @@ Needs the optional package ``gguf``, which knows every quantisation type in nump
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_from_hf
 
@@ -67,14 +71,22 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.where = str(path)
-        reader = _open(Path(path))
+        try:
+            self._read(_open(Path(path)))
+        except reading.MALFORMED as error:
+            # The reader walks the file without checks of its own; these mean bad bytes.
+            raise UserError(
+                f"{path} is truncated or not a GGUF file ({reading.reason(error)}): fetch it again"
+            ) from error
+
+    def _read(self, reader: Any) -> None:
         self._metadata = {
             key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")
         }
         parts = int(self.metadata("split.count", 0))
         if parts > 1:
             raise UserError(
-                f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`"
+                f"{self.where} is one of {parts} parts: join them with `llama-gguf-split --merge`"
             )
         self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
         self.config = self._read_config()
@@ -87,7 +99,11 @@ class GgufFile:
     def metadata(self, key: str, default: Any = None) -> Any:
         """A metadata value, e.g. ``"tokenizer.ggml.pre"``."""
         field = self._metadata.get(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except reading.MALFORMED as error:
+            why = reading.reason(error)
+            raise UserError(f"{self.where}: {key} cannot be read ({why}): fetch it again") from None
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, dequantised to float32, in Hugging Face row order."""
@@ -143,20 +159,70 @@ def _open(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UserError(
-            f"{path} needs the package gguf: pip install gguf, or use a safetensors model"
-        ) from None
-    if not path.is_file():
+        raise missing(f"{path}", "gguf", "gguf") from None
+    if not path.exists():
         raise UserError(f"{path} is missing: give the path of a GGUF file")
+    with reading.open_file(path) as file:
+        _walk(file)
+    return GGUFReader(path)
+
+
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of each scalar type of metadata."""
+_STRING, _ARRAY = 8, 9
+
+
+def _walk(file: IO[bytes]) -> None:
+    """Checks that everything before the tensors' data lies inside of the file.
+
+    The library's reader would go on behind the end, as often as a damaged count says.
+
+    Raises:
+        ValueError: something does not.
+    """
+    size = os.fstat(file.fileno()).st_size
+
+    def number(form: str) -> int:
+        return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+    def skip(count: int) -> None:
+        if count > size - file.tell():
+            raise ValueError(f"it ends before byte {file.tell() + count:,}")
+        file.seek(count, os.SEEK_CUR)
+
+    def value(kind: int) -> None:
+        if kind not in (*_SIZES, _STRING, _ARRAY):
+            raise ValueError(f"it has a value of the unknown type {kind}")
+        if kind == _STRING:
+            skip(number("<Q"))
+        elif kind != _ARRAY:
+            skip(_SIZES[kind])
+        else:
+            inner, count = number("<I"), number("<Q")
+            if inner == _ARRAY:
+                raise ValueError("it holds an array of arrays")
+            if inner != _STRING:
+                skip(count * _SIZES.get(inner, size))
+            elif count > size // 8:
+                raise ValueError(f"it has no room for {count:,} texts")
+            else:
+                for _ in range(count):
+                    skip(number("<Q"))
+
     try:
-        return GGUFReader(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    except (ValueError, IndexError, KeyError, TypeError) as error:
-        # The reader walks the file without checks of its own; any of these means bad bytes.
-        raise UserError(
-            f"{path} is truncated or not a GGUF file ({error}): fetch it again"
-        ) from None
+        magic, version, tensors, fields = struct.unpack("<4sIQQ", file.read(24))
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"it begins with {magic!r}, version {version}")
+        if max(tensors, fields) > size // 12:
+            raise ValueError(f"it has no room for {tensors:,} tensors and {fields:,} fields")
+        for _ in range(fields):
+            skip(number("<Q"))
+            value(number("<I"))
+        for _ in range(tensors):
+            skip(number("<Q"))
+            skip(8 * number("<I") + 12)
+    except struct.error as error:
+        raise ValueError("it is cut off") from error
 
 
 def _hf_name(name: str) -> str:

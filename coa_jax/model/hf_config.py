@@ -6,12 +6,13 @@ Only what the forward pass computes exactly is accepted: a key that would change
 
 from __future__ import annotations
 
-import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.model.config import Architecture, Llama3Rope, ModelConfig
 
@@ -22,6 +23,18 @@ HF_CLASSES: dict[Architecture, str] = {
 }
 # What transformers assumes where a config.json is silent.
 _MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+_LARGEST = 2**31 - 1  # positions, ids and sizes of arrays are int32
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "rope_theta": 1e30,
+    "rms_norm_eps": 1.0,
+}
+"""The largest values that are taken for those of a model and not for damage."""
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -32,15 +45,9 @@ def read_config(directory: str | Path) -> ModelConfig:
             forward pass does not compute; the message names the key.
     """
     path = Path(directory) / "config.json"
-    try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: not a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch the model again") from None
-    if not isinstance(hf, dict):
-        raise UserError(f"{path} is not a JSON object: fetch the model again")
-    return config_from_hf(hf, str(path))
+    if not path.exists():
+        raise UserError(f"{path} is missing: not a Hugging Face model directory")
+    return config_from_hf(files.read_json_object(path), str(path))
 
 
 def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -73,7 +80,7 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
             rope_theta=theta,
             rope_scaling=scaling,
             rms_eps=_number(hf, "rms_norm_eps", where, default=1e-6),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            tie_embeddings=_flag(hf, "tie_word_embeddings", where),
             qkv_bias=architecture == "qwen2",
             qk_norm=architecture == "qwen3",
             max_position=_integer(
@@ -143,10 +150,12 @@ def config_to_hf(
 
 def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
     names = hf.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(f"{where}: architectures is {reprlib.repr(names)}, which is not a list")
     for architecture, cls in HF_CLASSES.items():
         if cls in names or (not names and hf.get("model_type") == architecture):
             return architecture
-    found = ", ".join(map(str, names)) or hf.get("model_type") or "none"
+    found = str(", ".join(map(str, names)) or hf.get("model_type") or "none")[:200]
     raise UserError(
         f"{where}: architecture {found} is not supported: use one of "
         + ", ".join(HF_CLASSES.values())
@@ -156,11 +165,12 @@ def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
 def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where: str) -> None:
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UserError(f"{where}: hidden_act {activation!r} is not supported: only silu is")
+        shown = reprlib.repr(activation)
+        raise UserError(f"{where}: hidden_act {shown} is not supported: only silu is")
     # Llama and Qwen3 with attention_bias also bias the output projection; Qwen2 has its own
     # fixed choice (q, k and v) and ignores the key.
     for key in ("attention_bias", "mlp_bias"):
-        if hf.get(key) and (key == "mlp_bias" or architecture != "qwen2"):
+        if _flag(hf, key, where) and (key == "mlp_bias" or architecture != "qwen2"):
             raise UserError(f"{where}: {key} true is not supported for {architecture} models")
     if hf.get("quantization_config"):
         raise UserError(
@@ -176,7 +186,7 @@ def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where
 def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, where: str) -> bool:
     kinds = hf.get("layer_types") or ()
     if not isinstance(kinds, Sequence):
-        raise UserError(f"{where}: layer_types {kinds!r} is not a list")
+        raise UserError(f"{where}: layer_types {reprlib.repr(kinds)} is not a list")
     if any(kind != "full_attention" for kind in kinds):
         return True
     if architecture == "llama" or not hf.get("use_sliding_window"):
@@ -186,7 +196,8 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
     window = hf.get("sliding_window", 4096)
     first = hf.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int):
-        raise UserError(f"{where}: max_window_layers is {first!r}, which is not a whole number")
+        shown = reprlib.repr(first)
+        raise UserError(f"{where}: max_window_layers is {shown}, which is not a whole number")
     return window is not None and first < _integer(hf, "num_hidden_layers", where)
 
 
@@ -195,7 +206,7 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
     for key in ("rope_scaling", "rope_parameters"):
         given = hf.get(key) or rope
         if not isinstance(given, Mapping):
-            raise UserError(f"{where}: {key} {given!r} is not an object")
+            raise UserError(f"{where}: {key} {reprlib.repr(given)} is not an object")
         rope = rope or given
         # The older key is where people ask for a longer context; transformers goes by it.
         if _scaling(given) != _scaling(rope):
@@ -206,16 +217,21 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
     theta = _number(bases, "rope_theta", where, default=10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UserError(f"{where}: rope type {kind!r} is not supported: only default and llama3")
+        shown = reprlib.repr(kind)
+        raise UserError(f"{where}: rope type {shown} is not supported: only default and llama3")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial not in (1, None):
-        raise UserError(f"{where}: partial_rotary_factor {partial} is not supported: only 1 is")
+        shown = reprlib.repr(partial)
+        raise UserError(f"{where}: partial_rotary_factor {shown} is not supported: only 1 is")
     if kind == "default":
         return theta, None
+    low, high = (_number(rope, f"{end}_freq_factor", where) for end in ("low", "high"))
+    if low >= high:
+        raise UserError(f"{where}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
     return theta, Llama3Rope(
         factor=_number(rope, "factor", where),
-        low_freq_factor=_number(rope, "low_freq_factor", where),
-        high_freq_factor=_number(rope, "high_freq_factor", where),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=_integer(rope, "original_max_position_embeddings", where),
     )
 
@@ -226,13 +242,23 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": rope.get("type", "default"), **rest}
 
 
+def _flag(hf: Mapping[str, Any], key: str, where: str) -> bool:
+    value = hf.get(key)
+    if not isinstance(value, bool | None):
+        raise UserError(f"{where}: {key} is {reprlib.repr(value)}, which is not true or false")
+    return bool(value)
+
+
 def _number(hf: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
         raise UserError(f"{where}: {key} is missing")
+    shown = f"{where}: {key} is {reprlib.repr(value)}"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UserError(f"{where}: {key} is {value!r}, which is not a positive number")
+        raise UserError(f"{shown}, which is not a positive number")
+    if value > (most := _MOST.get(key, _LARGEST)):
+        raise UserError(f"{shown}; the most that is supported is {most:g}")
     return float(value)
 
 

@@ -7,15 +7,16 @@ move values only, so a round trip is exact to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import Params, WeightSpec, from_paths, weight_table
+from coa_jax.model.weights import Params, WeightSpec, from_paths, num_params, weight_table
 
 _TOP = {
     "embed": "model.embed_tokens.weight",
@@ -113,8 +114,13 @@ def check_tensors(source: TensorSource, config: ModelConfig) -> None:
         UserError: a missing tensor, a wrong shape, or a tensor that the architecture has no use
             for; the message names the first and says how many more there are.
     """
-    expected = hf_shapes(config)
     found = dict(source.shapes)
+    if config.num_layers > len(found):  # before a table of as many layers is made
+        raise UserError(
+            f"{source.where}: config.json asks for {config.num_layers:,} layers, the weights have "
+            f"{len(found):,} tensors: fetch the model again"
+        )
+    expected = hf_shapes(config)
     # Buffers that old transformers versions saved, and the copy of a tied head.
     extra = [
         name
@@ -160,10 +166,17 @@ def load_params(
         sharding: where each array goes.
 
     Raises:
-        UserError: as :func:`check_tensors`.
+        UserError: as :func:`check_tensors`; a weight is NaN or infinite; or, on CPUs, the
+            parameters need more than the machine's memory.
     """
     check_tensors(source, config)
     dtype = np.dtype(dtype)
+    needed = num_params(config) * dtype.itemsize
+    if jax.default_backend() == "cpu" and needed > reading.memory():
+        raise UserError(
+            f"{source.where}: the parameters need {needed / 1e9:,.1f} GB in {dtype}, this machine "
+            f"has {reading.memory() / 1e9:,.1f} GB: take a smaller model or another machine"
+        )
     arrays = {}
     for spec in weight_table(config):
         read = _slice_reader(source, config, spec, dtype)
@@ -201,11 +214,51 @@ def _read_slice(
     key = spec.path[-1]
     if spec.path[0] != "layers":
         out[...] = _join(config, key, [source.read(_TOP[key])])[index]
+        _check_finite(source, [_TOP[key]], out)
         return out
     for row, layer in enumerate(range(*index[0].indices(spec.shape[0]))):
-        parts = [source.read(name) for name in _layer_names(key, layer)]
-        out[row] = _join(config, key, parts)[index[1:]]
+        names = _layer_names(key, layer)
+        out[row] = _join(config, key, [source.read(name) for name in names])[index[1:]]
+        _check_finite(source, names, out[row])
     return out
+
+
+def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray) -> None:
+    """Checks that no weight is NaN or infinite: a model with one computes nothing but NaN.
+
+    Args:
+        source: the checkpoint.
+        names: the tensors from which the values come.
+        values: a part of the parameters, on the host.
+
+    Raises:
+        UserError: some are not; the message names the tensor and counts them.
+    """
+    if _all_finite(values):
+        return
+    for name in names:
+        tensor = source.read(name)
+        if count := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+            raise UserError(
+                f"{source.where}: tensor {name} holds {count:,} of {tensor.size:,} values that are "
+                "NaN or infinite: take an earlier checkpoint, or fetch the model again"
+            )
+    raise UserError(
+        f"{source.where}: tensor {' or '.join(names)} holds values beyond {values.dtype}: "
+        "load the model with dtype float32"
+    )
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite, at the speed of the memory for bfloat16 too."""
+    bits = {2: np.uint16, 4: np.uint32}[values.dtype.itemsize]
+    infinity = values.dtype.type(np.inf).view(bits)
+    block = 1 << 20  # values: what is computed on the way stays in the cache
+    flat = values.reshape(-1).view(bits)
+    return all(
+        (flat[start : start + block] & infinity).max(initial=0) < infinity
+        for start in range(0, flat.size, block)
+    )
 
 
 def export_tensors(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from coa_jax import files, reading
 from coa_jax.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
@@ -28,6 +30,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -46,35 +49,55 @@ def read_header(path: Path) -> dict[str, Entry]:
     Raises:
         UserError: the file is missing, truncated or is no safetensors file.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+    if not path.exists():
+        raise UserError(f"{path} is missing: fetch the model again")
+    with reading.open_file(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-            if length > size - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        return {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: fetch the model again") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is truncated or not a safetensors file ({error}): fetch it again"
-        ) from None
+            if length > min(size - 8, _LONGEST_HEADER):
+                raise ValueError(f"its header would have {length:,} bytes")
+            header = reading.parse_json(file.read(length))
+            header.pop("__metadata__", None)
+            found = {name: _entry(path, name, info, 8 + length, size)
+                     for name, info in header.items()}  # fmt: skip
+            _check_apart(found)
+        except (OSError, *reading.MALFORMED) as error:
+            raise UserError(
+                f"{path} is truncated or not a safetensors file ({reading.reason(error)}): "
+                "fetch it again"
+            ) from None
+    return found
 
 
 def _entry(path: Path, name: str, info: Any, base: int, size: int) -> Entry:
-    start, end = info["data_offsets"]
-    entry = Entry(path, info["dtype"], tuple(info["shape"]), base + start)
+    start, end = _counts(name, info["data_offsets"])
+    entry = Entry(path, info["dtype"], _counts(name, info["shape"]), base + start)
     if not (0 <= start <= end and base + end <= size):
-        raise ValueError(f"{name} ends at byte {base + end} of {size}")
+        raise ValueError(f"{name} ends at byte {base + end:,} of {size:,}")
     dtype = _DTYPES.get(entry.dtype)
     if dtype is not None and end - start != math.prod(entry.shape) * dtype.itemsize:
-        raise ValueError(f"{name} has {end - start} bytes for shape {entry.shape}")
+        raise ValueError(f"{name} has {end - start:,} bytes for shape {entry.shape}")
     return entry
+
+
+def _counts(name: str, values: Any) -> tuple[int, ...]:
+    """Checks that values are whole numbers from 0; a truth value or -1 would pass as a size."""
+    if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+        raise ValueError(f"{name} has the shape or bytes {reprlib.repr(values)}")
+    return tuple(values)
+
+
+def _check_apart(entries: Mapping[str, Entry]) -> None:
+    """Checks that no byte belongs to two tensors: a small file could hold a huge model else."""
+    end, last = 0, ""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is not None and (count := math.prod(entry.shape)):
+            if entry.offset < end:
+                raise ValueError(f"{name} and {last} have the same bytes")
+            end, last = entry.offset + count * dtype.itemsize, name
 
 
 class Checkpoint:
@@ -129,13 +152,14 @@ def _read_directory(directory: Path) -> dict[str, Entry]:
             f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}: "
             "give a directory with safetensors weights"
         )
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} cannot be read ({error!r}): fetch it again") from None
+    weight_map = files.read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} has no object 'weight_map': fetch it again")
     entries: dict[str, Entry] = {}
-    for shard in shards:
+    odd = [name for name in weight_map.values() if not _is_file_name(name)]
+    if odd:
+        raise UserError(f"{index} names the file {reprlib.repr(odd[0])}: give plain file names")
+    for shard in sorted(set(weight_map.values())):
         if not (directory / shard).exists():
             raise UserError(f"{directory / shard} is missing, though {INDEX_FILE} names it")
         entries |= read_header(directory / shard)
@@ -143,6 +167,11 @@ def _read_directory(directory: Path) -> dict[str, Entry]:
         if name not in entries:
             raise UserError(f"{directory / shard} lacks tensor {name}, though the index has it")
     return entries
+
+
+def _is_file_name(name: Any) -> bool:
+    plain = isinstance(name, str) and name.isprintable() and Path(name).name == name
+    return plain and 0 < len(name.encode()) < 256
 
 
 def write_safetensors(

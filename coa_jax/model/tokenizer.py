@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import functools
 import json
+import reprlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.model.bpe import TEMPLATE
 from coa_jax.model.bpe import train_bpe as train_bpe
+from coa_jax.model.chat_template import ChatTemplateError, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_LARGEST = 256 << 20  # bytes of a tokenizer file; those of the largest vocabularies have 35 MB
+_SAMPLE = "It's 1,234.5 km <b>away</b>:\n\tna\u00efve \u6771\u4eac \U0001f642"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_ALL_FILES = (
+    *_FILES,
+    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("merges.txt", "chat_template.json", "chat_template.jinja"),
+)
+"""What transformers opens for a tokenizer, without a look at size or kind."""
 _GGUF_ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -59,30 +71,40 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(
             f"{path / 'tokenizer.json'} is missing: copy the base model's tokenizer files there"
         )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        _check_json(path / name)
+    for name in _ALL_FILES:
+        file = path / name
+        if file.exists() and file.suffix == ".json":
+            reading.read_json(file, _LARGEST)
+        elif file.exists():
+            reading.read_bytes(file, _LARGEST)
     # The classes that AutoTokenizer chooses may write the normaliser and the cutting of text anew
     # and take no more than the vocabulary from tokenizer.json; this one takes the file as it is.
     kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
+    return _checked(lambda: kind.from_pretrained(str(path), local_files_only=True), path)
+
+
+def _checked(make: Callable[[], Any], path: Path) -> Any:
+    """The tokenizer that ``make`` builds from the files at ``path``, which may be damaged.
+
+    Raises:
+        UserError: building it fails, it cannot encode text, or it is not a fast tokenizer.
+    """
     try:
-        tokenizer = kind.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers raises bare exceptions of the Rust library too
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: its tokenizer cannot be loaded ({reason})") from error
-    return _exact(tokenizer, path)
-
-
-def _check_json(path: Path) -> None:
-    try:
-        if path.exists():
-            json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): fetch it again") from None
-
-
-def _exact(tokenizer: Any, path: Path) -> Any:
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
+        tokenizer = make()
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
+        if not isinstance(_chat_template(tokenizer), str | None):
+            raise UserError(f"{path}: its chat template is not text")
+        if not tokenizer.get_vocab():
+            raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
+        # What the libraries check no sooner than at the first use.
+        encode_plain(tokenizer, _SAMPLE), eos_ids(tokenizer)
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises bare ones, the Rust library panics
+        raise UserError(
+            f"{path}: its tokenizer cannot be loaded ({reading.reason(error)}): fetch it again"
+        ) from error
     # Some released configs ask decode() to delete spaces before punctuation.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
@@ -93,21 +115,21 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     path = Path(file.where)
     pre = file.metadata("tokenizer.ggml.pre")
     if file.metadata("tokenizer.ggml.model") == "gpt2" and pre in ("smollm", *_SPLITS):
-        return _exact(_byte_level_gguf(file, pre), path)
+        return _checked(lambda: _byte_level_gguf(file, pre), path)
     # Other kinds are left to transformers, whose reader of these files is written in torch.
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except ImportError as error:
+        return _checked(
+            lambda: AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name), path
+        )
+    except UserError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
         raise UserError(
-            f"{path}: a GGUF tokenizer of kind {pre!r} needs the package torch: pip install torch, "
-            "or use the safetensors model"
+            f"{path}: a GGUF tokenizer of kind {reprlib.repr(pre)} needs the package torch: "
+            "pip install torch, or use the safetensors model"
         ) from error
-    except Exception as error:  # whatever its reader meets
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: its tokenizer cannot be loaded ({reason})") from error
-    return _exact(tokenizer, path)
 
 
 def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
@@ -145,6 +167,9 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
         **{name: tokens[i] for name, i in ids.items() if i is not None},
     )
 
+
+_LONG = 4096
+"""Characters from which a text is encoded without holding Python's global lock."""
 
 _Plain = tuple[Any, dict[int, str] | None]
 _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
@@ -234,10 +259,17 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     if unspelt:
         text = text.translate(unspelt)
     try:
-        return plain.encode(text, add_special_tokens=False).ids
+        return _ids(plain, text)
     except TypeError:  # what the Rust library says of lone surrogates
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _ids(plain, text)
+
+
+def _ids(plain: Any, text: str) -> list[int]:
+    if len(text) < _LONG:
         return plain.encode(text, add_special_tokens=False).ids
+    # Alone of the two this one releases Python's global lock; it takes longer for short texts.
+    return plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -280,12 +312,18 @@ def _chat_template(tokenizer: Any) -> str | None:
 @functools.lru_cache(maxsize=64)
 def _stock(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
     """What the chat template writes unasked: ids before the first turn, and a system message."""
-    if not template:
+    if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
-    )
+    names = {**tokenizer.special_tokens_map, "tools": None, "documents": None}
+    try:
+        text = render(
+            template, [{"role": "user", "content": marker}], add_generation_prompt=True, **names
+        )
+    except ChatTemplateError as error:
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path or 'the model'} cannot be used: {error}"
+        ) from error
     before, start, rest = text.partition(marker)[0].partition(IM_START)
     if not start or before not in ("", tokenizer.bos_token):
         raise UserError(

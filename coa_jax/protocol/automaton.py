@@ -68,7 +68,10 @@ def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
     actions = protocol.next_actions[state.action]
     if state.must_plan:
         return actions & {"plan"}
-    return actions if state.may_answer else actions - {protocol.answer}
+    if not state.may_answer:
+        return actions - {protocol.answer}
+    passed = protocol.must_end and protocol.form(state.action) == "score"
+    return actions & {protocol.answer} if passed else actions
 
 
 def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
@@ -183,6 +186,8 @@ def _transition_violations(protocol: Protocol, state: State, segment: Segment) -
     if role not in _candidates(protocol, state):
         if state.must_plan and role != protocol.answer:
             return violation("missing_replan", f"after this <{state.action}> a plan must come")
+        if role != protocol.answer:
+            return violation("transition", f"<{role}> although the double check passed")
         return violation("answer_unverified", f"<{role}> although the double check did not pass")
     if state.thinking:
         return violation("misplaced_think", f"no <{THINK}> may stand before <{role}>")

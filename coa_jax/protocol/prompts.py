@@ -1,15 +1,20 @@
-"""The instructions that the user message begins with, written from the protocol's own tables.
+"""The messages that put a question to a policy.
 
-The wording is ours; functions, tags and formats are those of the paper (App D).  The ``full``
-style tells a pretrained model everything it is held to; the ``brief`` style only names the
-protocol, for small policies that learn it from data and pay for every prompt token.
+The instructions of the styles ``full`` and ``brief`` are written from the protocol's own tables.
+Their wording is ours; functions, tags and formats are those of the paper (App D).  ``full`` tells a
+pretrained model every rule; ``brief`` only names the protocol, for small policies that learn the
+rules from data and pay for every prompt token.  The paper's own instructions come with its data:
+with the style ``data``, or as a template (see `coa_jax.tasks.prompts`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+
 from coa_jax.errors import UserError
 from coa_jax.protocol.bodies import CRITERIA
-from coa_jax.protocol.spec import START, THINK, Protocol
+from coa_jax.protocol.spec import START, THINK, Protocol, get_protocol, split_level
 
 _PROGRAM = (
     "a Python program in a block that opens with ```py; it must print what you want to see and may "
@@ -54,33 +59,109 @@ _ANSWERS = {
 
 
 PROMPT_STYLES = ("full", "brief", "data")
+QUESTION = "{question}"
+"""Stands in a template for the question."""
 
 
-def render_prompt(protocol: Protocol, question: str, style: str = "full", given: str = "") -> str:
-    """Returns the user message of a task: instructions, a blank line, ``Question: ``, question.
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """How a question is put to a policy.
+
+    Attributes:
+        style: ``full`` explains every rule of the protocol, ``brief`` only names the protocol,
+            ``data`` takes the messages that the source of the question gives, and ``full`` where it
+            gives none; or a template, a user message with ``{question}`` for the question.
+        system: system message; "" for none, None for that of the source or else of the
+            tokenizer's chat template.
+    """
+
+    style: str = "full"
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.style not in PROMPT_STYLES and QUESTION not in self.style:
+            known = ", ".join(PROMPT_STYLES)
+            raise UserError(
+                f"prompt style {self.style[:40]!r} is unknown; use {known} or a template with "
+                f"{QUESTION}"
+            )
+
+    @property
+    def is_template(self) -> bool:
+        """Whether ``style`` is a template."""
+        return self.style not in PROMPT_STYLES
+
+
+class Asked(typing.Protocol):
+    """What is asked: a task or a distilled record; see there for the attributes."""
+
+    @property
+    def question(self) -> str: ...
+    @property
+    def protocol(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def context(self) -> tuple[tuple[str, str], ...]: ...
+
+
+class Messages(typing.NamedTuple):
+    """The messages before the assistant's turn.
+
+    Attributes:
+        user: content of the user message.
+        context: (role, text) of the turns before it.  Where the first is no system turn, the
+            system message of the tokenizer's chat template comes first; an empty one means none.
+    """
+
+    user: str
+    context: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        """(role, text) of all turns."""
+        return [*self.context, ("user", self.user)]
+
+
+def messages_of(asked: Asked, prompt: Prompt) -> Messages:
+    """Returns the messages in which a task or a record is put to a policy.
+
+    Turns before the user message stay in all styles; a system message of the prompt takes the place
+    of the source's.
+
+    Raises:
+        UserError: the protocol is unknown.
+    """
+    if prompt.style == "data" and asked.prompt:
+        return Messages(asked.prompt, asked.context)
+    user = render_prompt(get_protocol(asked.protocol), asked.question, prompt.style)
+    if prompt.system is None:
+        return Messages(user, asked.context)
+    earlier = (turn for turn in asked.context if turn[0] != "system")
+    return Messages(user, (("system", prompt.system), *earlier))
+
+
+def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
+    """Returns a user message: instructions, a blank line, ``Question: ``, and the question.
 
     Args:
         protocol: protocol whose rules the instructions explain.
         question: question of the task.
-        style: ``full`` explains every rule, ``brief`` only names the protocol, ``data`` takes the
-            message that the data set gives.
-        given: user message that the data set gives; the style ``data`` falls back to ``full``
-            where it is empty.
+        style: see `Prompt`.
 
     Raises:
-        UserError: ``style`` is unknown.
+        UserError: ``style`` is neither a style nor a template.
     """
-    if style not in PROMPT_STYLES:
-        known = ", ".join(PROMPT_STYLES)
-        raise UserError(f"prompt style {style!r} is unknown; use one of {known}")
-    if style == "data" and given:
-        return given
+    if Prompt(style).is_template:
+        before, _, behind = style.rpartition(QUESTION)
+        return f"{before}{question}{behind}"
     instructions = _brief(protocol) if style == "brief" else _full(protocol)
     return f"{instructions}\n\nQuestion: {question}"
 
 
 def _brief(protocol: Protocol) -> str:
-    return f"Follow the {protocol.name} protocol."
+    # A level is no other protocol: policies that have learned the name know it at both levels.
+    return f"Follow the {split_level(protocol.name)[0]} protocol."
 
 
 def _full(protocol: Protocol) -> str:
@@ -105,7 +186,8 @@ def _describe(protocol: Protocol, role: str) -> str:
     if role == protocol.answer:
         several = "" if protocol.form(role) == "solution" else " Join several answers by |."
         return f"{_ROLES['answer']} {_ANSWERS[protocol.form(role)]}{several}"
-    return protocol.described.get(role) or _ROLES[role]
+    text = protocol.described.get(role) or _ROLES[role]
+    return f"{text} {protocol.notes[role]}" if protocol.notes.get(role) else text
 
 
 def _order_rules(protocol: Protocol) -> list[str]:
@@ -128,7 +210,12 @@ def _order_rules(protocol: Protocol) -> list[str]:
         rules.append(f"No <{THINK}> stands before {_tags(by_rule['forbidden'])}.")
     if protocol.form("reflection") == "grades":
         rules.append("If any grade of a <reflection> is Poor, a new <plan> must come next.")
-    if "double_check" in protocol.roles:
+    if protocol.must_end:
+        rules.append(
+            f"After a score of {protocol.pass_score} or more, <answer> must come next; after a "
+            "lower one a new <plan> must."
+        )
+    elif "double_check" in protocol.roles:
         rules.append(
             f"Only a score of {protocol.pass_score} or more allows <answer>; after a lower one a "
             "new <plan> must come next."
@@ -137,8 +224,10 @@ def _order_rules(protocol: Protocol) -> list[str]:
 
 
 def _either(protocol: Protocol, action: str) -> str:
-    following = [role for role in protocol.roles if role in protocol.next_actions[action]]
-    return _tags(following, "or")
+    following = protocol.next_actions[action]
+    if protocol.must_end and protocol.form(action) == "score":
+        following &= {"plan", protocol.answer}
+    return _tags([role for role in protocol.roles if role in following], "or")
 
 
 def _tags(roles: list[str], word: str = "and") -> str:

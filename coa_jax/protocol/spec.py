@@ -4,6 +4,10 @@ A protocol says which tags exist, which of them call tools, which action may fol
 a ``think`` must stand, and what the body of each tag looks like.  Parser, automaton, prompts and
 the harness read these values and hold no rules of their own.  A new agent is a new tag.
 
+Each protocol has two levels.  ``lenient``, the default, is named without a suffix: ``code``.
+``paper`` demands what the instructions of the paper demand: ``code:paper``.  Whatever the level
+``paper`` accepts, ``lenient`` accepts too.  docs/protocol.md sets both beside the paper's text.
+
 Nothing here knows about tokens, models, tools or tasks.
 """
 
@@ -12,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
+from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
 
 START = "start"
@@ -47,7 +52,9 @@ class Protocol:
         verbatim: tags whose bodies may show other tags without breaking a rule: text that the
             environment wrote, and programs.
         described: tag -> what it does, for tools that the prompts do not know.
+        notes: tag -> a sentence that the prompt adds about a tool, such as its packages.
         pass_score: lowest ``double_check`` score after which ``answer`` may come.
+        must_end: whether nothing but ``answer`` may come after a ``double_check`` that passed.
         observation: the tag of the environment's text.
         answer: the tag that ends the episode.
     """
@@ -60,7 +67,9 @@ class Protocol:
     body_form: Mapping[str, BodyForm]
     verbatim: frozenset[str]
     described: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pass_score: int = 3
+    must_end: bool = False
     observation: str = "observation"
     answer: str = "answer"
 
@@ -179,6 +188,62 @@ def _code() -> Protocol:
     )
 
 
+LEVELS = ("lenient", "paper")
+"""How much a protocol demands, see the module."""
+
+Level = Annotated[str, OneOf("", *LEVELS)]
+"""A setting of a level; "" keeps the level that the name of a protocol has."""
+
+
+def _as_the_paper_demands(protocol: Protocol) -> Protocol:
+    """Returns the level ``paper`` of a protocol, which allows a part of what the protocol allows.
+
+    - A trajectory begins with a plan.
+    - Every program is reviewed: after ``code`` comes ``reflection`` (App D.2-D.3).
+    - A ``double_check`` that passes ends the task: only the answer comes after it (App D.1).
+    - Without a verification agent a plan is carried out: a tool comes after it, no answer.
+    """
+    demanded = {START: {"plan"}, "code": {"reflection"}}
+    if "double_check" not in protocol.roles:
+        demanded["plan"] = set(protocol.tools)
+    table = {
+        action: following & demanded.get(action, following) or following
+        for action, following in protocol.next_actions.items()
+    }
+    return dataclasses.replace(
+        protocol,
+        name=f"{protocol.name}:{LEVELS[1]}",
+        next_actions=types.MappingProxyType(table),
+        must_end="double_check" in protocol.roles,
+    )
+
+
+def split_level(name: str) -> tuple[str, str]:
+    """Splits the name of a protocol into the name without a level, and the level.
+
+    Raises:
+        UserError: no level has this name.
+    """
+    family, colon, level = name.partition(":")
+    if colon and level != LEVELS[1]:
+        raise UserError(
+            f"protocol {name!r} has no level {level!r}; use {family} or {family}:{LEVELS[1]}"
+        )
+    return family, level or LEVELS[0]
+
+
+def at_level(name: str, level: str) -> str:
+    """Returns the name of a protocol at another level; an empty level keeps the name.
+
+    Raises:
+        UserError: no level has this name.
+    """
+    if level not in ("", *LEVELS):
+        raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
+    family, own = split_level(name)
+    return f"{family}:{LEVELS[1]}" if (level or own) == LEVELS[1] else family
+
+
 _BUILT_IN = (
     _verifying("web", ("web_search", "crawl_page")),
     _verifying("web_wiki", ("wiki_search",)),
@@ -191,8 +256,13 @@ _PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _BUIL
 
 
 def protocol_names() -> tuple[str, ...]:
-    """Names that ``get_protocol`` knows."""
+    """Returns the names that `get_protocol` knows, without levels."""
     return tuple(_PROTOCOLS)
+
+
+def names_with_levels() -> tuple[str, ...]:
+    """Returns the names that `get_protocol` knows, each at both levels."""
+    return (*_PROTOCOLS, *(f"{name}:{LEVELS[1]}" for name in _PROTOCOLS))
 
 
 def get_protocol(name: str) -> Protocol:
@@ -202,24 +272,43 @@ def get_protocol(name: str) -> Protocol:
     encyclopaedia, ``generalist`` the web agent's automaton over ``wiki_search`` and ``code``, and
     ``universal`` the same over all tools of the web and code agents and the visual inspector.
 
+    Args:
+        name: a name, with ``:paper`` behind it for that level.
+
     Raises:
-        UserError: no protocol has this name.
+        UserError: no protocol or no level has this name.
     """
-    if name not in _PROTOCOLS:
+    family, level = split_level(name)
+    if family not in _PROTOCOLS:
         known = ", ".join(_PROTOCOLS)
-        raise UserError(f"protocol {name!r} is unknown; use one of: {known}")
-    return _PROTOCOLS[name]
+        raise UserError(f"protocol {family!r} is unknown; use one of: {known}")
+    protocol = _PROTOCOLS[family]
+    return _as_the_paper_demands(protocol) if level == "paper" else protocol
 
 
 def add_protocol(protocol: Protocol) -> None:
     """Enters a protocol in the table of names, so that tasks can ask for it.
 
     Raises:
-        UserError: the name belongs to a protocol that is built in.
+        UserError: the name belongs to a built-in protocol, or holds a colon.
     """
     if protocol.name in {built_in.name for built_in in _BUILT_IN}:
         raise UserError(f"the protocol {protocol.name!r} is built in; choose another name")
+    if ":" in protocol.name:
+        raise UserError(f"the protocol {protocol.name!r}: a colon ends a name; choose another name")
     _PROTOCOLS[protocol.name] = protocol
+
+
+def add_note(tool: str, note: str) -> None:
+    """Lets the prompts of all protocols with a tool say a sentence more about it in this process.
+
+    Args:
+        tool: tag of the tool.
+        note: the sentence, in place of an earlier one; "" for none.
+    """
+    for name, protocol in _PROTOCOLS.items():
+        if tool in protocol.tools and protocol.notes.get(tool, "") != note:
+            _PROTOCOLS[name] = dataclasses.replace(protocol, notes={**protocol.notes, tool: note})
 
 
 def protocol_with_tools(

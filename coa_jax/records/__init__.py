@@ -18,10 +18,10 @@ from typing import Annotated, NamedTuple
 
 from absl import logging
 
-from coa_jax import jsonl
+from coa_jax import reading
 from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol, protocol_names
+from coa_jax.protocol import get_protocol, names_with_levels
 from coa_jax.records.columns import columns_of, renamed
 from coa_jax.records.forms import from_tfds, made_of
 from coa_jax.records.rows import Row, find_files, read_rows
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def _protocols() -> tuple[str, ...]:
-    return ("", *protocol_names())
+    return ("", *names_with_levels())
 
 
 ProtocolName = Annotated[str, OneOf(_protocols)]
@@ -97,8 +97,8 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
             except Unusable as why:
                 yield LeftOut(path, row.number, row.where, str(why))
                 continue
-            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise UserError(f"{row.where}: {_short(jsonl.why(error))}") from error
+            except reading.MALFORMED as error:
+                raise UserError(f"{row.where}: {_short(reading.reason(error))}") from error
             except UserError as error:
                 raise UserError(f"{row.where}: {_short(str(error))}") from None
             yield Read(made.record, row, made.tags, dropped)

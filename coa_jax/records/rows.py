@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from coa_jax import jsonl
+from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 
 LONGEST = 16 << 20
 """Bytes of a row; a trajectory of 32,768 tokens has about 150 kB."""
@@ -108,7 +109,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from _numbered(path, _tfds(path))
         return
     try:
-        with open(path, "rb") as file:
+        with reading.open_file(path) as file:
             start = file.read(4)
             if start == b"PAR1":
                 yield from _numbered(path, _parquet(path))
@@ -165,7 +166,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
                     yield from _numbered(path, iter(document))
                     return
             torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
-            raise UserError(f"{where}: {jsonl.why(error)}{torn}") from error
+            raise UserError(f"{where}: {reading.reason(error)}{torn}") from error
         rows = _wrapped(value)
         if rows is None:
             yield Row(path, number, where, value)
@@ -240,7 +241,7 @@ def _list_items(path: Path, file: IO[bytes]) -> Iterator[Any]:
                         ) from error
                     more()
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where()}: {jsonl.why(error)}") from error
+                    raise UserError(f"{where()}: {reading.reason(error)}") from error
             at = end
             yield value
             number += 1
@@ -267,7 +268,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path}: parquet needs pyarrow; run: pip install pyarrow") from None
+        raise missing(f"{path}: parquet", "pyarrow", "tasks") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=64):
@@ -281,10 +282,7 @@ def _tfds(path: Path) -> Iterator[Any]:
     try:
         import tensorflow_datasets as tfds
     except ImportError:
-        raise UserError(
-            f"{path}: a TFDS data set needs tensorflow-datasets; run: pip install "
-            "tensorflow-datasets importlib-resources"
-        ) from None
+        raise missing(f"{path}: a TFDS data set", "tensorflow-datasets", "tfds") from None
     try:
         builder = tfds.builder_from_directory(str(path.parent))
         known = list(builder.info.splits)

@@ -1,4 +1,4 @@
-"""Writes the HTML page of a run: ``python -m coa_jax.report --workdir RUN``.
+"""Writes the HTML page of a run.
 
 Reads config.json, metrics.jsonl, traces.jsonl and summary.json of the run, which may still be under
 way, and writes report/index.html beside them.  Prints the path of the page.

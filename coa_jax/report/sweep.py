@@ -1,4 +1,4 @@
-"""Sets the runs of a sweep beside each other: ``python -m coa_jax.report.sweep --workdir=DIR``.
+"""Sets the runs of a sweep beside each other.
 
 The directory holds runs as subdirectories ``NAME-SEED``; runs of one name are repetitions of one
 setting.  A run's evaluation is in its ``summary.json`` or in ``evaluate/summary.json`` below it.

@@ -119,6 +119,8 @@ def recording(trajectory: Trajectory) -> Recording:
     shapes = jsonl.fields(EngineConfig, metadata["engine"])
     # Traces from before there was a constraint do not say that they had none.
     budgets = {"constrain": False, **metadata["rollout"]}
+    for field in dataclasses.fields(RolloutConfig):  # a default of today may not be what held
+        budgets[field.name]
     jnp.dtype(shapes["dtype"])  # a TypeError if there is none of the name
     try:
         get_protocol(trajectory.protocol)

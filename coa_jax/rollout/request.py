@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Bounded, Natural, SecondsOrNone, Size
+from coa_jax.bounds import Bounded, Natural, Place, SecondsOrNone, Size
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
+from coa_jax.model.tokenizer import conversation_ids
+from coa_jax.protocol import Asked, Level, Prompt, messages_of
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, ToolCall
@@ -28,7 +30,9 @@ class RolloutConfig(Bounded):
         max_seconds: wall time of a trajectory, 0 for any (``deadline``).
         max_tool_seconds: wall time that a trajectory may wait for its tools, all calls together, 0
             for any (``tool_time``); a call has no more than what is left of it.
-        prompt_style: ``full`` or ``brief``, see `protocol.render_prompt`.
+        prompt_style: how questions are put to the policy, see `tasks.prompts`.
+        level: level of the protocols' rules, ``lenient`` or ``paper``, for instructions, format
+            rewards and constraints; "" for that of each task.
         strict: whether the first broken rule of the protocol ends a trajectory (``violation``).
             Where a reward counts well-formed trajectories only, this changes no reward and saves
             what would have been written in vain.
@@ -45,10 +49,11 @@ class RolloutConfig(Bounded):
     max_observation_tokens: Natural = 512
     max_seconds: SecondsOrNone = 0.0
     max_tool_seconds: SecondsOrNone = 0.0
-    prompt_style: str = "brief"
+    prompt_style: Place = "brief"
     max_turn_tokens: Natural = 0
     strict: bool = False
     constrain: bool = False
+    level: Level = ""
     cut_context: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +63,17 @@ class RolloutConfig(Bounded):
                 f"cut_context needs max_turn_tokens from 1 to less than a third of max_tokens, to "
                 f"know when the context is full; it is {self.max_turn_tokens}"
             )
+
+
+def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
+    """Returns token ids of a prompt: its messages, and the opening of the assistant's turn.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        asked: a task or a record.
+        prompt: how it is put to the policy.
+    """
+    return tuple(conversation_ids(tokenizer, messages_of(asked, prompt).turns))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-Clients find it under ``http://HOST:PORT/v1``.  Ctrl-C and SIGTERM end it once the requests in
-progress have finished; a second one ends it at once.
+The base URL for clients is ``http://HOST:PORT/v1``.  Ctrl-C or SIGTERM ends the server after the
+requests in progress; a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from coa_jax.cli import config_flag, run_main
-from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig, check_protocol
@@ -30,7 +30,8 @@ class Command(ServeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_protocol(self.protocol, self.tools)
+        if self.protocol:
+            check_protocol(self.protocol, self.tools)
 
 
 def define_flags() -> None:
@@ -41,16 +42,14 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     try:
-        from coa_jax.serve.run import listen, make_service, serve_until_signal
+        from coa_jax.serve.run import make_service, open_listener, serve_until_signal
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"the package {error.name} is missing: bash launch/setup_env.sh serve"
-        ) from error
+        raise missing("serve", str(error.name), "serve") from error
     config = build(Command, flags.FLAGS.config)
     config = dataclasses.replace(config, name=config.name or Path(config.model).name)
-    listener = listen(config)  # before the minutes that loading may take
+    key = os.environ.get(config.api_key_env, "").strip() or None
+    listener = open_listener(config, key)  # before the minutes that loading may take
     service = make_service(config, config.tools)
-    key = os.environ.get(config.api_key_env) or None
     asyncio.run(serve_until_signal(service, listener, key))
 
 

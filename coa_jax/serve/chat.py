@@ -8,66 +8,102 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.tokenizer import conversation_ids
+from coa_jax.rollout.request import prompt_ids
 from coa_jax.serve import answers
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.exchange import (
+    check_length,
     check_model,
     gather,
     head,
     make_visit,
     open_stream,
-    while_connected,
+    read_request,
 )
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import ChatRequest
-from coa_jax.serve.service import Refused, Service
+from coa_jax.serve.score import Scored
+from coa_jax.serve.service import Service
+from coa_jax.tasks import Task
+from coa_jax.web.errors import Refused
+from coa_jax.web.guard import while_connected
+from coa_jax.web.json_app import dumps
 
 
-async def chat_completion(service: Service, body: ChatRequest, request: Request) -> Response:
+async def chat_completion(service: Service, request: Request) -> Response:
     """Answers a chat request.
 
     Raises:
         Refused: with the status that says why.
     """
-    visit = _visit(service, body)
+    with service.reading():
+        body = await read_request(service, request, ChatRequest)
+        visit = await service.read(_visit, service, body)
     if body.stream:
         return await open_stream(
             service, visit, request, lambda events: _stream(service, body, visit, events)
         )
     with service.scoring(bool(body.top_logprobs) or body.prompt_logprobs is not None):
         choices = await gather(service, visit, request)
-        answer = await while_connected(request, _answer(service, body, visit, choices))
-    return JSONResponse(answer)
+        work = _answer(service, body, visit, choices)
+        return await while_connected(request.receive, work)
 
 
 async def _answer(
     service: Service, body: ChatRequest, visit: Visit, choices: Sequence[Choice]
+) -> Response:
+    scored: list[list[Scored] | None] = []
+    for choice in choices:
+        wanted = body.top_logprobs and choice.tokens
+        ids = [*visit.prompt, *(token.id for token in choice.tokens)]
+        scored.append((await service.score(ids))[len(visit.prompt) :] if wanted else None)
+    of_prompt = None
+    if body.prompt_logprobs is not None:
+        of_prompt = await service.score(visit.prompt)
+    arguments = service, body, visit, choices, scored, of_prompt
+    if not body.logprobs and of_prompt is None:
+        return JSONResponse(_written(*arguments))
+    text = await service.render(lambda: dumps(_written(*arguments)))
+    return Response(text, media_type="application/json")
+
+
+def _written(
+    service: Service,
+    body: ChatRequest,
+    visit: Visit,
+    choices: Sequence[Choice],
+    scored: Sequence[list[Scored] | None],
+    of_prompt: Sequence[Scored] | None,
 ) -> dict[str, Any]:
     answer = {
         **head("chat.completion", service, body.model),
         "choices": [
-            await _choice(service, body, visit, index, choice)
+            _choice(service, body, visit, index, choice, scored[index])
             for index, choice in enumerate(choices)
         ],
         "usage": answers.usage(len(visit.prompt), choices),
     }
-    if body.prompt_logprobs is not None:
-        scored = await service.score(visit.prompt)
+    if of_prompt is not None:
         answer["prompt_logprobs"] = answers.prompt_logprobs(
-            service.model.tokenizer, scored, body.prompt_logprobs
+            service.model.tokenizer, of_prompt, body.prompt_logprobs or 0
         )
     return answer
 
 
 def _visit(service: Service, body: ChatRequest) -> Visit:
-    tokenizer = service.model.tokenizer
+    """The request for the agent loop; it encodes the conversation, so it runs in a thread."""
+    tokenizer, length = service.model.tokenizer, service.config.engine.max_length
+    texts = [message.content for message in body.messages]
     if not check_model(service, body.model, agents=True):
-        turns = [("system" if m.role == "developer" else m.role, m.text) for m in body.messages]
+        if 5 * len(texts) > length:  # two control tokens, two line breaks and a role
+            message = f"there are {len(texts)} messages; this model's context has {length} tokens"
+            raise Refused(400, message, "messages")
+        check_length(tokenizer, texts, length, "messages")
+        roles = ("system" if m.role == "developer" else m.role for m in body.messages)
+        turns = list(zip(roles, texts, strict=True))
         prefix: str | None = "" if body.add_generation_prompt else None
-        # A turn that the client has begun for the assistant is gone on with, unless a new one is
-        # asked for in as many words.
+        # A last message of the assistant is continued, unless the client asks for a new turn.
         asked = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
         if turns[-1][0] == "assistant" and not asked:
             prefix = turns.pop()[1]
@@ -79,17 +115,24 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         raise Refused(400, "the agent answers a last message of the user", "messages")
     if any(message.role != "user" for message in body.messages) or len(body.messages) > 1:
         raise Refused(400, "the agent answers one question: send one message", "messages")
-    if body.stops:
+    if body.stop:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
         raise Refused(400, "the agent's log-probabilities are not available", "logprobs")
-    config = service.config
-    prompt = prompt_ids(tokenizer, config.protocol, last.text, config.rollout.prompt_style)
-    return make_visit(service, body, prompt, body.limit, question=last.text, agent=True)
+    check_length(tokenizer, texts, length, "messages")
+    (question,) = texts
+    task = Task("", question, service.config.protocol, (), "serve")
+    prompt = prompt_ids(tokenizer, task, service.prompt)
+    return make_visit(service, body, prompt, body.limit, question=question, agent=True)
 
 
-async def _choice(
-    service: Service, body: ChatRequest, visit: Visit, index: int, choice: Choice
+def _choice(
+    service: Service,
+    body: ChatRequest,
+    visit: Visit,
+    index: int,
+    choice: Choice,
+    scored: Sequence[Scored] | None,
 ) -> dict[str, Any]:
     assert choice.last is not None
     answer: dict[str, Any] = {
@@ -102,10 +145,6 @@ async def _choice(
     if visit.agent:
         answer["agent"] = _agent(choice.last)
     if body.logprobs:
-        scored = None
-        if body.top_logprobs and choice.tokens:
-            ids = [*visit.prompt, *(token.id for token in choice.tokens)]
-            scored = (await service.score(ids))[len(visit.prompt) :]
         answer["logprobs"] = answers.chat_logprobs(
             choice.tokens, scored, body.top_logprobs or 0, service.table
         )
@@ -113,7 +152,7 @@ async def _choice(
 
 
 def _agent(last: Event) -> dict[str, Any]:
-    """What the chain of agents came to."""
+    """Answer, end and tool calls of a chain of agents."""
     assert last.trajectory is not None
     trajectory = last.trajectory
     calls = [

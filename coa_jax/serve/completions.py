@@ -1,4 +1,4 @@
-"""POST /v1/completions: one or several texts that the policy goes on with."""
+"""POST /v1/completions: the policy continues one or several texts."""
 
 from __future__ import annotations
 
@@ -13,51 +13,60 @@ from coa_jax.model.tokenizer import decode_ids, encode_plain
 from coa_jax.serve import answers
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.exchange import (
+    check_length,
     check_model,
     gather,
     head,
     make_visit,
     open_stream,
-    while_connected,
+    read_request,
 )
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import TextRequest
 from coa_jax.serve.score import Scored
-from coa_jax.serve.service import Refused, Service
+from coa_jax.serve.service import Service
+from coa_jax.web.errors import Refused
+from coa_jax.web.guard import while_connected
+from coa_jax.web.json_app import dumps
 
 
-async def text_completion(service: Service, body: TextRequest, request: Request) -> Response:
+async def text_completion(service: Service, request: Request) -> Response:
     """Answers a request for completions.
 
     Raises:
         Refused: with the status that says why.
     """
-    check_model(service, body.model, agents=False)
-    prompts = [_ids(service, prompt) for prompt in body.prompts]
-    # A request for no tokens is checked as one for a single one, which it leaves room for.
+    with service.reading():
+        body = await read_request(service, request, TextRequest)
+        check_model(service, body.model, agents=False)
+        asked, most = len(body.prompt) * (body.n or 1), service.config.max_samples
+        if len(body.prompt) > 1 and asked > most:
+            message = f"{len(body.prompt)} prompts with n of {body.n or 1} are {asked} completions"
+            raise Refused(400, f"{message}; this server allows {most}", "prompt")
+        if body.stream and len(body.prompt) > 1:
+            raise Refused(400, "a stream has one prompt", "prompt")
+        # Requests of other clients are read between two prompts.
+        prompts = [await service.read(_ids, service, prompt) for prompt in body.prompt]
+    # max_tokens of 0 leaves room for one token all the same: the engine needs it.
     limit = 1 if body.max_tokens == 0 else body.max_tokens
     visits = [make_visit(service, body, ids, limit) for ids in prompts]
-    if len(visits) * len(visits[0].samples) > service.config.max_samples:
-        most = service.config.max_samples
-        raise Refused(400, f"{len(visits)} prompts; this server allows {most} completions")
     if body.stream:
-        if len(visits) > 1:
-            raise Refused(400, "a stream has one prompt", "prompt")
         visit = visits[0]
         return await open_stream(
             service, visit, request, lambda events: _stream(service, body, visit, events)
         )
     with service.scoring(body.logprobs is not None or body.prompt_logprobs is not None):
-        return await while_connected(request, _answer(service, body, visits, request))
+        return await while_connected(request.receive, _answer(service, body, visits, request))
 
 
-def _ids(service: Service, prompt: str | Sequence[int]) -> list[int]:
+def _ids(service: Service, prompt: str | list[int]) -> list[int]:
+    length, size = service.config.engine.max_length, service.engines[0].model.vocab_size
     if isinstance(prompt, str):
+        check_length(service.model.tokenizer, [prompt], length, "prompt")
         return encode_plain(service.model.tokenizer, prompt)
-    size = service.engines[0].model.vocab_size
-    if wrong := [token for token in prompt if token >= size]:
-        raise Refused(400, f"the prompt has the id {wrong[0]}; the model has {size}", "prompt")
-    return list(prompt)
+    if len(prompt) <= length and max(prompt) >= size:  # more are refused for their number
+        raise Refused(400, f"prompt: token ids must be less than {size}", "prompt")
+    return prompt
 
 
 async def _answer(
@@ -67,29 +76,36 @@ async def _answer(
         groups = [[Choice()] for _ in visits]
     else:
         groups = await asyncio.gather(*(gather(service, visit, request) for visit in visits))
-    choices: list[dict[str, Any]] = []
-    prompt_tokens, generated = 0, 0
-    for visit, group in zip(visits, groups, strict=True):
-        counted = answers.usage(len(visit.prompt), group)
-        prompt_tokens += counted["prompt_tokens"]
-        generated += counted["completion_tokens"]
-        for choice in group:
-            choices.append(await _choice(service, body, visit, len(choices), choice))
-    return JSONResponse(
-        {
-            **head("text_completion", service, body.model),
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": generated,
-                "total_tokens": prompt_tokens + generated,
-            },
-        }
-    )
+    pairs = [(v, c) for v, group in zip(visits, groups, strict=True) for c in group]
+    wanted = body.logprobs is not None or body.prompt_logprobs is not None
+    scored: list[Sequence[Scored]] = []
+    for visit, choice in pairs:
+        ids = [*visit.prompt, *(token.id for token in choice.tokens)]
+        scored.append(await service.score(ids) if wanted else ())
+    counts = [answers.usage(len(v.prompt), g) for v, g in zip(visits, groups, strict=True)]
+    usage = {name: sum(count[name] for count in counts) for name in counts[0]}
+
+    def written() -> dict[str, Any]:
+        choices = [
+            _choice(service, body, visit, index, choice, scored[index])
+            for index, (visit, choice) in enumerate(pairs)
+        ]
+        begin = head("text_completion", service, body.model)
+        return {**begin, "choices": choices, "usage": usage}
+
+    if not wanted and not body.echo:
+        return JSONResponse(written())
+    text = await service.render(lambda: dumps(written()))
+    return Response(text, media_type="application/json")
 
 
-async def _choice(
-    service: Service, body: TextRequest, visit: Visit, index: int, choice: Choice
+def _choice(
+    service: Service,
+    body: TextRequest,
+    visit: Visit,
+    index: int,
+    choice: Choice,
+    scored: Sequence[Scored],
 ) -> dict[str, Any]:
     tokenizer = service.model.tokenizer
     echoed = decode_ids(tokenizer, visit.prompt) if body.echo else ""
@@ -100,10 +116,6 @@ async def _choice(
         "finish_reason": "length" if choice.last is None else choice.last.finish,
         "stop_reason": None if choice.last is None else choice.last.stop,
     }
-    if body.logprobs is None and body.prompt_logprobs is None:
-        return answer
-    ids = [*visit.prompt, *(token.id for token in choice.tokens)]
-    scored = await service.score(ids)
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = answers.prompt_logprobs(
             tokenizer, scored[: len(visit.prompt)], body.prompt_logprobs
@@ -116,7 +128,7 @@ async def _choice(
 
 
 def _as_sampled(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
-    """The completion's part, with the probabilities under which it was sampled."""
+    """The scores of a completion, with the probabilities under which it was sampled."""
     pairs = zip(scored, choice.tokens, strict=True)
     return [Scored(one.id, token.logp, one.rank, one.top) for one, token in pairs]
 

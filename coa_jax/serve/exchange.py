@@ -1,26 +1,76 @@
-"""What chat and text completions have in common: admission, collection and streams."""
+"""The parts that chat and text completions share: reading, admission, collection, streams."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from coa_jax.engine.config import SamplingParams
+from coa_jax.model.tokenizer import encode_plain
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.errors import error_body
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import Sampling
-from coa_jax.serve.service import Refused, Service
+from coa_jax.serve.service import Service
 from coa_jax.tasks import Task
+from coa_jax.web.bodies import parse_json, validated
+from coa_jax.web.errors import Refused
+from coa_jax.web.guard import body_of, while_connected
 
-T = TypeVar("T")
+_PIECE = 1 << 14
+B = TypeVar("B", bound=Sampling)
+
+
+async def read_request(service: Service, request: Request, kind: type[B]) -> B:
+    """The request in a client's body, parsed and checked beside the event loop.
+
+    Call it within `Service.reading`.
+
+    Raises:
+        Refused: the body is not such a request.
+    """
+    length, samples = service.config.engine.max_length, service.config.max_samples
+    # Ids of prompts are values; a message is an object and has at least five tokens.
+    values, containers = 1000 + (samples + 1) * length, 1000 + length
+
+    def parse(body: bytearray) -> B:
+        return validated(kind, parse_json(body, values, containers))
+
+    return await service.read(parse, body_of(request.scope))
+
+
+def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:
+    """Refuses a prompt of far too many tokens before all of its text is encoded.
+
+    The text is encoded in pieces until there are too many tokens.  A cut changes the tokens of one
+    word, so twice the room is surely too much.
+
+    Args:
+        tokenizer: of the model.
+        texts: parts of the prompt.
+        room: most tokens.
+        param: field of the request, for the error.
+
+    Raises:
+        Refused: the prompt has more than ``room`` tokens.
+    """
+    if sum(map(len, texts)) <= max(_PIECE, 2 * room) and len(texts) <= room:
+        return
+    counted = len(texts)
+    for text in texts:
+        for start in range(0, len(text), _PIECE):
+            if counted > 2 * room + _PIECE:
+                break
+            counted += len(encode_plain(tokenizer, text[start : start + _PIECE]))
+    if counted > 2 * room + _PIECE or len(texts) > room:
+        context = f"this model's context has room for {room}"
+        raise Refused(400, f"the prompt has more than {room} tokens; {context}", param)
 
 
 def make_visit(
@@ -32,10 +82,18 @@ def make_visit(
     question: str = "",
     agent: bool = False,
 ) -> Visit:
-    """The request of a client, as the agent loop has it.
+    """The request for the agent loop.
+
+    Args:
+        service: the server.
+        body: the client's request.
+        prompt: token ids.
+        max_tokens: most tokens of a completion; None for as many as fit.
+        question: text of the task, for an agent.
+        agent: whether the agent answers.
 
     Raises:
-        Refused: it asks for more than the server has.
+        Refused: the request exceeds a limit of the server.
     """
     config = service.config
     room = config.engine.max_length - len(prompt)
@@ -71,17 +129,17 @@ def make_visit(
         ),
         max_tokens=len(prompt) + (room if max_tokens is None else max_tokens),
         agent=agent,
-        stops=body.stops,
+        stops=body.stop,
         keep_stop=body.include_stop_str_in_output,
     )
 
 
 async def gather(service: Service, visit: Visit, request: Request) -> list[Choice]:
-    """All samples of a request, unless its client goes away before.
+    """All samples of a request.
 
     Raises:
-        Refused: the server is full, or about to end.
-        ClientGone: nobody is there to read the answer.
+        Refused: the server is full, or shutting down.
+        ClientGone: the client closed its connection.
     """
     choices = [Choice() for _ in visit.samples]
 
@@ -92,31 +150,7 @@ async def gather(service: Service, visit: Visit, request: Request) -> list[Choic
             raise Refused(503, "the server is shutting down")
         return choices
 
-    return await while_connected(request, collect())
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of some work, which is cancelled once the client goes away."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnect(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.1)
+    return await while_connected(request.receive, collect())
 
 
 async def open_stream(
@@ -125,20 +159,20 @@ async def open_stream(
     request: Request,
     write: Callable[[AsyncIterator[Event]], AsyncIterator[Any]],
 ) -> StreamingResponse:
-    """Server-sent events of a request; what refuses it is still an ordinary answer.
+    """The server-sent events of a request.
 
     Args:
         service: the server.
-        visit: the request, as the agent loop has it.
-        request: the request, as the client has sent it.
-        write: makes the chunks out of the events.
+        visit: the request for the agent loop.
+        request: the request of the client.
+        write: makes chunks from events.
 
     Raises:
-        Refused: the server is full, or about to end.
-        ClientGone: nobody has waited for the first event.
+        Refused: the server is full, or shutting down; the client gets an ordinary answer.
+        ClientGone: the client closed its connection before the first event.
     """
     events = service.events(visit)
-    first = await while_connected(request, anext(events))
+    first = await while_connected(request.receive, anext(events))
 
     async def chunks() -> AsyncGenerator[str, None]:
         try:
@@ -174,8 +208,13 @@ def head(kind: str, service: Service, model: str) -> dict[str, Any]:
 def check_model(service: Service, model: str, *, agents: bool) -> bool:
     """Whether a request asks for the agent.
 
+    Args:
+        service: the server.
+        model: the name in the request.
+        agents: whether the route has agents.
+
     Raises:
-        Refused: there is no such model.
+        Refused: the server has no model of this name.
     """
     name = service.config.name
     if model == name:
@@ -183,4 +222,5 @@ def check_model(service: Service, model: str, *, agents: bool) -> bool:
     if agents and model == f"{name}-agent":
         return True
     known = f"{name} and {name}-agent" if agents else name
-    raise Refused(404, f"there is no model {model!r} here, but {known}", "model")
+    message = f"there is no model {model[:200]!r} here, but {known}"
+    raise Refused(404, message, "model", "there is no such model")

@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import os
-import signal
+import gc
 import socket
-from collections.abc import Iterator
-
-import uvicorn
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import engine_memory
-from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import at_level, get_protocol
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.serve.app import make_app
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.service import Service
+from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.web.guard import check_exposure
+from coa_jax.web.refusals import RefusalLog
+from coa_jax.web.server import Server, address_of, allow_connections, listen, on_signals
 
 
-def listen(config: ServeConfig) -> socket.socket:
+def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
     """The socket that clients connect to.
 
     Raises:
-        UserError: the address is not ours, or somebody else has it.
+        UserError: other machines can reach it without a key, or this machine cannot listen there.
     """
-    try:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        return socket.create_server((config.host, config.port), family=family, backlog=1024)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
-            "give another --config.port or --config.host"
-        ) from error
+    if not config.allow_no_key:
+        key = config.api_key_env or "NAME with --config.api_key_env=NAME"
+        mend = f"set the key of clients in the environment variable {key}, listen on 127.0.0.1"
+        check_exposure(
+            config.host, api_key, f"{mend}, or give --config.allow_no_key=True to serve anybody"
+        )
+    listener = listen(config.host, config.port, "give another --config.port or --config.host")
+    allow_connections(config.limits)
+    return listener
 
 
 def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
-    """Loads the policy, and compiles what it will need."""
+    """Loads the policy and compiles its programs."""
+    prompt = load_prompt(config.rollout.prompt_style, config.model)
+    named = config.protocol or protocol_of_model(config.model) or "generalist"
+    config = dataclasses.replace(config, protocol=at_level(named, config.rollout.level))
     rules = get_protocol(config.protocol)
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
@@ -56,7 +58,8 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     for engine in engines:
         engine.warm_up()
     wanted = tuple(name for name in tools.names if name in rules.tools)
-    return Service(model, engines, make_tools(dataclasses.replace(tools, names=wanted)), config)
+    used = make_tools(dataclasses.replace(tools, names=wanted))
+    return Service(model, engines, used, config, prompt)
 
 
 async def serve(
@@ -66,27 +69,22 @@ async def serve(
 
     Args:
         service: not entered yet.
-        listener: where clients connect.
-        api_key: that they have to send; None to serve anybody.
-        asked: set by whoever asks for the end.
+        listener: socket that clients connect to.
+        api_key: bearer token that clients must send; None to serve anybody.
+        asked: set to ask for the end.
 
     Raises:
-        Exception: what broke the agent loop down, once the requests in progress have been told.
+        Exception: the exception that ended the agent loop, once the requests in progress have
+            been answered.
     """
-    config = service.config
+    config, log = service.config, RefusalLog()
+    # What is loaded by now stays.  A full collection would visit all of it, for half a second.
+    gc.collect()
+    gc.freeze()
     async with service:
-        server = _Server(
-            uvicorn.Config(
-                make_app(service, api_key),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=5,
-            )
-        )
+        server = Server(make_app(service, api_key, log), config.limits, log)
         running = asyncio.create_task(server.serve([listener]))
-        where = "http://{}:{}".format(*listener.getsockname()[:2])
+        where = address_of(listener)
         print(f"serving {config.name} at {where} (OpenAI clients: {where}/v1)", flush=True)
         waiting = asyncio.create_task(asked.wait())
         ends = {running, waiting, service.loop}
@@ -95,32 +93,16 @@ async def serve(
         if service.busy:
             print(f"finishing requests, for at most {config.shutdown_seconds:g} s", flush=True)
         await service.drain(config.shutdown_seconds)
-    # What was in progress has been told that it was cancelled.
+    # The service has told the requests in progress that they were cancelled.
     server.should_exit = True
     await running
-    await service.loop  # raises, where it broke down
+    await service.loop  # raises the exception that ended it
 
 
 async def serve_until_signal(
     service: Service, listener: socket.socket, api_key: str | None
 ) -> None:
-    """Serves until SIGINT or SIGTERM; the second one ends it at once."""
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _ask, asked, number)
+    """Serves until SIGINT or SIGTERM; a second signal ends the process at once."""
+    asked = asyncio.Event()
+    on_signals(asked)
     await serve(service, listener, api_key, asked)
-
-
-def _ask(asked: asyncio.Event, number: int) -> None:
-    """The first signal asks for the end, the second one takes it."""
-    if asked.is_set():
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    asked.set()
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None: `serve` has handlers of its own."""
-        yield

@@ -1,24 +1,23 @@
-"""Requests as clients send them: OpenAI's fields, and those that vLLM adds."""
+"""Requests of clients: the fields of OpenAI, and some of vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 _INT32 = 2**31 - 1
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_MOST_STOPS, _STOP_CHARS, _MOST_PROMPTS, _MOST_PARTS = 32, 256, 64, 256
 Probability = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
-    # A field that would be ignored in silence would change what a client believes to have got.
+    # Ignoring a field in silence would give the client something other than it asked for.
     model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(_Strict):
-    """Of a stream: whether its last chunk has the usage."""
+    """Options of a stream: whether its last chunk has the usage."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
@@ -31,25 +30,53 @@ class TextPart(_Strict):
     text: str
 
 
+def _content(value: Any) -> str:
+    """The text of a message's content; a mistake is told without pydantic's names of a union."""
+    if isinstance(value, str):
+        return value
+    mistake = f"must be a text or a list of 1 to {_MOST_PARTS} parts of the type 'text'"
+    if not isinstance(value, list) or not 1 <= len(value) <= _MOST_PARTS:
+        raise ValueError(mistake)
+    texts = []
+    for part in value:
+        known = isinstance(part, dict) and part.keys() == {"type", "text"}
+        if not known or part["type"] != "text" or not isinstance(part["text"], str):
+            raise ValueError(mistake)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]
+
+
 class Message(BaseModel):
-    """A turn of a conversation; fields that say nothing about its text are allowed and unused."""
+    """A turn of a conversation; other fields of a message are allowed and have no effect."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)]
 
-    @property
-    def text(self) -> str:
-        """Its content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    texts = isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)
+    if value is None:
+        return ()
+    if not texts or len(stops) > _MOST_STOPS or not all(1 <= len(s) <= _STOP_CHARS for s in stops):
+        raise ValueError(
+            f"must be a text of 1 to {_STOP_CHARS} characters or a list of at most {_MOST_STOPS}"
+        )
+    return tuple(stops)
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=_STOP_CHARS)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None
 
 
 class Sampling(_Strict):
-    """What chat and text completions have in common.
+    """Fields of chat and text completions alike.
 
-    Fields of the API that this server cannot honour may be sent with the value that means nothing.
+    Clients may send fields that this server does not support with their neutral value only.
     """
 
     model: str
@@ -58,13 +85,13 @@ class Sampling(_Strict):
     top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
     n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
     seed: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops, json_schema_input_type=Stops)] = ()
     include_stop_str_in_output: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     store: bool | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -79,14 +106,9 @@ class Sampling(_Strict):
             raise ValueError("prompt_logprobs are not available in streams")
         return self
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 class ResponseFormat(_Strict):
-    """Text is all there is."""
+    """Text is the only format."""
 
     type: Literal["text"]
 
@@ -119,27 +141,51 @@ class ChatRequest(Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of a completion; None for as many as there is room for."""
+        """Most tokens of a completion; None for as many as fit."""
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(limits, default=None)
+
+
+def _prompts(value: Any) -> tuple[str | list[int], ...]:
+    """One or several prompts.  Its speed matters: a list of ids may have a million of them."""
+    several: Any = [value] if isinstance(value, str) else value
+    kinds: set[Any] = set(map(type, several)) if isinstance(several, list) else set()
+    if kinds == {int}:
+        several, kinds = [several], {list}
+    good = kinds == {str} or (kinds == {list} and all(map(_are_ids, several)))
+    if not good or len(several) > _MOST_PROMPTS:
+        raise ValueError(
+            "must be a text, a list of token ids from 0 on, or a list of at most "
+            f"{_MOST_PROMPTS} of either"
+        )
+    return tuple(several)
+
+
+def _are_ids(prompt: list[Any]) -> bool:
+    return set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) <= _INT32
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_INT32)]], Field(min_length=1)]
 
 
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
+)
+
+
 class TextRequest(Sampling):
     """POST /v1/completions
 
-    ``max_tokens`` is 16 where it is not sent, as OpenAI has it; null asks for as many as there is
-    room for, as in a chat; 0 is for the log-probabilities of what is echoed.
+    ``max_tokens`` is 16 if the client does not send it, as at OpenAI.  null asks for as many tokens
+    as fit, as in a chat.  0 gives the log-probabilities of the echoed prompt.
     """
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=64)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=64)]
-    )
+    prompt: Annotated[
+        tuple[str | list[int], ...], PlainValidator(_prompts, json_schema_input_type=Prompts)
+    ]
     max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -153,11 +199,3 @@ class TextRequest(Sampling):
         if self.stream and (self.echo or self.logprobs):
             raise ValueError("echo and more than the sampled logprobs are not available in streams")
         return self
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """One or several prompts."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        several = [part for part in self.prompt if not isinstance(part, int)]
-        return several or [[part for part in self.prompt if isinstance(part, int)]]

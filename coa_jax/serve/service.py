@@ -1,15 +1,18 @@
-"""The engines of all clients: requests go into the running agent loop, events come out."""
+"""The engines of all clients: requests go into the agent loop, events come out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
+from coa_jax.model.tokenizer import encode_plain
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import run_episodes
@@ -17,24 +20,34 @@ from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
+from coa_jax.web.errors import Refused
 
-
-class Refused(Exception):
-    """A request that is not served, with the HTTP status that says so."""
-
-    def __init__(self, status: int, message: str, param: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+T = TypeVar("T")
 
 
 class Service:
     """A policy that answers many clients at a time; an asynchronous context manager."""
 
     def __init__(
-        self, model: Model, engines: Sequence[Engine], tools: Sequence[Tool], config: ServeConfig
+        self,
+        model: Model,
+        engines: Sequence[Engine],
+        tools: Sequence[Tool],
+        config: ServeConfig,
+        prompt: Prompt | None = None,
     ):
-        """Takes engines over, whose slots are all free."""
+        """Sets up a service.
+
+        Args:
+            model: tokenizer and shapes of the policy.
+            engines: engines with free slots only.
+            tools: the agent's tools.
+            config: limits and budgets.
+            prompt: how questions are put to the agent; None for the prompt that the config names.
+        """
+        self.prompt = prompt or load_prompt(config.rollout.prompt_style, config.model)
         self.model, self.engines, self.config = model, engines, config
         self.tools = tools
         self.table = token_table(model.tokenizer)
@@ -44,8 +57,11 @@ class Service:
         self._visits: set[Visit] = set()
         self._samples = 0  # that wait or run
         self._scored = 0  # requests in progress that want scores
-        # Those of the event loop may all be taken by tools that block.
+        self._read = 0  # requests that are being parsed or encoded
+        # Blocking tools may take all threads of the event loop, so these are its own.
         self._scorer = ThreadPoolExecutor(1, "score")
+        self._readers = ThreadPoolExecutor(2, "read")
+        encode_plain(model.tokenizer, " ")  # its first call is not safe in several threads
         self._inbox = Inbox()
         self._loop: asyncio.Task[None] | None = None
 
@@ -61,7 +77,8 @@ class Service:
         self._inbox.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
-        self._scorer.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._scorer, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def healthy(self) -> bool:
@@ -70,7 +87,7 @@ class Service:
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """The agent loop; before the server's end it ends by an exception only."""
+        """The agent loop; only an exception ends it before the server ends."""
         assert self._loop is not None
         return self._loop
 
@@ -80,18 +97,46 @@ class Service:
         return bool(self._visits or self._scored)
 
     async def drain(self, seconds: float) -> None:
-        """Accepts nothing any more and waits for what is in progress, at most so long."""
+        """Accepts no further request and waits for those in progress, at most so many seconds."""
         self.accepting = False
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
             await asyncio.sleep(0.05)
 
     @contextlib.contextmanager
-    def scoring(self, wanted: bool) -> Iterator[None]:
-        """Keeps a place for a request, if it wants scores, from before its completions to its end.
+    def reading(self) -> Iterator[None]:
+        """Keeps a place for a request while it is parsed and encoded.
 
         Raises:
-            Refused: too many requests want some, or the server is about to end.
+            Refused: too many requests are read already.
+        """
+        if self._read >= self.slots + self.config.max_waiting:
+            raise Refused(429, f"{self._read} requests are read already; try again later")
+        self._read += 1
+        try:
+            yield
+        finally:
+            self._read -= 1
+
+    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function that parses or encodes text in a thread, beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, function, *arguments)
+
+    async def render(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function that writes many log-probabilities in the thread that scores."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._scorer, function, *arguments)
+
+    @contextlib.contextmanager
+    def scoring(self, wanted: bool) -> Iterator[None]:
+        """Keeps a place for a request that wants scores, from before its completions to its end.
+
+        Args:
+            wanted: whether the request wants any.
+
+        Raises:
+            Refused: too many requests want scores, or the server is shutting down.
         """
         if not wanted:
             yield
@@ -106,9 +151,9 @@ class Service:
             self._scored -= 1
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
-        """Log-probabilities of a text, computed beside the decoding of others, one text at a time.
+        """Log-probabilities of a text.  Texts are scored one at a time, beside the decoding.
 
-        To be called within `scoring`.
+        Call it within `scoring`.
         """
         engine, loop = self.engines[0], asyncio.get_running_loop()
         arguments = engine.params, engine.model, engine.config.dtype, ids
@@ -140,12 +185,12 @@ class Service:
                 self._report()
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
-        """Runs a request; its samples' events as they come.
+        """Runs a request and yields the events of its samples.
 
-        A consumer that goes away, by closing the generator or by being cancelled, cancels it.
+        Closing the generator, or cancelling its consumer, cancels the request.
 
         Raises:
-            Refused: too many requests wait, or the server is about to end.
+            Refused: too many requests wait, or the server is shutting down.
         """
         self._check_accepting()
         wanted = len(visit.samples)
@@ -173,7 +218,7 @@ class Service:
             self.meters.seconds.observe(time.monotonic() - began)
 
     async def _next(self, visit: Visit) -> Event:
-        """The next event; an engine that broke down meanwhile ends the wait with its exception."""
+        """The next event; raises the exception of an engine that broke down meanwhile."""
         assert self._loop is not None
         getting = asyncio.ensure_future(visit.events.get())
         try:

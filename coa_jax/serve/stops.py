@@ -1,32 +1,35 @@
-"""Stop strings in a text that arrives piece by piece."""
+"""Stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first stop string, and holds back what may become the beginning of one.
+    """Finds the first stop string, and holds text back that may begin one.
 
-    Of several that end at the same character the longest counts.
+    If several stop strings end at the same character, the longest counts.
     """
 
     def __init__(self, stops: Sequence[str] = (), *, keep: bool = False):
         """Begins with an empty text.
 
         Args:
-            stops: strings that end the text, none empty.
-            keep: whether the text includes the string that ended it.
+            stops: strings that end the text; none is empty.
+            keep: whether the text includes the stop string.
         """
         self._stops = sorted(set(stops), key=len, reverse=True)
+        self._begins = _beginnings(tuple(self._stops))
+        self._longest = max(map(len, self._stops), default=1)
         self._keep = keep
         self._held = ""
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Takes a piece; returns what is known to be part of the text.
+        """Takes a piece of text; returns the text that no stop string can begin in any more.
 
-        Nothing is taken any more once a stop string has been found.
+        After a stop string was found it returns nothing.
         """
         if self.found is not None:
             return ""
@@ -45,14 +48,19 @@ class StopStrings:
         return out
 
     def flush(self) -> str:
-        """Ends the text; what was held back is part of it."""
+        """Ends the text and returns the part that was held back."""
         out, self._held = self._held, ""
         return out
 
     def _prefix(self) -> int:
-        """Characters at the end that a stop string begins with."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+        """Number of characters at the end of the text that begin a stop string."""
+        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
+            if self._held[-size:] in self._begins:
                 return size
         return 0
+
+
+@functools.lru_cache(maxsize=16)
+def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
+    """All texts that a stop string continues: looking one up costs less than trying each stop."""
+    return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))

@@ -39,7 +39,7 @@ def load_tasks(
 
     Args:
         source: ``factbook``, ``arithmetic``, or a path to a ``.jsonl`` file of questions.  Options
-            follow after a colon: ``factbook:hops=1-2,arithmetic=0``, ``arithmetic:gcd,lcm``,
+            follow after a colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
             ``questions.jsonl:protocol=mhqa``.  ``.json`` and ``.parquet`` are files of the AFM
             release.  ``gaia:PATH`` and the like are files of a benchmark's authors, see
             ``coa_jax.tasks.benchmark_files``.

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tasks.base import SPLITS, Task, check_split
 
 SOURCE = "arithmetic"
@@ -46,9 +47,7 @@ def _reasoning_gym() -> Any:
     try:
         import reasoning_gym
     except ImportError:
-        raise UserError(
-            "arithmetic tasks need reasoning-gym; run: pip install reasoning-gym"
-        ) from None
+        raise missing("the source arithmetic", "reasoning-gym", "tasks") from None
     return reasoning_gym
 
 

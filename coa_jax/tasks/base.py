@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 from coa_jax.errors import UserError
+from coa_jax.protocol import at_level
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -26,6 +28,7 @@ class Task:
             ``entities``.
         prompt: the whole user message (instructions and question) that the source of the task
             gives; "" where the source gives none. Used with the prompt style ``data``.
+        context: (role, text) of the turns before that message, as in `DistilledRecord`.
     """
 
     id: str
@@ -35,6 +38,19 @@ class Task:
     source: str
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     prompt: str = ""
+    context: tuple[tuple[str, str], ...] = ()
+
+
+Leveled = TypeVar("Leveled", bound=Any)
+
+
+def with_level(asked: Sequence[Leveled], level: str) -> list[Leveled]:
+    """Returns tasks or records whose protocols have another level; "" keeps the levels.
+
+    Raises:
+        UserError: no level has this name.
+    """
+    return [dataclasses.replace(a, protocol=at_level(a.protocol, level)) for a in asked]
 
 
 def check_split(split: str) -> None:

@@ -16,10 +16,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.benchmark_rows import BENCHMARKS, Benchmark, Found
+from coa_jax.tasks.checks import checked
 from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
 
 _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
@@ -67,9 +69,12 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
                 question = dataclasses.replace(question, question=text)
             identity = distinct(question.id or str(len(tasks) + 1), number, seen)
             metadata = {**question.metadata, "grader": BENCHMARKS[name].grader}
-            tasks.append(
-                Task(identity, question.question, protocol, question.gold, source, metadata)
-            )
+            task = Task(identity, question.question, protocol, question.gold, source, metadata)
+            try:
+                # Tests of programs, which may have megabytes, were read on the way.
+                tasks.append(task if metadata["grader"] == "code" else checked(task))
+            except ValueError as error:
+                raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
     kept = _filtered(tasks, options, source)
     if not kept:
         raise UserError(f"{source}: there is no question in it that is measured")
@@ -88,11 +93,12 @@ def _options(source: str, text: str) -> dict[str, str]:
 
 def _read(benchmark: Benchmark, row: Row, path: Path, number: int) -> Found | None:
     try:
-        return benchmark.read(row)
-    except KeyError as error:
-        raise UserError(f"{path}: row {number}: the field {error} is missing") from error
-    except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise UserError(f"{path}: row {number}: {error}") from error
+        found = benchmark.read(row)
+        if found is not None and Path(found.attachment).name != found.attachment:
+            raise ValueError(f"the attachment {found.attachment!r} is in another folder")
+        return found
+    except reading.MALFORMED as error:
+        raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
 
 
 def _filtered(tasks: Sequence[Task], wanted: Mapping[str, str], source: str) -> list[Task]:

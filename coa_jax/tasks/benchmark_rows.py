@@ -12,12 +12,12 @@ import base64
 import binascii
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 from coa_jax.protocol import parse_boxed
+from coa_jax.reading import parse_json
 from coa_jax.tasks.release_files import contest_task
 from coa_jax.tasks.rows import Row
 
@@ -145,7 +145,7 @@ def hle(row: Row) -> Found | None:
 def webwalker(row: Row) -> Found:
     """A row of WebWalkerQA (arXiv 2501.07572)."""
     info = row.get("info") or {}
-    info = json.loads(info) if isinstance(info, str) else info
+    info = parse_json(info) if isinstance(info, str) else info
     metadata = _kept(row, root_url="root_url")
     metadata |= _kept(info, level="Level", kind="type", lang="lang", topic="domain")
     metadata |= _kept(info, level="difficulty_level")
@@ -184,7 +184,7 @@ def popqa(row: Row) -> Found:
     if "possible_answers" not in row:
         return open_question(row)
     answers = row["possible_answers"]
-    answers = json.loads(answers) if isinstance(answers, str) else answers
+    answers = parse_json(answers) if isinstance(answers, str) else answers
     return Found(_identity(row, "id"), _text(row, "question"), _aliases(answers),
                  _kept(row, kind="prop"))  # fmt: skip
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from coa_jax.bounds import Bounded, MiB, Seconds
 from coa_jax.protocol import parse_code
+from coa_jax.tools.code_libraries import Library, find_libraries
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import Limits
 from coa_jax.tools.sandbox.run import Result, run
@@ -71,11 +72,14 @@ class CodeLimits(Bounded):
         test_s: seconds of one test.
         total_s: seconds of all tests of a program.
         memory_mb: MiB of memory.
+        libraries: packages that programs and their tests may import, see
+            `coa_jax.tools.code_libraries`.
     """
 
     test_s: Seconds = 6.0
     total_s: Seconds = 300.0
     memory_mb: MiB = 2048
+    libraries: tuple[Library, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,13 +265,15 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
         left = end - time.monotonic()
         if left <= 0:
             return Verdict(False, total, done, "time")
-        why = await _run_case(program, tests, case, min(limits.test_s, left), limits.memory_mb)
+        why = await _run_case(program, tests, case, min(limits.test_s, left), limits)
         if why:
             return Verdict(False, total, done, why)
     return Verdict(True, total, total)
 
 
-async def _run_case(program: str, tests: Tests, case: Case, seconds: float, memory_mb: int) -> str:
+async def _run_case(
+    program: str, tests: Tests, case: Case, seconds: float, limits: CodeLimits
+) -> str:
     """What goes wrong with one test, or ""."""
     source, stdin, mark = _PRELUDE + tests.prefix + "\n", case.given, secrets.token_hex(16)
     source += _PROGRAM.format(program)
@@ -278,7 +284,9 @@ async def _run_case(program: str, tests: Tests, case: Case, seconds: float, memo
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     keep = 2 * len(case.expected) + (1 << 16)
-    job = _isolation().job(Limits(wall_s=seconds, cpu_s=seconds, memory_mb=memory_mb))
+    # Other work of the machine takes nothing from the time of a program that is graded.
+    within = Limits(wall_s=seconds, cpu_s=seconds, memory_mb=limits.memory_mb, starved_s=seconds)
+    job = _isolation().job(within, _directories(limits.libraries))
     result = await run(job, source, stdin, keep)
     if result.reason == "wall":
         return "time"
@@ -292,6 +300,11 @@ async def _run_case(program: str, tests: Tests, case: Case, seconds: float, memo
 @functools.cache
 def _isolation() -> isolation.Isolation:
     return isolation.find_isolation()
+
+
+@functools.cache
+def _directories(libraries: tuple[str, ...]) -> tuple[str, ...]:
+    return find_libraries(libraries, _isolation().interpreter).directories
 
 
 def _right(result: Result, tests: Tests, case: Case, mark: str) -> bool:

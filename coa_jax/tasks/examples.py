@@ -1,7 +1,5 @@
 """A few questions in the published form of each benchmark, for the debug forms of configs/evaluate.
 
-    python -m coa_jax.tasks.examples runs/debug/benchmarks
-
 Writes ``NAME.jsonl`` for each benchmark of `coa_jax.tasks.benchmark_rows`, and ``tests/ID.json``
 with the private tests of the LiveCodeBench questions.  The questions are none of the benchmarks'.
 """
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import files, jsonl
-from coa_jax.cli import run_main
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 
 _CAPITALS = {"Lesotho": "Maseru", "Bhutan": "Thimphu", "Iceland": "Reykjavik", "Chad": "N'Djamena"}
@@ -70,12 +67,3 @@ def write_examples(folder: Path) -> None:
     tests = {"public_test_cases": [_case("1 2\n", "3\n"), _case("-5 5\n", "0\n")]}
     for row in _rows("livecodebench"):
         files.write_json(folder / "tests" / f"{row['question_id']}.json", tests)
-
-
-def main(argv: list[str]) -> None:
-    """Entry point."""
-    write_examples(Path(argv[1] if len(argv) > 1 else "runs/debug/benchmarks"))
-
-
-if __name__ == "__main__":
-    run_main(main, positional=True)

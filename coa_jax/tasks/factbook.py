@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task, check_split
 from coa_jax.tasks.factbook_facts import facts, fraction, inverse_keys, solve, split_of, to_decimal
 from coa_jax.tasks.factbook_grammar import (
@@ -50,21 +51,24 @@ class Options:
         weights: share of the questions for each number of hops; 0 or absent for none.
         arithmetic: whether questions that need arithmetic are among them.
         templates: how many of the paraphrases are used, 1 to `TEMPLATES`.
+        protocol: protocol under which the questions are solved; one without the tool ``code`` gets
+            no questions that need arithmetic.
     """
 
     weights: Mapping[int, float] = dataclasses.field(default_factory=lambda: DEFAULT_WEIGHTS)
     arithmetic: bool = True
     templates: int = TEMPLATES
+    protocol: str = "generalist"
 
 
 def parse_options(text: str) -> Options:
     """Reads the part of a source after the colon, e.g. ``hops=1-2,arithmetic=0,templates=1``.
 
     ``hops=2`` or ``hops=1-3`` keeps the default shares of these hops; ``weights=60/30/10/0`` gives
-    the shares of 1, 2, 3 and 4 hops.
+    the shares of 1, 2, 3 and 4 hops; ``protocol=mhqa`` chooses the protocol of the tasks.
 
     Raises:
-        UserError: an unknown option or a value out of range.
+        UserError: an unknown option or protocol, or a value out of range.
     """
     options = Options()
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -82,12 +86,14 @@ def parse_options(text: str) -> Options:
                 options = dataclasses.replace(options, arithmetic={"0": False, "1": True}[value])
             elif name == "templates":
                 options = dataclasses.replace(options, templates=int(value))
+            elif name == "protocol":
+                options = dataclasses.replace(options, protocol=value)
             else:
                 raise KeyError(name)
         except (KeyError, ValueError):
             raise UserError(
                 f"factbook: option {item!r} is not understood; use hops=1-2, "
-                f"weights=60/30/10/0, arithmetic=0 or templates=1 to {TEMPLATES}"
+                f"weights=60/30/10/0, arithmetic=0, templates=1 to {TEMPLATES} or protocol=mhqa"
             ) from None
     _check(options)
     return options
@@ -101,6 +107,8 @@ def _check(options: Options) -> None:
         raise UserError("factbook: all hop weights are 0; give at least one of them a share")
     if not 1 <= options.templates <= TEMPLATES:
         raise UserError(f"factbook: templates={options.templates}; give 1 to {TEMPLATES}")
+    if not {"wiki_search", "web_search"} & set(get_protocol(options.protocol).tools):
+        raise UserError(f"factbook: protocol={options.protocol} has no search; use mhqa or web")
 
 
 # --- programs -------------------------------------------------------------------------------
@@ -289,7 +297,7 @@ def _one_of_each() -> Iterator[_Item]:
     return iter(firsts.values())
 
 
-def _task(item: _Item, template: int, split: str, source: str) -> Task:
+def _task(item: _Item, template: int, split: str, protocol: str, source: str) -> Task:
     question = render(item.program, template)
     digest = hashlib.sha256(question.encode()).hexdigest()[:16]
     metadata = {
@@ -300,7 +308,7 @@ def _task(item: _Item, template: int, split: str, source: str) -> Task:
         "arithmetic": isinstance(item.program.steps[-1], Arithmetic),
         "template": template,
     }
-    return Task(f"factbook-{split}-{digest}", question, "generalist", item.gold, source, metadata)
+    return Task(f"factbook-{split}-{digest}", question, protocol, item.gold, source, metadata)
 
 
 def _interleave(pool: Iterable[_Item], *salt: object) -> list[_Item]:
@@ -357,10 +365,11 @@ def load_factbook(
     _check(options)
     if n is not None and n < 0:
         raise UserError(f"factbook: n is {n}; give 0 or more, or None for all")
+    arithmetic = options.arithmetic and "code" in get_protocol(options.protocol).tools
     pools: dict[str, list[_Item]] = collections.defaultdict(list)
     for item in _items(split):
         plain = not isinstance(item.program.steps[-1], Arithmetic)
-        if options.weights.get(item.program.hops, 0) > 0 and (plain or options.arithmetic):
+        if options.weights.get(item.program.hops, 0) > 0 and (plain or arithmetic):
             pools[item.kind].append(item)
     kinds = sorted(pools)
     hops = [pools[kind][0].program.hops for kind in kinds]
@@ -380,7 +389,7 @@ def load_factbook(
             first = int(fraction(seed, "wording", order[place].program) * options.templates)
             chosen.append((order[place], (first + turn) % options.templates))
     chosen.sort(key=lambda pair: fraction(seed, "order", pair[0].program, pair[1]))
-    return [_task(item, template, split, source) for item, template in chosen]
+    return [_task(item, template, split, options.protocol, source) for item, template in chosen]
 
 
 def count_items(split: str) -> collections.Counter[tuple[int, str]]:

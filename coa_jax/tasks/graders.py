@@ -6,8 +6,8 @@ A task names its grader in ``metadata["grader"]``:
 * ``math``: `coa_jax.tasks.maths`; ``code``: `coa_jax.tasks.code_tests`;
 * ``judge``: a language model where one is configured, else exact match.
 
-Rewards are None, which masks a trajectory, when a part of ours failed: a tool, the sandbox, the
-judge.  What the policy did wrong is 0.
+A part of ours that fails (a tool, the sandbox, the judge, a grader itself) gives the reward None,
+which masks the trajectory, with the reason; grading never raises.  What the policy did wrong is 0.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
+import importlib.util
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
+from absl import logging
+
+from coa_jax import reading
 from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
 from coa_jax.errors import UserError
-from coa_jax.protocol import parse_boxed
+from coa_jax.installed import missing
+from coa_jax.protocol import parse_boxed, split_level
 from coa_jax.tasks import release_rewards
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.code_tests import CodeLimits, Tests, program_of, read_tests, run_tests
+from coa_jax.tasks.checks import GRADERS, tests_of
+from coa_jax.tasks.code_tests import CodeLimits, Tests, program_of, run_tests
 from coa_jax.tasks.grading import grade_answer
 from coa_jax.tasks.judge import Judge, JudgeConfig
-from coa_jax.tasks.maths import MathsUnsureError, same_expression
-from coa_jax.tasks.private_tests import load_private_tests
+from coa_jax.tasks.maths import MathsUnsureError, check_installed, same_expression
+from coa_jax.tasks.private_tests import check_folder, load_private_tests
+from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.run import SandboxError
 from coa_jax.tools.turns import Turns
 from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
@@ -84,19 +90,50 @@ class Graders:
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
         self._programs = Turns(config.programs)
+        self._warned: set[str] = set()
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Refuses tasks for whose grading something is missing on this machine.
+
+        Raises:
+            UserError: a package, the sandbox or the folder of private tests is missing.
+        """
+        kinds = {
+            "generator" if "scorer" in task.metadata else task.metadata.get("grader")
+            for task in tasks
+        }
+        if "generator" in kinds and importlib.util.find_spec("reasoning_gym") is None:
+            raise _no_generators()
+        if "math" in kinds:
+            check_installed()
+        if "code" in kinds:
+            find_isolation()
+            if self.config.private_tests:
+                check_folder(self.config.private_tests)
 
     async def grade(self, task: Task, trajectory: Trajectory) -> Reward:
         """The reward of a finished trajectory.
 
         Returns:
-            Its value, None where it cannot be judged, and parts: the name of what was measured
-            (``exact_match``, ``math``, ``code``, ``judge``, ...), and ``format``, 1 if the text
-            keeps the rules of its protocol.  ``exact_match`` is there in every case but of
-            programs, where it is 0.
-
-        Raises:
-            UserError: a package, key or folder that is needed is missing.
+            Its value, None with a reason where it cannot be judged, and parts: the name of what
+            was measured (``exact_match``, ``math``, ``code``, ``judge``, ...), and ``format``, 1 if
+            the text keeps the rules of its protocol.  ``exact_match`` is 0 for programs.  A grader
+            that fails gives no parts.
         """
+        try:
+            return await self._grade(task, trajectory)
+        except Exception as error:  # a fault of ours must not cost the rollouts of a step
+            kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
+            reason = f"{type(error).__name__}: {reading.reason(error)}"
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logging.warning(
+                    "the answer to task %s cannot be graded (%s): it is masked, and others for "
+                    "which this happens are masked without a line", task.id, reason
+                )  # fmt: skip
+            return Reward(None, {}, reason)
+
+    async def _grade(self, task: Task, trajectory: Trajectory) -> Reward:
         name, score = await self._score(task, trajectory)
         parts = {"exact_match": self._exact(task, trajectory.answer, name)}
         if score is not None:
@@ -105,7 +142,9 @@ class Graders:
         broken = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(
             call.outcome == "fault" for call in trajectory.tool_calls
         )
-        return Reward(None if broken else score, parts)
+        if broken:
+            return Reward(None, parts)
+        return Reward(score, parts, "" if score is not None else f"no verdict of {name}")
 
     async def grade_many(self, pairs: Iterable[tuple[Task, Trajectory]]) -> list[Reward]:
         """Rewards of many trajectories, graded at the same time."""
@@ -137,11 +176,8 @@ class Graders:
             return "code", await self._code(task, answer)
         if grader == "math":
             return "math", await self._math(task, answer)
-        if grader not in ("exact_match", "judge"):
-            raise UserError(
-                f"task {task.id}: the grader {grader!r} is unknown; known are exact_match, math,"
-                " code, judge"
-            )
+        if grader not in GRADERS:
+            raise ValueError(f"the grader {grader!r} is unknown; known are {', '.join(GRADERS)}")
         if self.judge is not None and (grader == "judge" or self.config.judge_all):
             if answer is None:
                 return "judge", 0.0
@@ -188,17 +224,18 @@ class Graders:
             private = load_private_tests(self.config.private_tests, question)
             if private is not None:
                 return private
-        try:
-            return read_tests(json.loads(task.gold[0]))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"task {task.id}: its tests cannot be read: {error}") from error
+        return tests_of(task.gold)
 
 
 def opened(task: Task, answer: str | None) -> str | None:
     """The answer; of the code protocol, what is in the box."""
-    if answer is not None and task.protocol == "code":
+    if answer is not None and split_level(task.protocol)[0] == "code":
         return parse_boxed(answer) or answer
     return answer
+
+
+def _no_generators() -> UserError:
+    return missing("grading of arithmetic tasks", "reasoning-gym", "tasks")
 
 
 def generator_score(task: Task, answer: str | None) -> float:
@@ -212,9 +249,7 @@ def generator_score(task: Task, answer: str | None) -> float:
     try:
         import reasoning_gym
     except ImportError:
-        raise UserError(
-            "grading arithmetic tasks needs reasoning-gym; run: pip install reasoning-gym"
-        ) from None
+        raise _no_generators() from None
     scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
     entry = {
         "question": task.question,

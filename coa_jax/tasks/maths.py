@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import re
 
-from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths_spelling import in_latex, tight
@@ -50,6 +50,12 @@ def _expression(text: str) -> str:
     return text.strip()
 
 
+def is_expression(gold: str) -> bool:
+    """Whether a gold answer holds something that an answer can be compared with."""
+    wanted = _expression(gold)
+    return 0 < len(wanted) <= _LONGEST
+
+
 def _balanced(text: str) -> bool:
     """Whether braces pair up; others could close the box around the text."""
     depth = 0
@@ -70,10 +76,15 @@ def verify(gold: str, answer: str) -> bool:
     return bool(math_verify.verify(first, second, timeout_seconds=None))
 
 
+def check_installed() -> None:
+    """Raises UserError unless the package that compares expressions is installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise missing("grading of maths", "math-verify", "maths")
+
+
 @functools.cache
 def _workers() -> Workers:
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError("grading of maths needs math-verify; run: pip install 'coa_jax[maths]'")
+    check_installed()
     return Workers("coa_jax.tasks.maths:verify")
 
 

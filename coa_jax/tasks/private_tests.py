@@ -1,22 +1,33 @@
 """Tests that are kept apart from the question file, one file a question.
 
 ``ID.json`` holds what a question file would (see ``coa_jax.tasks.code_tests.read_tests``), or
-LiveCodeBench's own fields.  ``ID.pkl`` is what the release's download script writes: it is read
-without running anything in it, every class it names being replaced by a plain record.
+LiveCodeBench's own fields.  ``ID.pkl`` is what the release's download script writes.  Nothing in a
+pickle is run: a plain record stands for every class that it names.  Sizes are bounded.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
+import itertools
 import pickle
+import pickletools
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.tasks.code_tests import Case, Tests, read_tests
+
+_DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, zlib.error)
+
+
+_NODES = 1_000_000
+"""Most values in a pickle; LiveCodeBench's have a hundred tests, some of megabytes."""
+_INFLATED = 1 << 30
+"""Most bytes of packed tests."""
 
 
 class _Record:
@@ -35,15 +46,58 @@ class _Unpickler(pickle.Unpickler):
         return _Record
 
 
+def _unpickled(data: bytes) -> Any:
+    """The value of a pickle, with records in place of objects.
+
+    Raises:
+        ValueError, ...: it is damaged, or would take more memory than its own size explains.
+    """
+    for count, (code, argument, place) in enumerate(pickletools.genops(data)):
+        if count > _NODES:
+            raise ValueError(f"the pickle has more than {_NODES:,} operations")
+        if "PUT" in code.name and int(argument or 0) > count:  # the memo is as large as its largest
+            raise ValueError(f"the pickle is damaged at byte {place:,}")
+        if code.name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):
+            raise ValueError(f"the pickle asks for something outside of it ({code.name})")
+    return _plain(_Unpickler(io.BytesIO(data)).load(), itertools.count())
+
+
+def _inflated(data: bytes) -> bytes:
+    """What zlib packed.
+
+    Raises:
+        ValueError: more than memory should hold.
+        zlib.error: damaged.
+    """
+    limit = min(_INFLATED, reading.whole_limit())
+    inflater = zlib.decompressobj()
+    found = inflater.decompress(data, limit)
+    if len(found) == limit:
+        raise ValueError(f"the packed tests have {limit:,} bytes or more")
+    if not inflater.eof:
+        raise ValueError("the packed tests are cut off")
+    return found
+
+
+def check_folder(folder: str) -> Path:
+    """The folder of private tests.
+
+    Raises:
+        UserError: the folder is not there.
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise UserError(f"{root}: the folder of private tests is not there")
+    return root
+
+
 def find_private_tests(folder: str, question_id: str) -> Path | None:
     """The file with the tests of a question, or None if the folder has none for it.
 
     Raises:
         UserError: the folder is not there, or the id is no file name.
     """
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise UserError(f"{root}: the folder of private tests is not there")
+    root = check_folder(folder)
     if not question_id or Path(question_id).name != question_id or question_id.startswith("."):
         raise UserError(f"{root}: {question_id!r} cannot name a file of tests")
     paths = (root / f"{question_id}.json", root / f"{question_id}.pkl")
@@ -62,34 +116,35 @@ def load_private_tests(folder: str, question_id: str) -> Tests | None:
     try:
         value = _load(path)
         return livecodebench_tests(value) if _is_livecodebench(value) else read_tests(value)
-    except (ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
-        raise UserError(f"{path}: no tests can be read from it: {error}") from error
-    except (pickle.UnpicklingError, zlib.error, IndexError, ImportError) as error:
-        raise UserError(f"{path}: no tests can be read from it: {error}") from error
+    except _DAMAGED as error:
+        why = reading.reason(error)
+        raise UserError(f"{path}: no tests can be read from it: {why}") from error
 
 
 def _load(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    if path.suffix == ".json":
-        value = json.loads(data)
-    else:
-        value = _plain(_Unpickler(io.BytesIO(data)).load())
+    data = reading.read_bytes(path)
+    value = reading.parse_json(data) if path.suffix == ".json" else _unpickled(data)
     if not isinstance(value, dict):
         raise ValueError("expected an object")
     return value
 
 
-def _plain(value: Any) -> Any:
-    """Records as dicts; the value of an enumeration is what it was made from."""
+def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
+    """Records as dicts; the value of an enumeration is what it was made from.
+
+    A list that holds another twice, which holds another twice, ... is small in a pickle only.
+    """
+    if next(seen) > _NODES or depth > reading.MAX_DEPTH:
+        raise ValueError("the pickle holds too many values, or values nested too deep")
     if isinstance(value, _Record):
         fields = {k: v for k, v in vars(value).items() if k != "arguments"}
         if not fields and len(value.arguments) == 1:
-            return _plain(value.arguments[0])
-        return {key: _plain(item) for key, item in fields.items()}
+            return _plain(value.arguments[0], seen, depth + 1)
+        value = fields
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, seen, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, seen, depth + 1) for key, item in value.items()}
     return value
 
 
@@ -105,7 +160,7 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
     """
     listed = _test_list(row["public_test_cases"]) + _test_list(row.get("private_test_cases") or [])
     metadata = row.get("metadata") or {}
-    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    metadata = reading.parse_json(metadata) if isinstance(metadata, str) else metadata
     cases: list[Case] = []
     for test in listed:
         call = test.get("testtype", "stdin") == "functional"
@@ -122,14 +177,14 @@ def _test_list(value: Any) -> list[dict[str, Any]]:
     """A list, as JSON, or as the benchmark packs private tests: base64, zlib, pickle, JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = reading.parse_json(value)
         except ValueError:
             try:
-                packed = zlib.decompress(base64.b64decode(value, validate=True))
-                inner = _Unpickler(io.BytesIO(packed)).load()
+                inner = _unpickled(_inflated(base64.b64decode(value, validate=True)))
             except Exception as error:  # broken pickles raise what they like
-                raise ValueError(f"packed tests cannot be unpacked: {error}") from error
-            value = json.loads(inner) if isinstance(inner, str) else inner
+                why = reading.reason(error)
+                raise ValueError(f"packed tests cannot be unpacked: {why}") from error
+            value = reading.parse_json(inner) if isinstance(inner, str) else inner
     if not isinstance(value, list) or not all(isinstance(test, dict) for test in value):
         raise ValueError("tests must be a list of objects")
     return value

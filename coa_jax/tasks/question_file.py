@@ -6,14 +6,17 @@ A line without a split belongs to each of them: the file is then the split.
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from absl import logging
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Messages, get_protocol
 from coa_jax.tasks.base import SPLITS, Task
+from coa_jax.tasks.checks import checked
+from coa_jax.tasks.prompts import read_messages
 from coa_jax.tasks.rows import draw
 
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
@@ -23,6 +26,8 @@ def _gold(row: dict[str, Any]) -> tuple[str, ...]:
     key = next((key for key in _ANSWER_KEYS if key in row), None)
     if key is None:
         raise ValueError("there is no field 'answer'")
+    if isinstance(row[key], dict):  # tests of a program
+        return (json.dumps(row[key], ensure_ascii=False),)
     values = row[key] if isinstance(row[key], list) else [row[key]]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
         raise ValueError(f"the field {key!r} must be a string, a number or a list of them")
@@ -52,8 +57,13 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
         get_protocol(name)
     except UserError as error:
         raise ValueError(str(error)) from None
-    identity = str(row.get("id", digest))
-    return split, Task(identity, question.strip(), name, _gold(row), source, metadata)
+    identity = row.get("id", digest)
+    if not isinstance(identity, str | int):
+        raise ValueError("the field 'id' must be a text or a whole number")
+    asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
+    gold = _gold(row)
+    task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked)
+    return split, checked(task)
 
 
 def load_question_file(

@@ -7,7 +7,8 @@ What a row is follows from its fields:
 * a question (``question``, ``problem``, ``Question``) and an answer (``answer``, ``answers``,
   ``golden_answers``, ``Final answer``): GAIA, BrowseComp, HLE, WebWalker, QA sets, MATH, AIME.
 
-``metadata["grader"]`` says how answers are graded (see ``coa_jax.tasks.graders``).
+``metadata["grader"]`` says how answers are graded (see ``coa_jax.tasks.graders``).  The messages in
+the field ``prompt`` are kept word for word in ``Task.prompt`` and ``Task.context``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coa_jax import reading
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Messages, get_protocol
 from coa_jax.tasks.base import Task
+from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
+from coa_jax.tasks.prompts import read_messages, split_message
 from coa_jax.tasks.rows import distinct, draw, read_rows
 
 SUFFIXES = (".json", ".parquet")
@@ -37,24 +41,23 @@ _KEPT = {  # fields that results are broken down by
 }  # fmt: skip
 _WEB_FIELDS = frozenset({"Level", "root_url", "topic", "answer_type", "Final answer"})
 _MATHS = ("math", "aime", "amc", "olympiad")
-_MARKS = ("\nTask:", "\nQuestion:")
 
 
 def load_release_file(
     source: str, split: str, n: int | None = None, seed: int = 0, default: str = ""
 ) -> list[Task]:
-    """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
+    """Reads tasks; with ``n`` a fixed sample of ``n`` tasks, in an order that depends on the seed.
 
     Args:
         source: path, and after a colon ``protocol=NAME`` to set the protocol of all tasks.
-        split: the file is whichever split it is used as.
-        n: how many; None for all in the order of the file.
-        seed: which sample.
+        split: not used: such a file names no splits.
+        n: number of tasks; None for all, in the order of the file.
+        seed: seed of the sample.
         default: protocol of rows whose fields do not tell it; "" for ``mhqa``.
 
     Raises:
-        UserError: the file cannot be read, or holds no tasks; ``path: row i: why`` for a row that
-            is none.
+        UserError: the file cannot be read, holds no tasks, or a row is no task; the message is
+            then ``path: row i: why``.
     """
     path, protocol = _options(source)
     tasks: list[Task] = []
@@ -62,10 +65,10 @@ def load_release_file(
     for number, row in enumerate(read_rows(path), 1):
         try:
             task = _task(row, number, protocol, source, default or "mhqa")
-        except KeyError as error:
-            raise UserError(f"{path}: row {number}: the field {error} is missing") from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: row {number}: {error}") from error
+            # Tests of programs, which may have megabytes, were read on the way.
+            task = task if task.metadata.get("grader") == "code" else checked(task)
+        except reading.MALFORMED as error:
+            raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
         # The release counts rows in some files and repeats ids in others.
         tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
     if not tasks:
@@ -103,10 +106,13 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
         raise ValueError("there is no answer")
     gold, web = _golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
-    metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     name = protocol or ("code" if maths else "web" if web else default)
+    if maths or web or name != "code":  # else `checked` finds out what the answers are
+        metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
-    return Task(str(identity), question, name, gold, source, metadata)
+    chat = row.get("prompt")  # a text of that name may be anything
+    asked = read_messages(chat) if chat and isinstance(chat, list) else Messages("")
+    return Task(str(identity), question, name, gold, source, metadata, *asked)
 
 
 def _question(row: Mapping[str, Any]) -> str:
@@ -140,7 +146,8 @@ def _verl_task(
     extra = row.get("extra_info") or {}
     data_source = str(row.get("data_source") or "")
     truth = _ground_truth(row["reward_model"]["ground_truth"])
-    question = _after_mark(row["prompt"])
+    asked = read_messages(row["prompt"])
+    _, question = split_message(asked.user)
     metadata |= {new: extra[old] for old, new in _KEPT.items() if extra.get(old) not in (None, "")}
     metadata["data_source"] = data_source
     if isinstance(truth, dict) and "target" in truth:
@@ -158,7 +165,8 @@ def _verl_task(
     metadata["grader"] = grader
     default = "code" if grader in ("code", "math") else _by_tools(extra) or default
     identity = f"{data_source}/{extra.get('index', number)}"
-    return Task(identity, question, protocol or default, gold, source, metadata)
+    name = protocol or default
+    return Task(identity, question, name, gold, source, metadata, *asked)
 
 
 def _by_tools(extra: Mapping[str, Any]) -> str:
@@ -173,26 +181,14 @@ def _ground_truth(value: Any) -> Any:
     """The gold value: often JSON, or Python's spelling of it, inside of a text."""
     if not isinstance(value, str):
         return value
-    for read in (json.loads, ast.literal_eval):
+    for read in (reading.parse_json, ast.literal_eval):
         try:
             found = read(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (SyntaxError, *reading.MALFORMED):
             continue
         texts = isinstance(found, list) and all(isinstance(item, str) for item in found)
         return found if found and (texts or isinstance(found, dict | str)) else value
     return value
-
-
-def _after_mark(prompt: Any) -> str:
-    """The question of a prompt that begins with instructions."""
-    if not prompt:
-        raise ValueError("the field 'prompt' is empty")
-    content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    for mark in _MARKS:
-        _, found, question = content.partition(mark)
-        if found and question.strip():
-            return str(question).strip()
-    return str(content).strip()
 
 
 def contest_task(

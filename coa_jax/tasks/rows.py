@@ -5,19 +5,22 @@ from __future__ import annotations
 import csv
 import datetime
 import decimal
+import functools
 import glob
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import jsonl
+from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tasks.base import Task
 
 Row = Mapping[str, Any]
 
+_MOST_ROWS = 100_000_000
 _LISTS = ("data", "Data", "rows")  # keys under which JSON files keep their list of rows
 
 
@@ -34,26 +37,33 @@ def find_files(pattern: str) -> list[Path]:
     return found
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yields the rows of a file.
 
+    Args:
+        path: a file; its suffix says what it is, JSON for an unknown one.
+        columns: fields that are wanted; a parquet file is read without its other ones.
+
     Raises:
-        UserError: it cannot be read, or holds something else than rows.
+        UserError: the file cannot be read, or holds something else than rows.
     """
-    readers = {".parquet": _parquet, ".jsonl": _lines, ".csv": _table, ".tsv": _table}
+    number = 0
+    parquet = functools.partial(_parquet, columns=columns)
+    readers: dict[str, Callable[[Path], Iterator[Any]]]
+    readers = {".parquet": parquet, ".jsonl": _lines, ".csv": _table, ".tsv": _table}
     try:
-        for row in readers.get(path.suffix, _json)(path):
+        for number, row in enumerate(readers.get(path.suffix, _json)(path), 1):
             if not isinstance(row, Mapping):
-                raise UserError(f"{path}: expected a list of objects")
+                kind = type(row).__name__
+                raise UserError(f"{path}: row {number}: expected an object, found {kind}")
             yield row
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError, csv.Error) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    except (OSError, csv.Error, NotImplementedError, *reading.MALFORMED) as error:
+        why = reading.reason(error)
+        raise UserError(f"{path}: cannot be read after row {number}: {why}") from error
 
 
 def _json(path: Path) -> Iterator[Any]:
-    rows = json.loads(path.read_bytes())
+    rows = reading.read_json(path, limit=None)
     if isinstance(rows, dict):
         rows = next((rows[key] for key in _LISTS if isinstance(rows.get(key), list)), None)
     if not isinstance(rows, list):
@@ -66,34 +76,39 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _table(path: Path) -> Iterator[Any]:
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-        for row in rows:
-            if None in row or None in row.values():
-                raise ValueError(f"line {rows.line_num} has not as many fields as the first")
-            yield row
+    file = io.StringIO(reading.read_text(path), newline="")
+    rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError(f"line {rows.line_num} has not as many fields as the first")
+        yield row
 
 
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
-            f"{path}: reading parquet needs pyarrow; run: pip install pyarrow"
-        ) from None
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=64):  # a row of tests may have megabytes
+        raise missing(f"{path}: reading parquet", "pyarrow", "tasks") from None
+    with reading.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+        if file.metadata.num_rows > _MOST_ROWS:
+            raise ValueError(f"it says that it has {file.metadata.num_rows:,} rows")
+        there = file.schema_arrow.names
+        wanted = None if columns is None else [name for name in columns if name in there]
+        # A row of tests may have megabytes.
+        for batch in file.iter_batches(batch_size=64, columns=wanted):
             yield from map(_plain, batch.to_pylist())
 
 
 def _plain(value: Any) -> Any:
-    """A value as the same row would have it in JSON: dates and exact decimals are texts."""
+    """A value as the same row would have it in JSON: dates, exact decimals, bytes are texts."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
     return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.code_libraries import find_libraries
 from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
@@ -40,6 +41,7 @@ class CodeTool:
         name: "code".
         deadline: seconds for waiting, running and cleaning up; the tool's own limits come first.
         isolation: what confines the programs.
+        libraries: packages that programs may import beside the standard library.
         settings: what answers depend on besides the program.
         remembers: whether an answer depends on the earlier calls.
     """
@@ -64,7 +66,9 @@ class CodeTool:
         """Finds the isolation and tries it.
 
         Args:
-            timeout_s: wall seconds of a program (paper's release: 7).
+            timeout_s: wall seconds of a program (paper's release: 7).  On a busy machine up to as
+                many again are added for the time in which it could have run, had a processor
+                been free.
             cpu_s: processor seconds of each of its processes (paper App A: 5).
             memory_mb: MiB of memory (paper App A: 5 GB).
             max_output_chars: characters of output in an observation (release: 1,536).
@@ -72,7 +76,7 @@ class CodeTool:
             queue_s: seconds that a call may wait for its turn.
             disk_mb: MiB of scratch space.
             processes: processes and threads of a program.
-            libraries: directories of packages that programs may import.
+            libraries: packages that programs may import, see `find_libraries`.
             backend: "auto", "bubblewrap" or "landlock".
             unsafe: run without isolation; has an effect only together with the environment
                 variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
@@ -80,7 +84,8 @@ class CodeTool:
                 ``coa_jax.tools.code_session``; else each is alone.
 
         Raises:
-            UserError: no isolation holds on this machine, or a limit makes no sense.
+            UserError: no isolation holds on this machine, a limit makes no sense, or a package
+                cannot be installed.
         """
         limits = {
             "timeout_s": timeout_s,
@@ -103,14 +108,16 @@ class CodeTool:
         self.max_output_chars = max_output_chars
         self.queue_s = queue_s
         self.remembers = session
-        self.deadline = queue_s + (longest_s(timeout_s) if session else timeout_s) + GRACE_S + 1.0
+        longest = longest_s(timeout_s) if session else timeout_s
+        self.deadline = queue_s + longest + timeout_s + GRACE_S + 1.0
         self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
-        confined = Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes)
-        self._job = self.isolation.job(confined, libraries)
+        confined = Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes, starved_s=timeout_s)
         python = self.isolation.interpreter
+        self.libraries = find_libraries(libraries, python)
+        self._job = self.isolation.job(confined, self.libraries.directories)
         self.settings = json.dumps(
             [
-                *(dataclasses.asdict(confined), max_output_chars, libraries),
+                *(dataclasses.asdict(confined), max_output_chars, str(self.libraries)),
                 *(self.isolation.backend, python.path, python.version),
             ]
         )
@@ -143,13 +150,13 @@ class CodeTool:
             whole = Continued(source, limits, 0)
             if self.remembers:
                 whole = continued(source, self.name, context, limits)
-            wall = whole.limits.wall_s
+            wall, starved = whole.limits.wall_s, whole.limits.starved_s
             if context.deadline is not None:
                 left = context.deadline - _MARGIN_S - (time.monotonic() - start)
                 wall = max(0.01, min(wall, left))
-            job = dataclasses.replace(
-                self._job, limits=dataclasses.replace(whole.limits, wall_s=wall)
-            )
+                starved = max(0.0, min(starved, left - wall))
+            within = dataclasses.replace(whole.limits, wall_s=wall, starved_s=starved)
+            job = dataclasses.replace(self._job, limits=within)
             result = await run(job, whole.source, stdin or "", keep=self.max_output_chars)
         except SandboxError as error:
             return self._fault(str(error), start)

@@ -29,7 +29,8 @@ _DRIVER = """\
 import sys
 
 def run(programs, cpu_s, wall_s):
-    import atexit, builtins, linecache, os, random, resource, signal, tempfile, traceback, types
+    import atexit, builtins, fcntl, linecache, os, random, resource, signal, tempfile, traceback
+    import types
 
     module = types.ModuleType("__main__")
     module.__builtins__ = builtins
@@ -59,34 +60,65 @@ def run(programs, cpu_s, wall_s):
         if isinstance(error, SyntaxError) and error.filename in linecache.cache:
             # Else it is a line of this file, which has that name on the disk.
             error.text = linecache.getline(error.filename, error.lineno or 0) or error.text
-        traceback.print_exception(kind, error, trace)
+        errors.write("".join(traceback.format_exception(kind, error, trace)))
+        errors.flush()
+
+    def keep(number):
+        # High up and closed to what it starts, where a program does not meet it.
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, limit - 8)
+
+    def guarded_close(number):
+        if number not in kept:
+            close(number)
+
+    def guarded_range(low, high):
+        for number in range(max(low, 0), min(high, limit)):
+            try:
+                guarded_close(number)
+            except OSError:
+                pass
+
+    def connect(reads, writes, complains):
+        # Whatever the program before has closed or replaced: it is there again.
+        for number, end in enumerate((reads, writes, complains)):
+            os.dup2(end, number)
+        options = {"encoding": "utf-8", "closefd": False}
+        sys.stdin = open(0, errors="replace", **options)
+        sys.stdout = open(1, "w", errors="surrogateescape", **options)
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", **options)
+
+    def flush():
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:
+                pass
 
     globals_here, here, leave = globals(), os.getpid(), os._exit
     os._exit = stay  # it would end the programs behind it too
     sys.excepthook = report
-    streams = [os.dup(number) for number in range(3)]
+    limit, close = resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.close
+    kept = [keep(number) for number in range(3)]
+    errors = open(kept[2], "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    os.close, os.closerange = guarded_close, guarded_range
     for number, (source, given) in enumerate(programs[:-1], 1):
         with tempfile.TemporaryFile() as reads, tempfile.TemporaryFile() as writes:
             reads.write(given.encode("utf-8", "replace"))
             reads.seek(0)
-            os.dup2(reads.fileno(), 0)
-            os.dup2(writes.fileno(), 1)
-            os.dup2(writes.fileno(), 2)
-            sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
-            try:
-                execute(number - 1, "program_%d.py" % number)
-            except BaseException:
-                pass
-            if os.getpid() != here:  # a fork that came to the end of its program
-                leave(0)
+            connect(reads.fileno(), writes.fileno(), writes.fileno())
+        try:
+            execute(number - 1, "program_%d.py" % number)
+        except BaseException:
+            pass
+        if os.getpid() != here:  # a fork that came to the end of its program
+            leave(0)
+        try:
             atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
+        except BaseException:
+            pass
+        flush()
+        connect(*kept)
     os._exit = leave
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
     wanted = int(used.ru_utime + used.ru_stime + cpu_s + 0.999)

@@ -19,6 +19,7 @@ from typing import Any
 
 from coa_jax.bounds import Bounded, Bytes, Count, Place, Seconds, Times
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
@@ -96,11 +97,9 @@ class CrawlPage:
         Raises:
             UserError: a package is missing, or a setting is wrong.
         """
-        missing = page_text.missing_packages()
-        if missing:
-            raise UserError(
-                f"crawl_page needs {', '.join(missing)}; run: pip install 'coa_jax[web]'"
-            )
+        packages = page_text.missing_packages()
+        if packages:
+            raise missing("crawl_page", ", ".join(packages), "web")
         for name in ("max_pages", "page_chars", "concurrency", "timeout_s"):
             if not getattr(config, name) > 0:
                 raise UserError(f"crawl_page: {name} must be positive")
@@ -164,16 +163,23 @@ class CrawlPage:
         return Observation("\n\n".join(texts), ok, outcome, seconds, detail)
 
     def local_page(self, url: str) -> str:
-        """The text behind a link of the local search: all passages of one title.
+        """Returns the text behind a link of the local search, made by `local_link`.
+
+        The text is all passages of one page.  A section that the link names comes first, so that
+        it is seen however short `CrawlConfig.page_chars` is.
 
         Raises:
             FetchError: there is no such page.
         """
-        path = urllib.parse.unquote(urllib.parse.urlsplit(url).path).strip("/")
-        title = path.replace("_", " ")
+        parts = urllib.parse.urlsplit(url)
+        title, section = (
+            urllib.parse.unquote(part).strip("/").replace("_", " ")
+            for part in (parts.path, parts.fragment)
+        )
         found = [p for p in self._index().passages if p.title.partition(":")[0].strip() == title]
         if not title or not found:
             raise FetchError("status", "there is no such page", 404)
+        found.sort(key=lambda p: not section or p.title.partition(":")[2].strip() != section)
         return "\n\n".join(f"{p.title}\n{p.text}" for p in found)
 
 

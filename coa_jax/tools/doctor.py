@@ -22,34 +22,44 @@ from coa_jax.errors import UserError
 from coa_jax.tools.sandbox import landlock, trial
 from coa_jax.tools.sandbox.canaries import canaries
 from coa_jax.tools.sandbox.isolation import BACKENDS, Isolation, find_isolation
-from coa_jax.tools.sandbox.limits import Limits
+from coa_jax.tools.sandbox.limits import Job, Limits
 from coa_jax.tools.sandbox.run import run
 
 _TIMED_CALLS = 15
 
 
-async def overhead_ms(isolation: Isolation) -> float:
-    """Milliseconds of a call that does nothing: median of some, after one to warm up."""
-    job = isolation.job(Limits())
+async def overhead(job: Job) -> tuple[float, str]:
+    """Milliseconds of a call that does nothing (median of some, after one to warm up), and who
+    enforced its totals."""
     seconds = []
     for _ in range(_TIMED_CALLS + 1):
         start = time.monotonic()
-        await run(job, "")
+        result = await run(job, "")
         seconds.append(time.monotonic() - start)
-    return 1000 * statistics.median(seconds[1:])
+    return 1000 * statistics.median(seconds[1:]), result.totals
 
 
-async def prove(isolation: Isolation) -> bool:
+async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = True) -> bool:
     """Runs the hostile programs, prints a line for each; True if all were contained."""
-    job = isolation.job(trial.TRIAL_LIMITS)
-    contained = True
+    job = isolation.job(trial.TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
+    contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
     with trial.scene() as around:
         for canary in canaries(around.targets):
-            wrong, seconds = await trial.attempt(job, canary, around)
-            print(f"  {'FAIL' if wrong else 'pass'}  {canary.name}  ({seconds:.2f} s)")
-            for line in wrong:
+            tried = await trial.attempt(job, canary, around)
+            said = f"{tried.seconds:.2f} s"
+            if tried.over_mb:
+                said += f"; {tried.over_mb:.0f} MiB over, ended {1000 * tried.over_s:.0f} ms later"
+                over_mb[canary.hoards] = max(over_mb[canary.hoards], tried.over_mb)
+                over_s = max(over_s, tried.over_s)
+            print(f"  {'FAIL' if tried.wrong else 'pass'}  {canary.name}  ({said})", flush=True)
+            for line in tried.wrong:
                 print(f"        {line}")
-            contained = contained and not wrong
+            contained = contained and not tried.wrong
+    print(
+        f"overshoot    memory {over_mb['memory']:.0f} MiB over {trial.TRIAL_LIMITS.memory_mb},"
+        f" files {over_mb['disk']:.0f} MiB over {trial.TRIAL_LIMITS.disk_mb},"
+        f" ended at most {1000 * over_s:.0f} ms later"
+    )
     return contained
 
 
@@ -111,7 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     _print_facts(isolation)
-    print(f"overhead     {asyncio.run(overhead_ms(isolation)):.1f} ms a call", flush=True)
+    milliseconds, totals = asyncio.run(overhead(isolation.job(Limits())))
+    print(f"totals       {totals}")
+    print(f"overhead     {milliseconds:.1f} ms a call", flush=True)
     print("hostile programs")
     contained = asyncio.run(prove(isolation))
     print("all contained" if contained else "NOT CONTAINED: do not run programs of a model here")

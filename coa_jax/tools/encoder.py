@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax import reading
 from coa_jax.bounds import Between, Bounded, OneOf, Place, Prose
 from coa_jax.errors import UserError
+from coa_jax.files import read_json_object
 
 _SHORTEST = 16
 """Tokens of the smallest shape that is compiled; the others double from there."""
@@ -152,6 +154,17 @@ class Encoder:
             UserError: a file is missing or not of a model that is known; the message names it.
         """
         folder = Path(config.path).expanduser()
+        try:
+            self._load(folder, config)
+            # Shapes that do not go together, and ids beyond the vocabulary, show in the use only.
+            vector = self.queries(["capital of Peru"])
+        except reading.MALFORMED as error:
+            why = reading.reason(error)
+            raise UserError(f"encoder: {folder} is no model that can be used: {why}") from error
+        if not np.isfinite(vector).all():
+            raise UserError(f"encoder: {folder} computes a vector that holds NaN; use another")
+
+    def _load(self, folder: Path, config: EncoderConfig) -> None:
         values = _json(folder / "config.json")
         self._shape = _read_shape(folder, values)
         weights, files = _read_weights(folder)
@@ -163,6 +176,9 @@ class Encoder:
         self.width = int(params["word"].shape[1])
         files += [folder / "config.json", folder / "tokenizer.json"]
         self._tokenizer = _tokenizer(folder / "tokenizer.json", self._longest)
+        ids, rows = self._tokenizer.get_vocab_size(), len(params["word"])
+        if ids > rows:
+            raise ValueError(f"its tokenizer has {ids:,} tokens, the model {rows:,} embeddings")
         self.fingerprint = _fingerprint(files, config, self._longest, self._shape.pooling)
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -213,12 +229,9 @@ def _device(name: str) -> jax.Device:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"encoder: {path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"encoder: {path} holds no object")
-    return value
+        return read_json_object(path)
+    except UserError as error:
+        raise UserError(f"encoder: {error}") from None
 
 
 def _read_shape(folder: Path, values: Mapping[str, Any]) -> _Shape:
@@ -244,12 +257,16 @@ def _read_shape(folder: Path, values: Mapping[str, Any]) -> _Shape:
     # RoBERTa counts positions from the one behind that of padding.
     first = 0 if kind == "bert" else int(values.get("pad_token_id", 1)) + 1
     heads, epsilon = int(values["num_attention_heads"]), float(values["layer_norm_eps"])
+    if heads < 1:
+        raise ValueError(f"num_attention_heads is {heads}")
     return _Shape(heads, epsilon, activation, first, pooling)
 
 
 def _longest(folder: Path, values: Mapping[str, Any], shape: _Shape) -> int:
     """Tokens for which there are positions, or fewer where the model was trained with fewer."""
     positions = int(values["max_position_embeddings"]) - shape.first_position
+    if positions < 1:
+        raise ValueError(f"max_position_embeddings leaves {positions} positions")
     trained = folder / "sentence_bert_config.json"
     if trained.is_file():
         return min(positions, int(_json(trained).get("max_seq_length") or positions))
@@ -269,6 +286,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, np.ndarray], list[Path]]:
     found: dict[str, np.ndarray] = {}
     for file in files:
         try:
+            reading.open_file(file).close()
             found.update(load_file(file))
         except Exception as error:  # its errors have no common class
             raise UserError(f"encoder: {file} cannot be read: {error}") from None
@@ -283,7 +301,10 @@ def _read_params(folder: Path, weights: Mapping[str, np.ndarray], layers: int) -
     def tensor(name: str) -> np.ndarray:
         if name not in weights:
             raise UserError(f"encoder: {folder} has no tensor {name}")
-        return np.asarray(weights[name], np.float32)
+        values = np.asarray(weights[name], np.float32)
+        if not np.isfinite(values).all():
+            raise UserError(f"encoder: {folder}: tensor {name} holds NaN or infinite values")
+        return values
 
     def part(name: str) -> Params:
         weight = tensor(f"{name}.weight")
@@ -308,6 +329,7 @@ def _tokenizer(path: Path, longest: int) -> Any:
     from tokenizers import Tokenizer
 
     try:
+        reading.read_json(path, 256 << 20)
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # its errors have no class of their own
         raise UserError(

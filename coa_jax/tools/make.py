@@ -26,10 +26,17 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
-from coa_jax.protocol import add_protocol, protocol_names, protocol_with_tools
+from coa_jax.protocol import (
+    LEVELS,
+    add_note,
+    add_protocol,
+    names_with_levels,
+    protocol_with_tools,
+)
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
 from coa_jax.tools.code import CodeTool
+from coa_jax.tools.code_libraries import Library
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
@@ -95,6 +102,9 @@ class ToolsConfig(Bounded):
         code_output_chars: characters of a program's output that the policy reads.
         code_session: programs of a trajectory continue its earlier ones, so that variables survive
             between calls; off, each is alone, as in the paper.
+        code_libraries: packages that programs may import: names (``numpy``), requirements, or
+            directories with installed packages, see `coa_jax.tools.code_libraries`.  The prompt
+            names them.  With ``code_url`` they are what that server has.
         code_url: ``/run_code`` of a server that runs programs instead of this machine.
         remote_key_env: environment variable with the bearer token of these two servers.
         code_unsafe: run programs without isolation; has an effect only together with the
@@ -119,6 +129,7 @@ class ToolsConfig(Bounded):
     code_memory_mb: MiB = 5120
     code_output_chars: Count = 1536
     code_session: bool = False
+    code_libraries: tuple[Library, ...] = ()
     code_url: Address = ""
     remote_key_env: Variable = ""
     code_unsafe: bool = False
@@ -131,7 +142,11 @@ class ToolsConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         for tag, settings in self.mcp.items():
-            check(tag, Annotated[str, Text(100, r"[A-Za-z]\w*", "a tag of letters")], "mcp")
+            check(
+                tag,
+                Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "small letters, digits and _")],
+                "mcp",
+            )
             if tag in BUILT_IN:
                 raise UserError(f"mcp.{tag} is a tool that is built in; choose another tag")
             build(McpConfig, settings, f"mcp.{tag}")
@@ -146,8 +161,8 @@ class ToolsConfig(Bounded):
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
     """Refuses the name of a protocol that is neither built in nor made by the tools' settings."""
-    known = filter(None, (*protocol_names(), tools.protocol))
-    check(name, Annotated[str, OneOf(*known)], where)
+    made = (tools.protocol, f"{tools.protocol}:{LEVELS[1]}") if tools.protocol else ()
+    check(name, Annotated[str, OneOf(*names_with_levels(), *made)], where)
 
 
 def make_tools(config: ToolsConfig) -> list[Tool]:
@@ -175,6 +190,8 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     if config.protocol:
         described = {t.name: run_in_thread(t.describe()) for t in tools if isinstance(t, McpTool)}
         add_protocol(protocol_with_tools(config.protocol, config.names, described))
+    if "code" in config.names:
+        add_note("code", _note(config, tools))
     return _stored(tools, config.store, _source(config))
 
 
@@ -202,7 +219,17 @@ def _code(config: ToolsConfig) -> Tool:
         max_output_chars=config.code_output_chars,
         unsafe=config.code_unsafe,
         session=config.code_session,
+        libraries=config.code_libraries,
     )
+
+
+def _note(config: ToolsConfig, tools: list[Tool]) -> str:
+    """What the prompt says of the packages that programs can import."""
+    for tool in tools:
+        if isinstance(tool, CodeTool):
+            return tool.libraries.note()
+    packages = ", ".join(config.code_libraries)
+    return f"It can import the standard library and these packages: {packages}." if packages else ""
 
 
 def _source(config: ToolsConfig) -> str:

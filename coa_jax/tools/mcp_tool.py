@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
@@ -227,7 +228,7 @@ class McpTool:
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise UserError(f"{where} needs mcp; run: pip install 'coa_jax[mcp]'") from None
+            raise missing(where, "mcp", "mcp") from None
         self._schema: dict[str, Any] | None = None
         if config.schema:
             try:

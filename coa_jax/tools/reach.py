@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from coa_jax.errors import UserError
+from coa_jax.installed import install_hint
 from coa_jax.settings import build
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.code_libraries import find_libraries, try_imports
 from coa_jax.tools.dense import check_retrieval
 from coa_jax.tools.encoder import Encoder
 from coa_jax.tools.make import ToolsConfig
@@ -22,6 +24,8 @@ from coa_jax.tools.net.http import Limits
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
+from coa_jax.tools.sandbox.isolation import find_isolation
+from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.web_search import Provider, choose, searxng, serper
 
 SECONDS = 10.0
@@ -157,9 +161,12 @@ async def _code(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         program = "```py\nprint(1)\n```"
         key = config.remote_key_env
         return await _called(remote, config.code_url, program, key, seconds)
-    from coa_jax.tools.sandbox.isolation import find_isolation
-
-    return True, f"programs run here, isolated by {find_isolation().backend}"
+    isolation = find_isolation()
+    text = f"programs run here, isolated by {isolation.backend}"
+    libraries = find_libraries(config.code_libraries, isolation.interpreter)
+    limits = ProgramLimits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
+    tried = await try_imports(isolation, limits, libraries)
+    return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])
 
 
 async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
@@ -192,7 +199,7 @@ async def _searches(
 async def _crawl(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     missing = page_text.missing_packages()
     if missing:
-        return False, f"{', '.join(missing)} not installed; run: pip install 'coa_jax[web]'"
+        return False, f"{', '.join(missing)} not installed; run: {install_hint('web')}"
     crawl = config.crawl_page
     parts = ["robots respected" if crawl.robots else "robots IGNORED"]
     if crawl.allow_hosts:

@@ -3,26 +3,27 @@
 ``python -m coa_jax.tools.tool_server [--port 8000] [--corpus FILE.jsonl]
 [--retrieval hybrid --encoder DIRECTORY]``
 
-* ``POST /retrieve`` as Search-R1 has it: ``{"queries": [...], "topk": 3, "return_scores": true}``
-  -> ``{"result": [[{"document": {"id", "title", "contents"}, "score"}]]}``;
-* ``POST /run_code`` as Sandbox Fusion has it: ``{"code", "stdin", "run_timeout"}`` ->
+* ``POST /retrieve`` in the form of Search-R1: ``{"queries": [...], "topk": 3,
+  "return_scores": true}`` ->
+  ``{"result": [[{"document": {"id", "title", "contents"}, "score"}]]}``;
+* ``POST /run_code`` in the form of Sandbox Fusion: ``{"code", "stdin", "run_timeout"}`` ->
   ``{"status", "run_result": {"status", "return_code", "stdout", "stderr", "execution_time"}}``;
 * ``GET /health``.
 
-With ``--key_env NAME`` callers need the value of that variable as a bearer token; without one the
-server listens on this machine only.
+With ``--key_env NAME`` clients must send the value of that environment variable as a bearer token.
+Without a key the server listens on this machine only, and answers no page of a web site.
 """
 
 from __future__ import annotations
 
 import argparse
-import hmac
+import asyncio
 import json
+import os
 import sys
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from coa_jax.errors import UserError
 from coa_jax.tools.corpus import join_contents, read_corpus
@@ -31,19 +32,35 @@ from coa_jax.tools.encoder import EncoderConfig
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.sandbox.isolation import Isolation, find_isolation
 from coa_jax.tools.sandbox.limits import Limits
-from coa_jax.tools.sandbox.run import SandboxError, run_blocking
+from coa_jax.tools.sandbox.run import SandboxError, run
 from coa_jax.tools.wiki_search import Index
 
-_MAX_DRAINED = 64 << 20
-_MAX_BODY, _MAX_QUERIES, _MAX_TOP_K, _MAX_SECONDS = 4 << 20, 512, 100, 60.0
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from coa_jax.web.limits import ConnectionLimits
+    from coa_jax.web.refusals import RefusalLog
+
+_MAX_BODY = 4 << 20
+_MAX_QUERIES, _MAX_QUERY_CHARS, _MAX_TOP_K, _MAX_RESULTS = 512, 8192, 100, 8192
+_MAX_SECONDS, _MIN_MEMORY, _MAX_MEMORY = 60, 16, 8192
+_SEARCHES, _PROGRAMS, _WAITING, _CONNECTIONS = 8, 32, 512, 1280
 
 
 class BadRequestError(Exception):
-    """The body of a request is not in the form of the interface."""
+    """A field of a request is missing or out of range."""
 
 
-def retrieve(index: Index, body: Any) -> dict[str, Any]:
+async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> bytes:
     """Answers ``/retrieve``.
+
+    Args:
+        index: passages that are searched.
+        body: parsed JSON of the request.
+        threads: where searches run, one query at a time.
+
+    Returns:
+        The JSON text of the answer.
 
     Raises:
         BadRequestError: a field is missing or out of range.
@@ -52,10 +69,14 @@ def retrieve(index: Index, body: Any) -> dict[str, Any]:
     scores = _field(body, "return_scores", bool, False)
     if not 0 < len(queries) <= _MAX_QUERIES or not all(isinstance(q, str) for q in queries):
         raise BadRequestError(f"'queries' must be 1 to {_MAX_QUERIES} texts")
+    if max(map(len, queries)) > _MAX_QUERY_CHARS:
+        raise BadRequestError(f"'queries' must be texts of at most {_MAX_QUERY_CHARS} characters")
     if not 1 <= top_k <= _MAX_TOP_K:
         raise BadRequestError(f"'topk' must be 1 to {_MAX_TOP_K}")
-    result = []
-    for query in queries:
+    if len(queries) * top_k > _MAX_RESULTS:
+        raise BadRequestError(f"'queries' times 'topk' must be at most {_MAX_RESULTS} passages")
+
+    def search(query: str) -> str:
         rows: list[dict[str, Any]] = []
         for rank, hit in enumerate(index.search(query, top_k)):
             document = {
@@ -64,12 +85,24 @@ def retrieve(index: Index, body: Any) -> dict[str, Any]:
                 "contents": join_contents(hit.passage),
             }
             rows.append({"document": document, "score": hit.score} if scores else document)
-        result.append(rows)
-    return {"result": result}
+        return json.dumps(rows)
+
+    loop = asyncio.get_running_loop()
+    # One query after another: other clients' searches run in between, and a client that leaves
+    # ends its own.
+    found = [await loop.run_in_executor(threads, search, query) for query in queries]
+    return f'{{"result": [{", ".join(found)}]}}'.encode()
 
 
-def run_code(isolation: Isolation, body: Any) -> dict[str, Any]:
-    """Answers ``/run_code``.
+async def run_code(isolation: Isolation, body: Any) -> bytes:
+    """Answers ``/run_code``.  Cancelling kills the program.
+
+    Args:
+        isolation: the sandbox.
+        body: parsed JSON of the request.
+
+    Returns:
+        The JSON text of the answer.
 
     Raises:
         BadRequestError: a field is missing or out of range.
@@ -77,29 +110,33 @@ def run_code(isolation: Isolation, body: Any) -> dict[str, Any]:
     code, stdin = _field(body, "code", str, None), _field(body, "stdin", str, "")
     if _field(body, "language", str, "python") != "python":
         raise BadRequestError("'language' must be python")
-    seconds = float(_field(body, "run_timeout", (int, float), 10))
-    memory = int(_field(body, "memory_limit_MB", int, 2048))
-    if not 0 < seconds <= _MAX_SECONDS or not 16 <= memory <= 8192:
-        raise BadRequestError(f"'run_timeout' must be at most {_MAX_SECONDS:g}, memory 16 to 8192")
-    limits = Limits(wall_s=seconds, cpu_s=seconds, memory_mb=memory)
+    seconds = _field(body, "run_timeout", (int, float), 10)
+    memory = _field(body, "memory_limit_MB", int, 2048)
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise BadRequestError(f"'run_timeout' must be more than 0 and at most {_MAX_SECONDS} s")
+    if not _MIN_MEMORY <= memory <= _MAX_MEMORY:
+        raise BadRequestError(f"'memory_limit_MB' must be {_MIN_MEMORY} to {_MAX_MEMORY}")
+    limits = Limits(wall_s=float(seconds), cpu_s=float(seconds), memory_mb=memory)
+    began = time.monotonic()
     try:
-        result, wall = run_blocking(isolation.job(limits), code, stdin)
+        result = await run(isolation.job(limits), code, stdin)
     except SandboxError as error:
-        return {"status": "SandboxError", "message": str(error), "run_result": None}
+        failed = {"status": "SandboxError", "message": str(error), "run_result": None}
+        return json.dumps(failed).encode()
     late = result.reason == "wall"
-    status = "TimeLimitExceeded" if late else "Finished"
     code_of = 137 if result.code is None else result.code
-    return {
+    answer = {
         "status": "Success" if not late and code_of == 0 else "Failed",
         "message": "" if result.reason in ("exit", "wall") else f"stopped: {result.reason}",
         "run_result": {
-            "status": status,
+            "status": "TimeLimitExceeded" if late else "Finished",
             "return_code": None if late else code_of,
             "stdout": result.stdout.clip(1 << 16),
             "stderr": result.stderr.clip(1 << 16),
-            "execution_time": round(wall, 4),
+            "execution_time": round(time.monotonic() - began, 4),
         },
     }
+    return json.dumps(answer).encode()
 
 
 def _field(body: Any, name: str, kind: Any, default: Any) -> Any:
@@ -113,83 +150,59 @@ def _field(body: Any, name: str, kind: Any, default: Any) -> Any:
     return value
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 30.0
-    routes: dict[str, Callable[[Any], dict[str, Any]]]
-    secret: Secret
-    turns: threading.Semaphore
+def make_app(
+    index: Index,
+    isolation: Isolation | None,
+    key: str | None,
+    local: bool,
+    limits: ConnectionLimits,
+    log: RefusalLog,
+) -> ASGIApp:
+    """The application.
 
-    def do_GET(self) -> None:
-        known = self.path == "/health"
-        self._answer(200 if known else 404, {"status": "ok"} if known else {"error": "not found"})
+    Args:
+        index: answers ``/retrieve``.
+        isolation: runs the programs of ``/run_code``; None to leave that path out.
+        key: bearer token that clients must send; None to serve anybody.
+        local: whether the server listens on this machine only.
+        limits: of connections.
+        log: takes a line for each refused request.
+    """
+    from coa_jax.web.errors import Refused
+    from coa_jax.web.guard import Rules
+    from coa_jax.web.json_app import JsonRoute, make_app
 
-    def do_POST(self) -> None:
-        route, content = self.routes.get(self.path), self._body()
-        if self.secret.name and not self._may():
-            return self._answer(401, {"error": "the bearer token is missing or wrong"})
-        if route is None:
-            return self._answer(404, {"error": "not found"})
-        if content is None:
-            return self._answer(413, {"error": f"give a body of at most {_MAX_BODY} bytes"})
+    threads = ThreadPoolExecutor(min(_SEARCHES, os.cpu_count() or 1), "search")
+
+    async def search(body: Any) -> bytes:
         try:
-            body = json.loads(content)
-        except (ValueError, RecursionError):
-            return self._answer(400, {"error": "the body is not JSON"})
-        try:
-            with self.turns:
-                self._answer(200, route(body))
+            return await retrieve(index, body, threads)
         except BadRequestError as error:
-            self._answer(422, {"error": str(error)})
+            raise Refused(422, str(error)) from None
 
-    def _body(self) -> bytes | None:
-        """The body; None if it is too large, and then read all the same: a client that is still
-        sending would not see the answer."""
-        size = self.headers.get("content-length", "")
-        left = int(size[:12]) if size.isdecimal() else _MAX_DRAINED + 1
-        if left <= _MAX_BODY:
-            return self.rfile.read(left)
-        self.close_connection = True
-        while 0 < left <= _MAX_DRAINED and (piece := self.rfile.read(min(left, 1 << 20))):
-            left -= len(piece)
-        return None
+    async def program(body: Any) -> bytes:
+        assert isolation is not None
+        try:
+            return await run_code(isolation, body)
+        except BadRequestError as error:
+            raise Refused(422, str(error)) from None
 
-    def _may(self) -> bool:
-        given = self.headers.get("authorization", "").encode("utf-8", "replace")
-        return hmac.compare_digest(given, f"Bearer {self.secret.reveal()}".encode())
-
-    def _answer(self, status: int, value: dict[str, Any]) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-
-def make_server(
-    host: str, port: int, index: Index, isolation: Isolation | None, secret: Secret
-) -> ThreadingHTTPServer:
-    """A server that is ready to ``serve_forever``; port 0 for any that is free."""
-    routes: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "/retrieve": lambda body: retrieve(index, body)
-    }
+    values = 2 * _MAX_QUERIES
+    routes = {"/retrieve": JsonRoute(search, values=values, running=_SEARCHES, waiting=_WAITING)}
     if isolation is not None:
-        routes["/run_code"] = lambda body: run_code(isolation, body)
-    turns = threading.Semaphore(32)
-    handler = type("Handler", (_Handler,), {"routes": routes, "secret": secret, "turns": turns})
-    server = ThreadingHTTPServer((host, port), handler)
-    server.daemon_threads = True
-    return server
+        routes["/run_code"] = JsonRoute(program, values=64, running=_PROGRAMS, waiting=_WAITING)
+    rules = Rules(
+        api_key=key,
+        local=local and key is None,
+        max_body=_MAX_BODY,
+        routes=(*routes, "/health"),
+        open=("/health",),
+        limits=limits,
+    )
+    return make_app(routes, rules, log)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="coa_jax.tools.tool_server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -202,36 +215,47 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--encoder_device", default=encoder.device, help='"" for an accelerator')
     parser.add_argument("--key_env", default="", help="environment variable with the token")
     parser.add_argument("--no_code", action="store_true", help="do not offer /run_code")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _serve(options: argparse.Namespace) -> None:
     try:
-        secret = Secret(options.key_env)
-        if options.key_env:
-            secret.reveal()
-        elif options.host not in ("127.0.0.1", "localhost", "::1"):
-            raise UserError(f"--host {options.host} is open to others: give --key_env too")
-        corpus = read_corpus(options.corpus) if options.corpus else None
-        isolation = None if options.no_code else find_isolation()
-        encoder = EncoderConfig(
-            options.encoder,
-            options.query_prefix,
-            options.passage_prefix,
-            device=options.encoder_device,
-        )
-        index = load_retriever(options.retrieval, encoder, passages=corpus)
-        server = make_server(options.host, options.port, index, isolation, secret)
+        from coa_jax.web.guard import check_exposure, is_local
+        from coa_jax.web.limits import ConnectionLimits
+        from coa_jax.web.refusals import RefusalLog
+        from coa_jax.web.server import Server, allow_connections, listen, run_until_signal
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the package {error.name} is missing: bash launch/setup_env.sh serve"
+        ) from error
+    secret, limits, log = Secret(options.key_env), ConnectionLimits(_CONNECTIONS), RefusalLog()
+    key = secret.reveal() if options.key_env else None
+    check_exposure(options.host, key, "give --key_env too, or --host 127.0.0.1")
+    corpus = read_corpus(options.corpus) if options.corpus else None
+    isolation = None if options.no_code else find_isolation()
+    listener = listen(options.host, options.port, "choose another --port or --host")
+    allow_connections(limits)
+    encoder = EncoderConfig(
+        options.encoder,
+        options.query_prefix,
+        options.passage_prefix,
+        device=options.encoder_device,
+    )
+    index = load_retriever(options.retrieval, encoder, passages=corpus)
+    app = make_app(index, isolation, key, is_local(options.host), limits, log)
+    asyncio.run(run_until_signal(Server(app, limits, log), listener))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    options = _options(arguments)
+    try:
+        _serve(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"--port {options.port}: {error.strerror}; choose another", file=sys.stderr)
-        return 2
-    print(f"serving on http://{options.host}:{server.server_address[1]}", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.server_close()
+    except KeyboardInterrupt:  # before it serves; then it ends in order
+        return 130
     return 0
 
 

@@ -148,9 +148,14 @@ def local(index: Callable[[], Index]) -> Provider:
 
 
 def local_link(title: str) -> str:
-    """Address of the page of a passage: the part of its title before the colon."""
-    page = title.partition(":")[0].strip().replace(" ", "_")
-    return f"http://{LOCAL_HOST}/{urllib.parse.quote(page)}"
+    """Returns the address of a passage: its page and, behind ``#``, its section.
+
+    >>> local_link("Burkina Faso: Longest border")
+    "http://wiki.local/Burkina_Faso#Longest_border"
+    """
+    page, _, section = (part.strip().replace(" ", "_") for part in title.partition(":"))
+    anchor = f"#{urllib.parse.quote(section)}" if section else ""
+    return f"http://{LOCAL_HOST}/{urllib.parse.quote(page)}{anchor}"
 
 
 def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:

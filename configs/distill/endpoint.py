@@ -2,7 +2,7 @@ r"""Distil Factbook questions from a language model behind an OpenAI-compatible 
 
     python -m coa_jax.distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
 
-Needs: ``pip install 'coa_jax[distill]'`` and an endpoint: vLLM, a cloud, anything that speaks
+Needs: the extra ``endpoint`` and an endpoint: vLLM, a cloud, anything that speaks
 ``/v1/chat/completions``.  ``--config.endpoint.base_url=... --config.endpoint.model=...`` name it;
 the key is read from the environment variable ``endpoint.key_variable``.
 Takes: as long as the endpoint takes for ten to thirty calls a task; ``teacher.concurrency`` tasks

@@ -33,6 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.tasks.train = quickstart.distill.train
     config.tasks.validation = quickstart.distill.validation
     config.tasks.seed = quickstart.distill.seed
+    config.tasks.level = quickstart.distill.level  # of the protocols' rules: lenient, paper
     config.teacher = complete(DistillConfig, quickstart.teacher)
     config.tools = complete(ToolsConfig, quickstart.tools)
     config.tokenizer = ""  # a folder with a tokenizer, to count tokens

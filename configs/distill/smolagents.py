@@ -2,7 +2,7 @@ r"""Distil Factbook questions from smolagents: a CodeAgent that manages a search
 
     python -m coa_jax.distill --config=configs/distill/smolagents.py --workdir=runs/smolagents
 
-Needs: ``pip install 'coa_jax[distill]'`` and an endpoint, as configs/distill/endpoint.py says.
+Needs: the extra ``distill`` and an endpoint, as configs/distill/endpoint.py says.
 Takes: as long as the endpoint takes for ten to twenty calls a task.
 Gives: ``smolagents/SPLIT.jsonl`` with the memory of the agents, one run a line, and what
 configs/distill/traces.py makes of it.  Started again it solves what is missing.

@@ -8,7 +8,7 @@ Needs: the logs, named by ``--config.traces.files=results.jsonl``, their
 ``--config.traces.format`` (``oagents``, ``smolagents``, ``openai``, ``mcp`` or ``messages``) and
 the ``--config.traces.protocol`` of the trajectories; docs/distillation.md tells what each format
 holds.  With ``:records`` the files hold trajectories in any form of docs/data.md; they are filtered
-as they are.  ``pip install datasketch`` for the search for near-duplicates.
+as they are.  The extra ``distill`` for the search for near-duplicates.
 Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line and the reason.

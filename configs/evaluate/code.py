@@ -54,6 +54,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "engine": {**trained.engine.to_dict(), **length},
             "rollout": {
                 **trained.rollout.to_dict(),
+                "prompt_style": "model",
                 "max_tokens": 32_768,
                 "max_tool_calls": 11,
                 "strict": False,

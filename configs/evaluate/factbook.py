@@ -28,6 +28,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(EvaluateConfig, quickstart.evaluate)
+    config.rollout.prompt_style = "model"
     config.model, config.stage = "runs/rl/model", "rl"
     config.tools = complete(ToolsConfig, quickstart.tools)
     return in_small(config, "evaluate") if debug else config

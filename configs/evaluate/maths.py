@@ -7,7 +7,7 @@ Variants: ``aime24`` (default), ``aime25``, ``amc23``, ``math500``, ``olympiad``
 ``maths.py:aime24,debug`` is the same in small: configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
-by ``--config.tasks=aime:PATH``; the sandbox for programs; ``pip install 'coa_jax[maths]'``.
+by ``--config.tasks=aime:PATH``; the sandbox for programs; the extra ``maths``.
 Takes: no figure: it was not run at this size by its authors.
 Gives: avg@16 for AIME and AMC, else pass@1, with its error; majority vote, by level and topic, and
 costs.

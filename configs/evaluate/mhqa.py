@@ -54,7 +54,11 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "top_p": 1.0,
             "top_k": 0,
             "engine": trained.engine,
-            "rollout": {**trained.rollout.to_dict(), "max_tool_calls": 7},
+            "rollout": {
+                **trained.rollout.to_dict(),
+                "prompt_style": "model",
+                "max_tool_calls": 7,
+            },
             "endpoint": {"opening": "<think>"},
             "protocol": "mhqa",
         },

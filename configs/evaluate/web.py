@@ -60,6 +60,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "engine": trained.engine,
             "rollout": {
                 **trained.rollout.to_dict(),
+                "prompt_style": "model",
                 "max_turn_tokens": 4096,
                 "max_tool_calls": 35,
             },

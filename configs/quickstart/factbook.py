@@ -28,7 +28,9 @@ def get_config() -> ml_collections.ConfigDict:
     config = ConfigDict()
     config.prompt_style = "brief"
     config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 1})
-    config.distill = ConfigDict({"tasks": TASKS, "train": 7000, "validation": 100, "seed": 0})
+    config.distill = ConfigDict(
+        {"tasks": TASKS, "train": 7000, "validation": 100, "seed": 0, "level": ""}
+    )
     config.teacher = ConfigDict({"mistake_rate": 0.05, "unrecovered_rate": 0.02, "seed": 0})
     config.policy = ConfigDict(
         {

@@ -72,6 +72,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "max_observation_tokens": 1024,
                 "max_seconds": 3600.0,
                 "prompt_style": "full",
+                "level": "paper",
             },
             "checkpoint_every": 20,
             "mesh": {

@@ -2,12 +2,15 @@ r"""Serves the policy of the quickstart, and its chain of agents, to OpenAI clie
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-Needs: ``bash launch/setup_env.sh serve`` and the policy of the quickstart; another one by its
-directory, as in ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
-The budgets of the agent (``--config.rollout...``) are those that the policy was trained with.
+Needs: the extra ``serve`` and the policy of the quickstart, or another policy by its
+directory: ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
+The agent works best under the budgets (``--config.rollout...``) of the policy's training.  Protocol
+and prompt are those that ``agent.json`` in the policy's directory names; ``--config.protocol`` and
+``--config.rollout.prompt_style`` set others.
 Takes: seconds to load and compile; then it runs until Ctrl-C or SIGTERM.
-Gives: ``http://127.0.0.1:8000`` with a page to ask questions, and ``/v1`` for clients.  With
-``COA_JAX_API_KEY`` set in the environment clients have to send it.
+Gives: ``http://127.0.0.1:8000`` with a page to ask questions, and ``/v1`` for clients.  If the
+environment variable ``COA_JAX_API_KEY`` is set, clients must send its value as their API key.
+Other machines (``--config.host=0.0.0.0``) are served with a key only.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ def get_config() -> ml_collections.ConfigDict:
             "host": "127.0.0.1",
             "port": 8000,
             "api_key_env": "COA_JAX_API_KEY",
-            "protocol": "generalist",
+            "protocol": "",
             "max_waiting": 256,
             "max_samples": 16,
-            "max_body": 4 * 2**20,
+            "max_body": 0,
             "shutdown_seconds": 30.0,
             "seed": 0,
             "engine": quickstart.evaluate.engine,
-            "rollout": quickstart.evaluate.rollout,
+            "rollout": {**quickstart.evaluate.rollout.to_dict(), "prompt_style": "model"},
         },
     )
     config.tools = complete(ToolsConfig, quickstart.tools)

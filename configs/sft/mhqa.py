@@ -42,6 +42,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "data": "/mnt/data/mhqa_sft/train.jsonl",
             "validation": "/mnt/data/mhqa_sft/validation.jsonl",
             "prompt_style": "full",
+            "level": "paper",
             "rename_share": 0.0,
             "seed": 0,
             "batch_size": 256,

@@ -2,7 +2,7 @@ r"""Fine-tunes SmolLM2-135M-Instruct, a pretrained model that still fits a CPU.
 
     python -m coa_jax.sft --config=configs/sft/smollm2.py --workdir=runs/smollm2-sft
 
-Needs: ``bash launch/fetch_smollm2.sh``, the data of configs/distill/factbook.py in runs/distill.
+Needs: ``coa-jax fetch smollm2``, the data of configs/distill/factbook.py in runs/distill.
 Takes: 8 to 33 s an update on 2 CPU cores, depending on what else they did: 15 minutes in all.
 Gives: runs/smollm2-sft/model, with a validation loss of 0.04 a token after 40 updates.  More of
 them are worth their time where there is more of it.

@@ -2,7 +2,7 @@ r"""Fine-tunes a policy of one layer for two updates: the smallest run there is.
 
     python -m coa_jax.sft --config=configs/sft/tiny.py --workdir=runs/debug/sft
 
-Needs: ``bash launch/debug_files.sh``.
+Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of it compilation.
 Gives: a run directory with everything a large run has, and no good model.  The debug forms of the
 other files here (``configs/sft/web.py:debug``) have these sizes and their own settings.

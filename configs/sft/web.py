@@ -41,6 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "data": "/mnt/data/web_sft/train.jsonl",
             "validation": "/mnt/data/web_sft/validation.jsonl",
             "prompt_style": "full",
+            "level": "paper",
             "rename_share": 0.0,
             "seed": 0,
             "batch_size": 256,

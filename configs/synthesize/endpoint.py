@@ -2,7 +2,7 @@ r"""Questions with checked answers from any corpus, written by a language model.
 
     python -m coa_jax.synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
 
-Needs: ``pip install 'coa_jax[distill]'``, an OpenAI-compatible endpoint (``endpoint.base_url``,
+Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.base_url``,
 ``endpoint.model``) and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
 Takes: for each question a call to write it, ten to thirty for the team that solves it with tools,
 and ``without_tools.samples`` (32) for the answers without; ``synthesis.batch`` go on at a time.

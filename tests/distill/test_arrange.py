@@ -91,3 +91,16 @@ def test_a_verdict_in_other_words_passes_the_answer():
 def test_a_verdict_without_a_score_is_refused():
     with pytest.raises(Unconvertible, match="breaks the protocol web"):
         answered("Paris", "Paris", "Doubtful; seen in 2024 only")
+
+
+def test_what_the_level_paper_demands_is_written_out_or_refused():
+    found = [("call", "capital of Peru", "I look."), ("observation", "Lima."), ("answer", "Lima")]
+    assert [m.kind for m in arrange(log_of(*found), "mhqa").messages][1] is Kind.CALL
+    log, record = trajectory_of(Trace(log_of(*found), ("Lima",)), "mhqa:paper")
+    assert [m.kind for m in log.messages][1] is Kind.PLAN
+    assert record.protocol == "mhqa:paper"
+    ran = [("plan", "1. compute"), ("call", "```py\n1\n```", "I do.", "code")]
+    ran += [("observation", "42", "", "code"), ("answer", "42", "It printed 42.")]
+    trajectory_of(Trace(log_of(*ran), ("42",)), "generalist")
+    with pytest.raises(Unconvertible, match="not reviewed, and nobody graded it"):
+        trajectory_of(Trace(log_of(*ran), ("42",)), "generalist:paper")

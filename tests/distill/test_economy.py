@@ -49,7 +49,7 @@ def test_only_solved_questions_count():
 def test_one_trajectory_costs_a_fraction_of_the_team(tools, factbook_tasks):
     logs = asyncio.run(run_teacher(factbook_tasks, tools, DistillConfig()))
     runs = [as_run(task, log) for task, log in zip(factbook_tasks, logs, strict=True)]
-    told = economy(runs, list(tools), words, lambda run: prompt_of(run.record, "full"))
+    told = economy(runs, list(tools), words, lambda run: prompt_of(run.record))
     assert told["questions"] > 100
     assert told["saved"] > 0.5
 

@@ -110,7 +110,7 @@ def test_llama_factory_finds_the_files_and_who_wrote_what(out):
         human, *turns = chat[info["train_sharegpt"]["columns"]["messages"]]
         # LLaMA-Factory takes turns in this order only, and learns those of gpt.
         assert [turn["from"] for turn in turns] == ["gpt", "observation"] * 2 + ["gpt"]
-        assert human == {"from": "human", "value": prompt_of(record, "full")}
+        assert human == {"from": "human", "value": prompt_of(record)}
         assert row["instruction"] == human["value"]
         assert row["output"] == "".join(turn["value"] for turn in turns) == record.text
         learned = [turn["from"] == "gpt" for turn in turns for _ in turn["value"]]
@@ -157,7 +157,7 @@ def test_datasets_reads_the_conversations_with_who_wrote_what(out):
     for record, row in zip(RECORDS, table, strict=True):
         user, assistant = row["messages"]
         assert (user["role"], assistant["role"]) == ("user", "assistant")
-        assert user["content"] == prompt_of(record, "full")
+        assert user["content"] == prompt_of(record)
         assert assistant["content"] == record.text
         mask = [part["author"] == "policy" for part in row["parts"] for _ in part["text"]]
         assert np.array_equal(mask, mask_of(record))

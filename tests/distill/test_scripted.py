@@ -9,9 +9,12 @@ from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.distill.slips import Slips, wrong_value
 from coa_jax.distill.steps import operands, printed, progress, steps_of
 from coa_jax.distill.team import solve
-from coa_jax.tasks.base import Task
+from coa_jax.settings import build
+from coa_jax.tasks import load_tasks
+from coa_jax.tasks.base import Task, with_level
 from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Lookup, Ref
 from coa_jax.tools.base import Observation
+from coa_jax.tools.make import ToolsConfig, make_tools
 
 
 def runs_of(tasks, tools, **settings):
@@ -169,6 +172,32 @@ def test_the_short_protocol_has_no_verification(tools):
     assert log.count(Kind.VERDICT) == log.count(Kind.SUGGESTION) == 0
 
 
+@pytest.fixture(scope="module")
+def web_tools():
+    """Search results that end before the fact, and pages of some sections."""
+    config = {
+        "names": ("web_search", "crawl_page"),
+        "web_search": {"provider": "local", "top_k": 2, "snippet_chars": 24},
+        "crawl_page": {"page_chars": 200},
+    }
+    return {tool.name: tool for tool in make_tools(build(ToolsConfig, config))}
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_on_the_web_the_team_opens_the_page_behind_the_result_that_fits(web_tools, rate):
+    tasks = load_tasks("factbook:protocol=web,templates=1", "train", 60, 0)
+    runs = runs_of(tasks, web_tools, mistake_rate=rate, unrecovered_rate=0.0)
+    assert accuracy(runs) > 0.9
+    for run in runs:
+        if run.reward.value:
+            assert run.reward.parts["format"] == 1.0
+            calls = list(run.log.calls)
+            assert len(set(calls)) == len(calls)
+            opened = [at for at, (tool, _) in enumerate(calls) if tool == "crawl_page"]
+            assert len(opened) >= run.task.metadata["hops"]
+            assert all(calls[at - 1][0] == "web_search" for at in opened)
+
+
 def test_a_wrong_value_is_never_the_right_one():
     lookup = Lookup("population", "Peru")
     ratio = Arithmetic("ratio", Ref(0), Ref(1))
@@ -247,3 +276,16 @@ def test_expressions_are_read_from_their_questions(question, source):
 )
 def test_a_question_of_another_kind_has_no_steps(question):
     assert steps_of(question) is None
+
+
+def test_at_the_level_paper_every_program_is_reviewed_and_every_right_run_obeys(
+    tools, factbook_tasks
+):
+    tasks = with_level(factbook_tasks, "paper")
+    for run in runs_of(tasks, tools, mistake_rate=0.5, unrecovered_rate=0.0):
+        assert run.record.protocol == "generalist:paper"
+        called = [message for message in run.log.messages if message.kind is Kind.CALL]
+        programs = sum(message.recipient == "code" for message in called)
+        assert run.log.count(Kind.REFLECTION) >= programs
+        if run.reward.value:
+            assert run.reward.parts["format"] == 1.0

@@ -95,7 +95,7 @@ def test_only_tasks_that_both_have_grades_of_are_compared():
 @pytest.mark.parametrize(
     ("change", "notes"),
     [
-        ({"instructions": "1f"}, ["instructions"]),
+        ({"prompt": "1f"}, ["prompt"]),
         ({"opening": "<think>"}, ["opening"]),
         ({"grading": {"answer": "f1", "pick": {"chat": 1}}}, ["grading"]),
         ({"grading": {"answer": "exact_match", "pick": {"chat": 2}}}, []),
@@ -106,7 +106,7 @@ def test_only_tasks_that_both_have_grades_of_are_compared():
 def test_what_else_differs_and_changes_what_is_measured_is_noted(change, notes):
     settings = {
         "policy": "old", "tasks": "t", "split": "test", "seed": 0, "sampling": {}, "rollout": {},
-        "instructions": "", "opening": "", "tools": "1d",
+        "prompt": "full", "opening": "", "tools": "1d",
         "grading": {"answer": "exact_match", "pick": {"chat": 1}},
     }  # fmt: skip
     a, b = ({**one, "settings": made} for one, made in ((A, settings), (B, settings | change)))

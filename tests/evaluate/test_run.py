@@ -12,6 +12,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import blocks, table
 from coa_jax.evaluate.run import load
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
@@ -239,7 +240,10 @@ def test_only_what_graders_read_of_a_task_makes_its_grades_void(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"samples": 0}, "samples is 0"), ({"instructions": "absent.txt"}, "absent.txt")],
+    [
+        ({"samples": 0}, "samples is 0"),
+        ({"rollout": RolloutConfig(prompt_style="absent.txt")}, "absent.txt"),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(change, message, tmp_path):
     with pytest.raises(UserError, match=message):

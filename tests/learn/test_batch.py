@@ -13,18 +13,19 @@ from coa_jax.errors import UserError
 from coa_jax.learn.batch import (
     Example,
     pack,
-    prompt_ids,
     record_example,
     split_rows,
     trajectory_example,
 )
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Prompt, get_protocol
 from coa_jax.rollout.observation import encode_observation, observation_text
+from coa_jax.rollout.request import prompt_ids
 from coa_jax.trajectory import Author, DistilledRecord, StopReason, Trajectory
 
 GENERALIST = get_protocol("generalist")
+BRIEF = Prompt("brief")
 
 
 @functools.cache
@@ -58,7 +59,7 @@ tool_texts = st.text() | st.lists(
 @given(tool_texts)
 def test_only_what_the_policy_wrote_is_learnt(observation):
     source = record(observation)
-    example = record_example(tokenizer(), source, "brief")
+    example = record_example(tokenizer(), source, BRIEF)
     first, last = (text for author, text in source.parts if author == "policy")
     assert learnt(example) == [first, last + "<|im_end|>"]
     assert set(np.unique(example.mask)) == {0.0, 1.0}
@@ -66,8 +67,8 @@ def test_only_what_the_policy_wrote_is_learnt(observation):
 
 @given(tool_texts)
 def test_no_tool_text_becomes_a_control_token(observation):
-    example = record_example(tokenizer(), record(observation), "brief")
-    prompt = prompt_ids(tokenizer(), "generalist", "Which river?", "brief")
+    example = record_example(tokenizer(), record(observation), BRIEF)
+    prompt = prompt_ids(tokenizer(), record(), BRIEF)
     controls = np.isin(example.tokens, tokenizer().all_special_ids)
     # The frame of the prompt, and the end of the turn.
     assert controls[len(prompt) :].nonzero()[0].tolist() == [len(example.tokens) - len(prompt) - 1]
@@ -76,14 +77,14 @@ def test_no_tool_text_becomes_a_control_token(observation):
 @given(tool_texts)
 def test_observations_have_the_ids_that_the_agent_loop_gives_them(observation):
     ids, shown = encode_observation(tokenizer(), GENERALIST, observation, 10_000)
-    example = record_example(tokenizer(), record(shown), "brief")
-    prompt = len(prompt_ids(tokenizer(), "generalist", "Which river?", "brief"))
+    example = record_example(tokenizer(), record(shown), BRIEF)
+    prompt = len(prompt_ids(tokenizer(), record(), BRIEF))
     unlearnt = np.flatnonzero(example.mask == 0)
     assert example.tokens[unlearnt[prompt:]].tolist() == ids
 
 
 def test_the_end_of_the_turn_after_the_answer_is_learnt():
-    example = record_example(tokenizer(), record(), "brief")
+    example = record_example(tokenizer(), record(), BRIEF)
     assert example.tokens[-1] == end_of_turn_id(tokenizer())
     assert example.mask[-1] == 1
 
@@ -91,8 +92,8 @@ def test_the_end_of_the_turn_after_the_answer_is_learnt():
 def test_the_prompt_is_not_learnt_though_it_shows_tags():
     source = record()
     for style in ("brief", "full"):
-        example = record_example(tokenizer(), source, style)
-        prompt = prompt_ids(tokenizer(), "generalist", source.question, style)
+        example = record_example(tokenizer(), source, Prompt(style))
+        prompt = prompt_ids(tokenizer(), source, Prompt(style))
         assert example.tokens[: len(prompt)].tolist() == list(prompt)
         assert not example.mask[: len(prompt)].any()
         assert example.mask[len(prompt)] == 1
@@ -209,7 +210,7 @@ def test_micro_batches_are_the_batch_in_parts_of_one_shape(sizes, rows):
 
 
 def test_policy_text_that_names_control_tokens_stays_text():
-    example = record_example(tokenizer(), record(answer="<|im_end|>"), "brief")
+    example = record_example(tokenizer(), record(answer="<|im_end|>"), BRIEF)
     spelt = encode_plain(tokenizer(), "<|im_end|>")
     assert len(spelt) > 1
     assert np.count_nonzero(example.tokens == end_of_turn_id(tokenizer())) == 2

@@ -11,6 +11,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example
 from coa_jax.learn.data import example_stream, fitting_records, next_batches
 from coa_jax.model.bpe import train_bpe
+from coa_jax.protocol import Prompt
 from coa_jax.trajectory import DistilledRecord
 
 RECORDS = [
@@ -35,7 +36,7 @@ def stream(seed=0, rename_share=0.0, keep=frozenset()):
     return example_stream(
         tokenizer(),
         RECORDS,
-        style="brief",
+        prompt=Prompt("brief"),
         length=200,
         seed=seed,
         rename_share=rename_share,
@@ -48,7 +49,9 @@ def epoch(of, number):
 
 
 def test_each_epoch_has_every_record_once_in_another_order():
-    expected = {tuple(record_example(tokenizer(), r, "brief").tokens.tolist()) for r in RECORDS}
+    expected = {
+        tuple(record_example(tokenizer(), r, Prompt("brief")).tokens.tolist()) for r in RECORDS
+    }
     epochs = [epoch(stream(), number) for number in range(3)]
     for one in epochs:
         assert len(one) == 12
@@ -90,13 +93,13 @@ def test_renaming_depends_on_the_position_alone():
 
 
 def test_records_that_are_too_long_are_left_out(caplog):
-    lengths = [len(record_example(tokenizer(), r, "brief").tokens) for r in RECORDS]
+    lengths = [len(record_example(tokenizer(), r, Prompt("brief")).tokens) for r in RECORDS]
     limit = sorted(lengths)[5]
     kept, longest = fitting_records(
-        tokenizer(), RECORDS, style="brief", length=limit, source="data.jsonl"
+        tokenizer(), RECORDS, prompt=Prompt("brief"), length=limit, source="data.jsonl"
     )
     assert longest == limit
     assert kept == [r for r, n in zip(RECORDS, lengths, strict=True) if n <= limit]
     assert "data.jsonl: 6 of 12 records have more than" in caplog.text
     with pytest.raises(UserError, match="none of the 12 records fits in 9 tokens"):
-        fitting_records(tokenizer(), RECORDS, style="brief", length=9, source="data.jsonl")
+        fitting_records(tokenizer(), RECORDS, prompt=Prompt("brief"), length=9, source="data.jsonl")

@@ -19,6 +19,7 @@ from coa_jax.learn.groups import assemble, sample_share
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.api import Model, save_model
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, read_trajectories
@@ -209,7 +210,8 @@ def test_sampling_goes_on_until_enough_groups_have_a_signal(
     stream = [tiny_policy.TASKS[i % 3] for i in range(12)]
     with asyncio.Runner() as runner:
         share = sample_share(
-            config, runner, None, tiny_policy.policy(), stream, 0, (), Written(), Clock(), len(kept)
+            *(config, runner, None, tiny_policy.policy(), stream, Prompt("brief"), 0, ()),
+            *(Written(), Clock(), len(kept)),
         )
     found = assemble(config, share, kept)
     assert len(found.everything) == found.cursor == sampled

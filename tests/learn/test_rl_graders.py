@@ -13,7 +13,7 @@ from coa_jax.learn import rl
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
-from coa_jax.settings import build, take
+from coa_jax.settings import build
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
@@ -31,7 +31,7 @@ def built(name: str, **graders: object) -> RLConfig:
     config = load_config(f"configs/rl/{name}")
     config.graders.update(graders)
     values = config.to_dict()
-    take(values, "tools")
+    del values["tools"]
     return build(RLConfig, values)
 
 
@@ -51,7 +51,7 @@ def test_the_agents_of_the_paper_are_graded_as_it_says():
     web = built("web.py").graders
     assert web.judge_all and web.judge.chat.url and "Qwen2.5-72B" in web.judge.chat.model
     assert not built("web.py:debug").graders.judge_all
-    with pytest.raises(UserError, match=r"graders\.answer: 'em' is unknown"):
+    with pytest.raises(UserError, match=r"config\.graders\.answer is 'em'; give one of"):
         built("mhqa.py", answer="em")
 
 
@@ -105,3 +105,24 @@ def test_a_run_learns_from_the_verdicts_of_its_judge_and_masks_what_got_none(tmp
     masked = sum(trajectory.reward.value is None for trajectory in kept)
     assert row["reward/masked_frac"] == pytest.approx(masked / len(kept))
     assert masked > 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_a_grader_fails_and_says_why(tmp_path, caplog):
+    save_model(tiny_policy.policy(), tmp_path / "model")
+    tasks = [{"question": task.question, "answer": "no such"} for task in tiny_policy.TASKS]
+    tasks[0]["answer"] = "Ume"
+    # The tests of this one are said to be kept apart, and are not there.
+    tasks[1]["metadata"] = {"grader": "code", "question_id": "gone"}
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    once = OptimizerConfig(learning_rate=1e-3, total_steps=2)
+    paths = tmp_path / "model", tmp_path / "tasks.jsonl"
+    run_rl(tmp_path / "run", rl_config(*paths, groups=3, optimizer=once))
+    first, second = rows(tmp_path / "run", "rl")
+    kept = read_trajectories(tmp_path / "run" / "traces.jsonl")
+    masked = [t for t in kept if t.reward.reason]
+    assert first["reward/ungraded"] > 0 and second["step"] == 2
+    assert first["reward/ungraded"] + second["reward/ungraded"] == len(masked)
+    assert all(t.reward.value is None and "tests cannot be read" in t.reward.reason for t in masked)
+    assert any(t.reward.value == 1.0 for t in kept)
+    assert sum("cannot be graded" in record.message for record in caplog.records) == 1

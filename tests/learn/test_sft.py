@@ -18,6 +18,7 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import load_tokenizer
+from coa_jax.protocol import Prompt
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import SFT_STEPS, rows, run_sft, sft_config
@@ -72,7 +73,7 @@ def test_a_published_file_trains_to_the_parameters_of_our_own(folder, caplog):
         changes = {"optimizer": optimizer, "validation": "", "prompt_style": "brief"}
         run_sft(folder / path.stem, sft_config(folder / "base", path, **changes))
     assert "by their tags generalist" in caplog.text
-    assert "replaces the instructions" not in caplog.text
+    assert "instructions of their own" not in caplog.text
     for name, value in weights(folder / "own").items():
         np.testing.assert_array_equal(value, weights(folder / "published")[name])
 
@@ -128,7 +129,9 @@ def test_examples_may_not_outgrow_the_positions_of_the_model_unsaid(
     folder, tmp_path, caplog, missing
 ):
     tokenizer = load_tokenizer(folder / "base")
-    longest = max(len(record_example(tokenizer, r, "brief").tokens) for r in tiny_policy.records())
+    longest = max(
+        len(record_example(tokenizer, r, Prompt("brief")).tokens) for r in tiny_policy.records()
+    )
     positions = longest - missing
     assert positions < sft_config(folder / "base", folder / "data.jsonl").row_length
     base = Path(shutil.copytree(folder / "base", tmp_path / "base"))

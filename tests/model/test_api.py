@@ -181,6 +181,9 @@ def test_bad_tokens_are_refused(references, tokens, message):
         logits(load_model(references["qwen2"].path), tokens)
 
 
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
 @pytest.fixture
 def broken(references, tmp_path) -> Path:
     """A copy of a good model, to be damaged."""
@@ -273,14 +276,14 @@ def test_missing_shard_and_wrong_index_are_named(references, tmp_path):
     with pytest.raises(UserError, match=r"lacks tensor model\.ghost"):
         load_model(tmp_path / "m")
     index.write_text("{")
-    with pytest.raises(UserError, match=r"index\.json cannot be read"):
+    with pytest.raises(UserError, match=r"index\.json: not JSON"):
         load_model(tmp_path / "m")
 
 
 def test_damaged_tokenizer_is_named(broken):
     file = broken / "tokenizer.json"
     file.write_text(file.read_text()[:500])
-    with pytest.raises(UserError, match=r"tokenizer\.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: not JSON"):
         load_model(broken)
 
 
@@ -296,3 +299,31 @@ def test_foreign_tokenizer_is_refused(references, tmp_path):
 def test_unknown_dtype_is_refused(references):
     with pytest.raises(UserError, match="dtype 'int8' is not supported"):
         load_model(references["qwen2"].path, dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_named(broken, value, dtype):
+    edit_tensors(broken, lambda t: t[UP].view(-1)[3:5].fill_(value))
+    with pytest.raises(UserError, match=rf"{UP} holds 2 of 3,840 values that are NaN or inf"):
+        load_model(broken, dtype)
+
+
+def test_weights_beyond_the_dtype_are_named(broken):
+    edit_tensors(broken, lambda t: t["model.norm.weight"][3:5].fill_(3.4e38))
+    load_model(broken, "float32")
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds values beyond bfloat16"):
+        load_model(broken, "bfloat16")
+
+
+def test_bytes_of_two_tensors_are_refused(broken):
+    path = broken / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    twin = next(v for n, v in header.items() if n.endswith("0.mlp.up_proj.weight"))
+    header[UP] = twin
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(UserError, match=r"up_proj\.weight have the same bytes"):
+        load_model(broken)

@@ -93,6 +93,24 @@ def test_old_and_new_rope_forms_agree():
         ({"num_hidden_layers": 1.5}, "not a whole number"),
         ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
         ({"head_dim": 63}, "head_dim 63 is odd"),
+        ({"head_dim": 0}, "head_dim is 0, which is not a positive number"),
+        ({"head_dim": None, "num_attention_heads": 2**15}, "head_dim is 0, which is not a"),
+        ({"architectures": -1}, "architectures is -1, which is not a list"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; the most"),
+        ({"vocab_size": 10**400}, "vocab_size is 10000.*; the most that is supported is 2.1"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; the most that is supported is 1"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is not true or false"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "low_freq_factor 4 is not below high_freq_factor 4",
+        ),
     ],
 )
 def test_what_the_forward_pass_does_not_compute_is_refused_by_name(change, message):
@@ -116,7 +134,7 @@ def test_qwen3_attention_bias_is_refused():
 
 def test_unreadable_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="not a JSON object"):

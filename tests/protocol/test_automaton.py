@@ -23,7 +23,6 @@ from coa_jax.protocol import (
     parse_solution,
     protocol_names,
     protocol_with_tools,
-    render_prompt,
     violations,
 )
 
@@ -268,34 +267,6 @@ def test_tables_of_a_protocol_agree_with_each_other(name):
     assert set(protocol.body_form) <= actions
     assert protocol.stops == tuple(f"</{tag}>" for tag in (*protocol.tools, "answer"))
     assert protocol.next_actions["answer"] == frozenset()
-
-
-@pytest.mark.parametrize("name", protocol_names())
-def test_brief_prompts_name_the_protocol_and_end_with_the_question(name):
-    prompt = render_prompt(get_protocol(name), "Why?", "brief")
-    assert prompt == f"Follow the {name} protocol.\n\nQuestion: Why?"
-
-
-@pytest.mark.parametrize("name", protocol_names())
-def test_full_prompts_name_every_tag_and_end_with_the_question(name):
-    protocol = get_protocol(name)
-    prompt = render_prompt(protocol, "Why <b>?\n", "full")
-    assert prompt.endswith("\n\nQuestion: Why <b>?\n")
-    assert all(f"<{role}>" in prompt for role in protocol.roles)
-    foreign = {"web_search", "wiki_search", "code", "double_check"} - set(protocol.roles)
-    assert not any(f"<{role}>" in prompt for role in foreign)
-
-
-def test_full_prompts_state_the_rules_that_the_automaton_holds():
-    prompt = render_prompt(get_protocol("generalist"), "?")
-    for criterion in CRITERIA:
-        assert criterion in prompt
-    assert "```py" in prompt and "```sh" in prompt
-    assert "score of 3 or more" in prompt
-    assert "boxed" in render_prompt(get_protocol("code"), "?")
-    assert "double_check" not in render_prompt(get_protocol("mhqa"), "?")
-    with pytest.raises(UserError, match="use 'full' or 'brief'"):
-        render_prompt(get_protocol("web"), "?", "long")
 
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"

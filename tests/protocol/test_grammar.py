@@ -17,10 +17,12 @@ from coa_jax.protocol import (
     format_reflection,
     get_protocol,
     protocol_names,
+    split_level,
     violations,
 )
 from coa_jax.protocol.grammar import DEAD, OBSERVED, compile_protocol
 
+NAMES = (*protocol_names(), "generalist:paper", "mhqa:paper", "code:paper")
 OBSERVATION = "\n<observation>\n</think> what a tool wrote\n</observation>\n\n"
 
 
@@ -89,10 +91,11 @@ def check_walk(name, symbols):
         text += piece
         assert not monitor.update(parser, parser.feed(piece)), text
     assert violations(protocol, text) == [], text
+    assert violations(get_protocol(split_level(name)[0]), text) == [], text
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize("name", protocol_names())
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.integers(0, 1 << 30), max_size=300))
 def test_no_walk_breaks_a_rule_and_every_walk_can_end_with_an_answer(name, choices):
@@ -100,7 +103,7 @@ def test_no_walk_breaks_a_rule_and_every_walk_can_end_with_an_answer(name, choic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", protocol_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_no_transition_at_all_breaks_a_rule(name):
     table = automaton(name).transitions
     ways, todo = {0: []}, [0]
@@ -115,7 +118,7 @@ def test_no_transition_at_all_breaks_a_rule(name):
     assert len(ways) == len(table)
 
 
-@pytest.mark.parametrize("name", protocol_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_state_waits_or_is_answered_or_leads_on(name):
     built = automaton(name)
     waits = built.transitions[:, OBSERVED] != DEAD

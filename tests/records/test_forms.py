@@ -17,7 +17,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import decode_ids
-from coa_jax.protocol import get_protocol, quote_tool_text, render_prompt
+from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt
 from coa_jax.records import LeftOut, iterate_records, read_records
 from coa_jax.records.forms import made_of
 from coa_jax.records.split import Unusable, parts_of
@@ -33,7 +33,7 @@ def tokenizer():
 
 
 def example(record, style="data"):
-    return record_example(tokenizer(), record, style)
+    return record_example(tokenizer(), record, Prompt(style))
 
 
 def assert_same(found, wanted, style="data"):
@@ -294,7 +294,7 @@ def test_what_export_writes_trains_as_what_it_was_made_from(tmp_path, style):
     records = [story.record(id=story.protocol, gold=("a", "b")) for story in STORIES]
     records += [RIVER.record(id="context", context=context)]
     records += [RIVER.record(id="exact", parts=exact(RIVER.record())[1])]
-    export(records, tmp_path, "train", FORMS, style)
+    export(records, tmp_path, "train", FORMS, Prompt(style))
     files = {form: f"{tmp_path}/train_{form}.json" for form in ("alpaca", "sharegpt")}
     files |= {"messages": f"{tmp_path}/train_messages.jsonl"}
     files |= {"tfds": f"{tmp_path}/tfds/coa/1.0.0/train"}

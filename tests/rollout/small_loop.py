@@ -8,10 +8,10 @@ import functools
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Trajectory
 from tests import tiny_policy
@@ -34,7 +34,7 @@ def requests(samples=1, sampling=GREEDY, tasks=TASKS):
     return [
         Request(
             task=task,
-            prompt=prompt_ids(tokenizer, task.protocol, task.question, "brief"),
+            prompt=prompt_ids(tokenizer, task, Prompt("brief")),
             seed=7,
             prompt_id=TASKS.index(task),
             samples=tuple(range(samples)),

@@ -17,7 +17,7 @@ from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import DEAD
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import pack, prompt_ids, trajectory_example
+from coa_jax.learn.batch import pack, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.api import Model
 from coa_jax.model.bpe import train_bpe
@@ -25,19 +25,20 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.model.weights import init_params
-from coa_jax.protocol import get_protocol, protocol_names
+from coa_jax.protocol import Prompt, get_protocol, protocol_names
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.episode import Episode
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.replay import recording, replay
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, StopReason, format_valid, trajectory_violations
 from tests.rollout.small_loop import Says
 
 SHAPES = EngineConfig(slots=16, max_length=320, chunk=16, extend_buckets=(64,))
 BUDGET = RolloutConfig(320, 4, 32, constrain=True, strict=True)
+NAMES = (*protocol_names(), "web_wiki:paper", "code:paper")
 # A tool that writes what would break the rules if the policy had written it.
 TOOLS = [
     Says(tool, "</think><answer>no</answer>")
@@ -65,7 +66,7 @@ def untrained() -> Model:
 @functools.cache
 def engine(shapes=SHAPES) -> Engine:
     model = untrained()
-    constraint = constraint_for(BUDGET, model.tokenizer, model.config.vocab_size, protocol_names())
+    constraint = constraint_for(BUDGET, model.tokenizer, model.config.vocab_size, NAMES)
     return Engine(model.params, model.config, shapes, eos_ids(model.tokenizer), constraint)
 
 
@@ -73,14 +74,14 @@ def requests(samples: int, **sampling) -> list[Request]:
     tokenizer = untrained().tokenizer
     return [
         Request(
-            task=Task(name, "Why?", name, (), "tests"),
-            prompt=prompt_ids(tokenizer, name, "Why?", "brief"),
+            task=(task := Task(name, "Why?", name, (), "tests")),
+            prompt=prompt_ids(tokenizer, task, Prompt("brief")),
             seed=1,
             prompt_id=number,
             samples=tuple(range(samples)),
             sampling=SamplingParams(**sampling),
         )
-        for number, name in enumerate(protocol_names())
+        for number, name in enumerate(NAMES)
     ]
 
 

@@ -15,6 +15,7 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import pack, record_example, trajectory_example
 from coa_jax.learn.logps import token_logps
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
 from coa_jax.trajectory import Author, StopReason, Trajectory, format_valid
@@ -64,7 +65,7 @@ def test_a_tool_knows_the_question_and_the_last_thought():
 def test_a_rollout_has_the_ids_and_the_authors_of_the_distilled_record(greedy):
     tokenizer = tiny_policy.policy().tokenizer
     for record, trajectory in zip(tiny_policy.records(), greedy, strict=True):
-        example = record_example(tokenizer, record, "brief")
+        example = record_example(tokenizer, record, Prompt("brief"))
         # The record goes on with the end of the turn, which nobody needs after an answer.
         assert trajectory.tokens.tolist() == example.tokens[:-1].tolist()
         assert (trajectory.author == Author.POLICY).tolist() == (example.mask[:-1] == 1).tolist()

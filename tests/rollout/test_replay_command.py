@@ -16,11 +16,11 @@ import pytest
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import prompt_ids
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import StopReason, Trajectory, read_trajectories, write_trajectories
 from tests import tiny_policy
@@ -76,7 +76,7 @@ async def record(model: Model, tools: list[Fickle]) -> list[Trajectory]:
         wanted = [
             Request(
                 task=dataclasses.replace(task, protocol=protocol),
-                prompt=prompt_ids(model.tokenizer, protocol, task.question, "brief"),
+                prompt=prompt_ids(model.tokenizer, task, Prompt("brief")),
                 seed=number,
                 prompt_id=1000 * number + i,
                 samples=(0, 1, 2),

@@ -17,7 +17,7 @@ from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve.config import ServeConfig
-from coa_jax.serve.run import listen, serve
+from coa_jax.serve.run import open_listener, serve
 from coa_jax.serve.service import Service
 from tests import tiny_policy
 
@@ -59,7 +59,7 @@ def server(
     """Its address; it ends with the context.  By default it serves the tiny policy."""
     engines, tools = on or [engine()], list(tiny_policy.tools().values())
     service = Service(policy or tiny_policy.policy(), engines, tools, config)
-    listener = listen(config)
+    listener = open_listener(config, api_key)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     loop, asked = asyncio.new_event_loop(), asyncio.Event()
     ended: list[BaseException | None] = []

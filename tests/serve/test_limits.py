@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -19,10 +20,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
 from coa_jax.model.api import save_model
-from coa_jax.serve.run import listen, serve
+from coa_jax.serve.run import open_listener, serve
 from coa_jax.serve.score import score
-from coa_jax.serve.service import Refused, Service
+from coa_jax.serve.service import Service
+from coa_jax.web.errors import Refused
+from coa_jax.web.refusals import RefusalLog
 from tests import tiny_policy
 from tests.serve.live import CONFIG, engine, meter, server, until
 
@@ -92,7 +96,9 @@ def test_large_bodies_unknown_paths_and_other_methods_are_refused(address):
         for _ in range(CONFIG.max_body // 10_000 + 2):
             yield b" " * 10_000
 
-    assert httpx.post(f"{address}/v1/completions", content=chunks()).status_code == 413
+    json_type = {"Content-Type": "application/json"}
+    chunked = httpx.post(f"{address}/v1/completions", content=chunks(), headers=json_type)
+    assert chunked.status_code == 413
     assert httpx.get(f"{address}/v1/nothing").json()["error"]["code"] == 404
     assert httpx.get(f"{address}/v1/completions").json()["error"]["code"] == 405
 
@@ -133,8 +139,39 @@ def test_under_other_names_it_is_asked_with_a_key_or_where_it_listens_to_others(
         assert httpx.get(f"{address}/v1/models", headers=foreign).status_code == 401
         given = {**foreign, "Authorization": "Bearer sesame"}
         assert httpx.get(f"{address}/v1/models", headers=given).status_code == 200
-    with server(dataclasses.replace(CONFIG, host="0.0.0.0")) as address:
+    with server(dataclasses.replace(CONFIG, host="0.0.0.0", allow_no_key=True)) as address:
         assert httpx.get(f"{address}/v1/models", headers=foreign).status_code == 200
+
+
+def test_other_machines_are_served_with_a_key_only_unless_the_operator_says_otherwise():
+    public = dataclasses.replace(CONFIG, host="0.0.0.0", api_key_env="COA_JAX_API_KEY")
+    with pytest.raises(UserError, match=r"set the key .* COA_JAX_API_KEY.*allow_no_key=True"):
+        open_listener(public, None)
+    open_listener(public, "sesame").close()
+    open_listener(dataclasses.replace(public, allow_no_key=True), None).close()
+
+
+def test_refusals_are_logged_in_a_line_without_content(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr("coa_jax.serve.run.RefusalLog", lambda: RefusalLog(written))
+    with server() as address:
+        hidden = {"messages": [{"role": "user", "content": "hush" * 9000}], "model": "tiny"}
+        assert post(address, hidden).status_code == 400
+        assert post(address, {**ASK, "model": "hush"}).status_code == 404
+        assert post(address, {**ASK, "hush": 1}).status_code == 400
+        assert post(address, {**ASK, "temperature": "hush"}).status_code == 400
+        assert httpx.get(f"{address}/hush?hush", headers={"X": "hush"}).status_code == 404
+        assert httpx.request("HUSH", f"{address}/v1/models").status_code == 405
+    lines = written.getvalue().splitlines()
+    assert [line.split("refused ")[1] for line in lines] == [
+        "400 POST /v1/chat/completions from 127.0.0.1: the prompt has more than 256 tokens; "
+        "this model's context has room for 256",
+        "404 POST /v1/chat/completions from 127.0.0.1: there is no such model",
+        "400 POST /v1/chat/completions from 127.0.0.1: this server does not know the field",
+        "400 POST /v1/chat/completions from 127.0.0.1: temperature: must be a number",
+        "404 GET other from 127.0.0.1: there is no such path",
+        "405 - /v1/models from 127.0.0.1: the path does not take this method",
+    ]
 
 
 def test_more_requests_than_may_wait_are_refused_and_come_in_later():
@@ -245,7 +282,7 @@ def test_a_server_whose_engine_breaks_down_ends_with_its_exception(monkeypatch):
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(Engine, "decode", fail)
-    listener = listen(CONFIG)
+    listener = open_listener(CONFIG, None)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def go():

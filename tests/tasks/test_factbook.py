@@ -119,6 +119,19 @@ def test_options_choose_hops_wording_and_arithmetic():
     assert set(hops) == {1, 2} and abs(hops[1] - 160) <= 3
 
 
+def test_a_protocol_without_programs_gets_no_arithmetic():
+    tasks = load_tasks("factbook:protocol=mhqa,templates=1", "train", 200)
+    assert {task.protocol for task in tasks} == {"mhqa"}
+    assert not any(task.metadata["arithmetic"] for task in tasks)
+    assert any(task.metadata["arithmetic"] for task in load_tasks("factbook", "train", 200))
+
+
+@pytest.mark.parametrize("protocol", ["code", "mhqaa"])
+def test_a_protocol_that_cannot_search_is_refused(protocol):
+    with pytest.raises(UserError, match=protocol):
+        load_tasks(f"factbook:protocol={protocol}", "train", 1)
+
+
 @pytest.mark.parametrize(
     "options",
     ["hops=5", "hops=3-1", "hops=x", "colour=1", "weights=0/0/0/0", "weights=1/2", "templates=9"],

@@ -143,23 +143,53 @@ def test_settings_come_from_a_config_and_mistakes_are_named():
     assert build(GradersConfig, config).judge.chat.temperature == 0.5
     with pytest.raises(UserError, match="mhqa_train"):
         GradersConfig(answer="bleu")
-    with pytest.raises(UserError, match="names no judge"):
+    with pytest.raises(UserError, match="name a judge"):
         GradersConfig(judge_all=True)
-    with pytest.raises(UserError, match="the grader 'taste' is unknown"):
-        Graders(GradersConfig())(
-            Task("t", "q", "web", ("x",), "s", {"grader": "taste"}), finished("x")
-        )
-    with pytest.raises(UserError, match="tests cannot be read"):
-        Graders(GradersConfig())(
-            Task("t", "q", "code", ("{",), "s", {"grader": "code"}), finished(ADD)
-        )
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "reason"),
+    [
+        (Task("t", "q", "web", ("x",), "s", {"grader": "taste"}), {}, "grader 'taste' is unknown"),
+        (Task("t", "q", "code", ("{",), "s", {"grader": "code"}), {}, "tests cannot be read"),
+        (Task("t", "q", "code", (), "s", {"grader": "code"}), {}, "tests cannot be read"),
+        (TASKS["code"], {"private_tests": "/nowhere"}, "folder of private tests is not there"),
+        (Task("t", "q", "web", ("1",), "s", {"scorer": "reasoning_gym"}), {}, "'generator'"),
+        (Task("t", "q", "nowhere", ("x",), "s"), {}, "protocol"),
+        (Task("t", "q", "web", (7,), "s"), {}, "TypeError"),  # a fault of ours
+    ],
+)
+def test_a_grader_that_fails_masks_the_sample_with_its_reason(task, config, reason, caplog):
+    every = Graders(GradersConfig(**config))
+    answered = finished(ADD if task.protocol == "code" else "x", task.protocol)
+    pairs = [(task, answered), (TASKS["exact_match"], finished("Oslo")), (task, answered)]
+    bad, good, again = asyncio.run(every.grade_many(pairs))
+    assert bad == again and bad.value is None and bad.parts == {} and reason in bad.reason
+    assert good.value == 1.0 and good.reason == ""
+    assert sum("cannot be graded" in record.message for record in caplog.records) == 1
+
+
+def test_what_grading_needs_is_looked_for_before_a_run(monkeypatch, tmp_path):
+    plain, wanting = (Graders(GradersConfig(private_tests=p)) for p in ("", str(tmp_path / "no")))
+    plain.check(TASKS.values())
+    with pytest.raises(UserError, match="folder of private tests is not there"):
+        wanting.check([TASKS["code"]])
+    wanting.check([TASKS["math"], TASKS["exact_match"]])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    plain.check([TASKS["exact_match"]])
+    for task, package in (
+        (TASKS["math"], "math-verify"),
+        (Task("g", "q", "code", ("1",), "s", {"scorer": "reasoning_gym"}), "reasoning-gym"),
+    ):
+        with pytest.raises(UserError, match=f"needs {package}"):
+            plain.check([task])
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("programs", 0), ("maths_s", 0.0), ("maths_s", float("nan"))]
 )
 def test_limits_under_which_nothing_can_be_graded_are_refused(name, value):
-    with pytest.raises(UserError, match=rf"graders\.{name} must be .*, not {value:g}"):
+    with pytest.raises(UserError, match=rf"^{name} is {value}; give"):
         GradersConfig(**{name: value})
 
 

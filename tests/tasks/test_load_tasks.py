@@ -130,7 +130,7 @@ def test_arithmetic_options():
 
 def test_a_missing_generator_package_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match="pip install reasoning-gym"):
+    with pytest.raises(UserError, match="needs reasoning-gym; run: "):
         load_tasks("arithmetic", "test", 3, seed=987)
 
 

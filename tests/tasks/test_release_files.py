@@ -194,11 +194,11 @@ def test_ids_that_repeat_are_told_apart_and_samples_are_fixed(tmp_path):
         ([{"reward_model": {}, "prompt": "a"}], "row 1: the field 'ground_truth' is"),
         (
             [{"reward_model": {"ground_truth": "1"}, "prompt": []}],
-            "row 1: the field 'prompt' is em",
+            "row 1: the prompt has no message",
         ),
         ([], "no row"),
         ({"a": 1}, "list of objects"),
-        ([1], "list of objects"),
+        ([1], "row 1: expected an object, found int"),
     ],
 )
 def test_malformed_files_are_located(tmp_path, content, message):

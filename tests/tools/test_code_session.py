@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
-from coa_jax.tools import tool_server
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_session import FORGOTTEN
 from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
-from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.remote import RemoteCode
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import load_index
+from tests.tools.live import serving
 from tests.tools.test_remote import PASSAGES
 
 
@@ -115,6 +113,23 @@ def test_failures_read_as_those_of_a_program_alone(session):
                    ) == "__main__ ['f', 'sys', 'y']"  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.stdout.close(); sys.stderr.close()",
+        "import os; os.close(0); os.close(1); os.close(2)",
+        "import os; os.closerange(0, 4096)",
+        "import io, sys; sys.stdout = io.StringIO(); sys.stderr = None",
+        "import os; os.dup2(os.open('f', os.O_CREAT | os.O_WRONLY), 1)",
+    ],
+)
+def test_what_a_program_closes_is_open_for_the_next_one(session, source):
+    session.run(f"{source}\nx = 1")
+    assert printed(session.run("print(x)")) == "1"
+    failed = session.run(f"print(x, flush=True)\n{source}\nx / 0")
+    assert failed.text.endswith("ZeroDivisionError: division by zero"), failed.text
+
+
 def test_the_same_calls_see_the_same_again():
     """As after a restart of the run: nothing but the calls themselves is known."""
     programs = ["import random\nx = random.random()\nprint(x)", "print(x, random.random())",
@@ -162,16 +177,9 @@ def test_the_calls_of_other_tools_are_none_of_its_own(session):
 
 def test_a_server_elsewhere_needs_to_know_nothing_of_it(tmp_path):
     index = load_index(tmp_path, passages=PASSAGES)
-    server = tool_server.make_server("127.0.0.1", 0, index, find_isolation(), Secret(""))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/run_code"
+    with serving(index, find_isolation()) as address:
+        url = f"{address}/run_code"
         run = Trajectory(RemoteCode(url, timeout_s=2.0, session=True))
         run.run("x = 41")
         assert run.run("import time\ntime.sleep(30)").outcome == "timeout"
         assert printed(run.run("print(x + 1)")) == "42"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

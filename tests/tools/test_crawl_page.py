@@ -17,6 +17,7 @@ from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
+from coa_jax.tools.web_search import local_link
 from coa_jax.tools.wiki_search import load_index
 from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
@@ -172,6 +173,18 @@ def test_links_of_the_local_search_can_be_opened(reader):
     assert "[Page content not accessible: there is no such page]" in seen.text
 
 
+def test_the_section_that_a_local_link_names_comes_first(reader):
+    link = local_link("Aland: Area")
+    assert link == "http://wiki.local/Aland#Area"
+    told = ask(reader, link).text
+    assert told.index("Aland: Area\n1,580 sq km.") < told.index("Aland: Capital\nMariehamn.")
+    other = "http://wiki.local/Aland#Nothing_of_this_name"
+    assert (
+        ask(reader, other).text.partition("\n")[2]
+        == (ask(reader, "http://wiki.local/Aland").text.partition("\n")[2])
+    )
+
+
 def test_a_page_that_breaks_the_reader_costs_its_own_entry_only(server, reader, monkeypatch):
     def broken(title):
         raise RuntimeError("oh")
@@ -294,8 +307,8 @@ def test_calls_without_an_address_and_repeats(reader, server):
 def test_missing_packages_and_wrong_settings_are_explained(monkeypatch):
     with pytest.raises(UserError, match="max_pages"):
         tool(max_pages=0)
-    with pytest.raises(UserError, match="name of a model"):
+    with pytest.raises(UserError, match="model is missing"):
         ChatConfig("http://a.example/v1")
     monkeypatch.setattr(page_text, "missing_packages", lambda: ["trafilatura"])
-    with pytest.raises(UserError, match=r"coa_jax\[web\]"):
+    with pytest.raises(UserError, match="crawl_page needs trafilatura; run: "):
         tool()

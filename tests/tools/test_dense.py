@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,11 @@ from coa_jax.tools.dense import DenseIndex, fuse, load_retriever, nearest
 from coa_jax.tools.encoder import Encoder, EncoderConfig
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
-from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.reach import findings
 from coa_jax.tools.remote import RemoteSearch
 from coa_jax.tools.wiki_search import WikiSearch, load_index
 from tests.tools import tiny_encoder
+from tests.tools.live import serving
 
 PASSAGES = (
     Passage("Aland: Capital", "the capital of Aland is Mariehamn"),
@@ -165,18 +164,11 @@ def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(
 
 def test_a_server_shows_what_its_dense_index_shows(tmp_path, encoder):
     index = load_retriever("hybrid", encoder, tmp_path, passages=PASSAGES)
-    server = tool_server.make_server("127.0.0.1", 0, index, None, Secret(""))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/retrieve"
+    with serving(index) as address:
+        url = f"{address}/retrieve"
         local = WikiSearch(2, passages=PASSAGES, load=lambda *settings: index)
         for query in ("capital of Bland", "xyzzy"):
             assert ask(RemoteSearch(url, top_k=2), query).text == ask(local, query).text
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_what_is_missing_is_said(tmp_path, encoder, capsys):
@@ -188,7 +180,7 @@ def test_what_is_missing_is_said(tmp_path, encoder, capsys):
         load_retriever("dense", encoder, tmp_path, passages=[])
     arguments = ["--retrieval", "dense", "--encoder", str(tmp_path / "none"), "--no_code"]
     assert tool_server.main(arguments) == 2
-    assert "config.json cannot be read" in capsys.readouterr().err
+    assert "config.json: cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow

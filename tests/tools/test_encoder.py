@@ -115,7 +115,7 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("config.json", r"config\.json cannot be read"),
+        ("config.json", r"config\.json: not JSON"),
         ("tokenizer.json", r"tokenizer\.json cannot be read.*save_pretrained"),
         ("model.safetensors", r"model\.safetensors cannot be read"),
         ({"model_type": "mpnet"}, "of type 'mpnet'; bert, roberta and xlm-roberta are known"),
@@ -123,7 +123,7 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
         ({"position_embedding_type": "relative_key"}, "only absolute positions"),
         ({"num_hidden_layers": 4}, r"has no tensor encoder\.layer\.3\.attention"),
         ("pooling", "only one of mean and cls is known"),
-        ("device", "the backend 'abacus' is not there"),
+        ("device", "device is 'abacus'; give one of"),
     ],
 )
 def test_what_is_wrong_with_a_directory_is_said(tmp_path, fault, said):

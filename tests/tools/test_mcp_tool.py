@@ -168,11 +168,11 @@ def test_what_is_not_configured_is_asked_of_the_server(tide):
     [
         ("tide", {}, "either command or url"),
         ("tide", {"command": COMMAND, "url": "http://a.example"}, "either command or url"),
-        ("Tide!", {"command": COMMAND}, "small letters"),
+        ("Tide!", {"command": COMMAND}, "letters, digits"),
         ("tide", {"url": "ftp://a.example"}, "ftp://a.example"),
         ("tide", {"command": COMMAND, "schema": "{"}, "schema is not JSON"),
-        ("tide", {"comand": COMMAND}, r"config\.tools\.mcp\.tide\.comand is not a setting"),
-        ("code", {"command": COMMAND}, "belongs to another tool"),
+        ("tide", {"comand": COMMAND}, r"mcp\.tide\.comand is not a setting"),
+        ("code", {"command": COMMAND}, "is built in"),
     ],
 )
 def test_mistakes_are_explained(tag, settings, message):

@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
+import time
 import urllib.error
 import urllib.request
 
+import httpx
 import pytest
 
 from coa_jax.errors import UserError
@@ -20,11 +21,11 @@ from coa_jax.tools.code import CodeTool
 from coa_jax.tools.corpus import join_contents, read_corpus, split_contents
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import WikiSearch, load_index
 from tests.tools import fault_server
+from tests.tools.live import serving
 
 TOKEN = "remote-token-0123456789"
 PASSAGES = (
@@ -37,13 +38,8 @@ PASSAGES = (
 def url(tmp_path_factory):
     os.environ["TOOL_TOKEN"] = TOKEN
     index = load_index(tmp_path_factory.mktemp("wiki"), passages=PASSAGES)
-    server = tool_server.make_server("127.0.0.1", 0, index, find_isolation(), Secret("TOOL_TOKEN"))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(index, find_isolation(), TOKEN) as address:
+        yield address
     del os.environ["TOOL_TOKEN"]
 
 
@@ -116,7 +112,9 @@ def test_limits_that_the_server_does_not_take_are_no_mistake_of_the_policy(url):
 
 
 def post(url, body, token=TOKEN):
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(
@@ -153,6 +151,14 @@ def test_the_interface_of_search_r1(url):
         ("/retrieve", b"x" * (5 << 20), 413),
         ("/run_code", {}, 422),
         ("/run_code", {"code": "1", "run_timeout": 1e9}, 422),
+        ("/run_code", {"code": "1", "run_timeout": 10**400}, 422),
+        ("/run_code", {"code": "1", "run_timeout": float("nan")}, 422),
+        ("/run_code", {"code": "1", "run_timeout": float("inf")}, 422),
+        ("/run_code", {"code": "1", "memory_limit_MB": 10**400}, 422),
+        ("/run_code", b'{"code": "1", "run_timeout": ' + b"9" * 5000 + b"}", 400),
+        ("/retrieve", {"queries": ["a"] * 100, "topk": 100}, 422),
+        ("/retrieve", {"queries": ["a" * 9000]}, 422),
+        ("/retrieve", b'{"queries": ["' + b'",",' * 500_000 + b'"]}', 400),
         ("/run_code", {"code": "1", "language": "bash"}, 422),
         ("/elsewhere", {}, 404),
     ],
@@ -160,6 +166,34 @@ def test_the_interface_of_search_r1(url):
 def test_requests_that_make_no_sense_are_told_so(url, path, body, status):
     found, answer = post(f"{url}{path}", body)
     assert found == status and answer["error"]
+
+
+def test_web_pages_start_no_program_and_other_hosts_are_refused():
+    with serving(None, find_isolation()) as address:
+        for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+            sent = {"Content-Type": "application/json", **headers}
+            answer = httpx.post(f"{address}/run_code", content=b'{"code": "1"}', headers=sent)
+            assert answer.status_code == 403
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            headers = {"Content-Type": kind}
+            answer = httpx.post(f"{address}/run_code", content=b'{"code": "1"}', headers=headers)
+            assert answer.status_code == 415 and answer.json()["error"]
+
+
+def test_a_client_that_leaves_ends_its_program_and_leaves_no_traceback(monkeypatch, caplog, capfd):
+    monkeypatch.setattr(tool_server, "_PROGRAMS", 1)
+    monkeypatch.setattr(tool_server, "_WAITING", 0)
+    slow, quick = {"code": "import time; time.sleep(50)", "run_timeout": 60}, {"code": "print(7)"}
+    with serving(None, find_isolation()) as address:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/run_code", json=slow, timeout=1.5)
+        end = time.monotonic() + 30  # of the 50 s that the program would run
+        while (answer := httpx.post(f"{address}/run_code", json=quick)).status_code == 429:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert answer.json()["run_result"]["stdout"] == "7\n"
+    written = capfd.readouterr()
+    assert "Traceback" not in caplog.text + written.out + written.err
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x"])

@@ -106,8 +106,8 @@ def test_the_local_index_needs_neither_key_nor_network(index, monkeypatch):
     assert search.provider == "local"
     seen = ask(search, "capital of Aland")
     assert seen.text.startswith(
-        "Found 2 results:\n\n## Web Results\n1. [Aland: Capital](http://wiki.local/Aland)\n"
-        "http://wiki.local/Aland\nThe capital of Aland is Mariehamn."
+        "Found 2 results:\n\n## Web Results\n1. [Aland: Capital](http://wiki.local/Aland#Capital)\n"
+        "http://wiki.local/Aland#Capital\nThe capital of Aland is Mariehamn."
     )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Name, Natural, OneOf, Seed
+from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
 from coa_jax.distill.llm import UnusableReplyError
 from coa_jax.distill.synthesis.drafts import (
     Author,
@@ -54,7 +54,7 @@ class SynthesisConfig(Bounded):
     depth: Annotated[tuple[Natural, ...], Items(0, 16)] = (200, 100)
     width: Natural = 100
     splits: Annotated[tuple[Annotated[str, OneOf(*SPLITS)], ...], Items(1, len(SPLITS))] = SPLITS
-    protocol: Name = "generalist"
+    protocol: Place = "generalist"
     seed: Seed = 0
     batch: Annotated[int, Between(1, 100_000)] = 64
     candidates: Count = 24

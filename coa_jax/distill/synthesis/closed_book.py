@@ -25,13 +25,13 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
-from coa_jax.model.tokenizer import chat_ids, eos_ids
-from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_facts import compute, to_decimal
 from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Neighbour, Step, understand
+from coa_jax.tasks.prompts import load_prompt
 
 _SYSTEM = (
     "Answer the question from memory, in as few words as possible. If you are not sure, give your "
@@ -180,6 +180,7 @@ class Policy:
             UserError: it cannot be loaded.
         """
         self._config, self._asked = config, 0
+        self._prompt = load_prompt(config.rollout.prompt_style, config.policy)
         model = load_model(config.policy)
         self._tokenizer = model.tokenizer
         stop = eos_ids(model.tokenizer)
@@ -198,11 +199,9 @@ class Policy:
 
     def _request(self, task: Task, samples: int) -> Request:
         config = self._config
-        rules = get_protocol(task.protocol)
-        text = render_prompt(rules, task.question, style=config.rollout.prompt_style)
         return Request(
             task=task,
-            prompt=tuple(chat_ids(self._tokenizer, text)),
+            prompt=prompt_ids(self._tokenizer, task, self._prompt),
             seed=config.seed,
             # By the question, so that answers do not depend on what is asked beside it.
             prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),

@@ -117,8 +117,10 @@ class WithoutTools:
 
     def _row(self, row: Any) -> tuple[tuple[str, str], list[str]]:
         answers = row["answers"]
-        if not isinstance(answers, list):
-            raise ValueError("'answers' is no list")
+        if not isinstance(answers, list) or not all(isinstance(a, str | None) for a in answers):
+            raise ValueError("'answers' must be a list of texts")
+        if not all(isinstance(row[name], str) for name in ("solver", "id")):
+            raise ValueError("'solver' and 'id' must be texts")
         return (row["solver"], row["id"]), answers
 
     async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:

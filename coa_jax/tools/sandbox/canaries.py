@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from coa_jax.tools.sandbox.hoards import hoards
+
 HELD = "HELD\n"
 
 _FRAME = """
@@ -87,6 +89,24 @@ for host, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
     attempt("UDP to " + host, lambda: udp(family, (host, {udp})))
 attempt("UDP to the world", lambda: udp(socket.AF_INET, ("192.0.2.1", 53)))
 attempt("abstract socket", lambda: tcp(socket.AF_UNIX, {abstract!r}))
+def datagram(send):
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+        try:
+            pair = socket.socketpair(socket.AF_UNIX, kind)
+        except OSError:
+            continue
+        try:
+            send(pair[0])
+            return
+        except OSError:
+            pass
+    raise OSError
+for path in {unix!r}, {abstract!r}:
+    attempt("datagram", lambda: datagram(lambda s: s.sendto(b"escaped", path)))
+    attempt("message", lambda: datagram(lambda s: s.sendmsg([b"escaped"], [], 0, path)))
+    attempt("connected datagram", lambda: datagram(lambda s: (s.connect(path), s.send(b"escaped"))))
+attempt("takes a name", lambda: datagram(lambda s: s.bind("\\0coa_jax_trial_name")))
+attempt("vsock", lambda: socket.socket(40, socket.SOCK_STREAM))
 attempt("listens", listen)
 attempt("netlink", lambda: socket.socket(16, 3))
 """
@@ -117,6 +137,8 @@ attempt("chroot", lambda: call("chroot", b"/tmp"))
 attempt("shared memory", lambda: call("shmget", 4242, 4096, 0o1600))
 attempt("memory file", lambda: os.memfd_create("x"))
 attempt("becomes root", lambda: os.setuid(0))
+attempt("gifts pages", lambda: call("vmsplice", os.pipe()[1], None, 0, 0))
+attempt("ring", lambda: call("syscall", 425, 1, None))
 attempt("keyring", lambda: call("syscall", 250 if os.uname().machine == "x86_64" else 219, 0, -3))
 """
 
@@ -127,6 +149,52 @@ while True:
         os.fork()
     except OSError:
         pass
+"""
+
+_LOCKS = """
+import fcntl, glob, socket
+def lease(path):
+    with open(path) as file:
+        fcntl.fcntl(file, 1024, fcntl.F_RDLCK)
+def lock(path):
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def names(kind):
+    for uid in range(60578, 61184):
+        socket.socketpair(socket.AF_UNIX, kind)[0].bind(f"\\0coa_jax.sandbox.uid.{{uid}}")
+for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+    attempt("takes the names of others", lambda: names(kind))
+attempt("opens the locks of others", lambda: open({locks!r}, "r+"))
+for path in (sys.executable, os.__file__):
+    attempt("locks " + path, lambda: lock(path))
+    attempt("leases " + path, lambda: lease(path))
+def owner():
+    fcntl.fcntl(0, fcntl.F_SETOWN, {caller})
+attempt("sends signals through a pipe", owner)
+"""
+
+_PRIORITY = """
+import fcntl
+os.getpriority(os.PRIO_PROCESS, 0) > 0 or broken.append("runs at the priority of its caller")
+attempt("raises its priority", lambda: os.setpriority(os.PRIO_PROCESS, 0, 0))
+attempt("runs in real time", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)))
+attempt("leaves its class", lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)))
+for name in ("oom_score_adj", "autogroup"):
+    attempt("writes " + name, lambda: open(f"/proc/self/{{name}}", "w").write("-10"))
+"""
+
+_SILENT = """
+import os, sys
+sys.stdout.close(); sys.stderr.close()
+for descriptor in range(3):
+    try:
+        os.close(descriptor)
+    except OSError:
+        pass
+if os.fork() == 0:
+    import time
+    time.sleep(3600)
+os._exit(0)
 """
 
 _SURVIVOR = """
@@ -140,20 +208,6 @@ for _ in range(3):
         os._exit(0)
     os.wait()
 print("HELD")
-"""
-
-_DISK = """
-import os
-number = 0
-try:
-    while number < 2000:
-        number += 1
-        with open(f"file{number}", "wb") as file:
-            file.write(bytes(4 << 20))
-except OSError:
-    print("HELD")
-else:
-    print("BROKEN: wrote 8 GB")
 """
 
 _INTERPRETER = """
@@ -184,12 +238,15 @@ class Canary:
         source: the program.
         endings: reasons for its end that are fine.
         says: what it must print, "" for anything.
+        hoards: "memory" or "disk" if it measures what it holds of that, see
+            ``coa_jax.tools.sandbox.hoards``; it may then end in any way within its limit.
     """
 
     name: str
     source: str
     endings: tuple[str, ...] = ("exit",)
     says: str = HELD
+    hoards: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +259,9 @@ class Targets:
         precious: files outside that must stay as they are.
         tcp_port, udp_port: where somebody listens on the loopback device.
         abstract: name of an abstract unix socket on which somebody listens.
+        unix: path of a unix socket that anybody may send to.
+        locks: path of a file of locks, which is not for programs.
+        memory_mb, disk_mb: limits of the programs.
         caller: process id of the caller.
         variable: bytes that occur in the environment of the caller.
         marker: argument of ``sleep`` by which a survivor is recognised.
@@ -213,9 +273,13 @@ class Targets:
     tcp_port: int
     udp_port: int
     abstract: str
+    unix: str
+    locks: str
     caller: int
     variable: bytes
     marker: str
+    memory_mb: int
+    disk_mb: int
 
 
 def probe(secret: str) -> str:
@@ -224,7 +288,7 @@ def probe(secret: str) -> str:
 
 
 def canaries(targets: Targets) -> tuple[Canary, ...]:
-    """All hostile programs. Wants limits of a few seconds and less than 400 MiB."""
+    """All hostile programs. They want limits of a few seconds and a few hundred MiB."""
     reads = _READS.format(
         paths=("/etc/shadow", "/etc/passwd", *targets.secrets),
         directories=targets.directories,
@@ -232,10 +296,12 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         caller=targets.caller,
     )
     network = _NETWORK.format(
-        tcp=targets.tcp_port, udp=targets.udp_port, abstract="\0" + targets.abstract
+        tcp=targets.tcp_port,
+        udp=targets.udp_port,
+        abstract="\0" + targets.abstract,
+        unix=targets.unix,
     )
     allocation = "attempt('allocates 10 GB', lambda: bytearray(10 << 30))"
-    hoard = "import os\nos.fork(); os.fork()\nx = bytearray(os.urandom(1)) * (100 << 20)"
     programs = {
         "reads secrets": reads,
         "writes outside": _WRITES.format(paths=targets.precious),
@@ -243,6 +309,8 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         "kernel interfaces": _KERNEL,
         "deletes its interpreter": _INTERPRETER,
         "10 GB allocation": allocation,
+        "locks of others": _LOCKS.format(locks=targets.locks, caller=targets.caller),
+        "priority": _PRIORITY,
     }
     framed = (Canary(name, _FRAME.format(body=body)) for name, body in programs.items())
     kills = _FRAME.format(body=_KILLS.format(caller=targets.caller))
@@ -250,13 +318,14 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         *framed,
         Canary("kills its parent and everybody", kills),
         Canary("fork bomb", _FORK_BOMB, ("wall", "processes", "memory"), ""),
-        Canary(
-            "memory in many processes", f"{hoard}\nimport time; time.sleep(60)", ("memory",), ""
-        ),
         Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
         Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
-        Canary("sleeps past the deadline", "import time; time.sleep(3600)", ("wall",), ""),
         Canary("endless loop", "while True: pass", ("exit", "wall"), ""),
-        Canary("fills the disk", _DISK, ("exit", "disk"), ""),
+        Canary("closes its output", _SILENT, ("exit",), ""),
+        Canary("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),
         Canary("deep directories", _DEEP, ("exit", "disk"), ""),
+        *(
+            Canary(name, hoard.source, (hoard.kind,), "", hoard.kind)
+            for name, hoard in hoards(targets.memory_mb, targets.disk_mb).items()
+        ),
     )

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
 import signal
 
 from . import kernel, landlock, seccomp
-from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes
+from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes, Scratch
+
+_NICE = 5  # a third of the usual share of a processor; with less, honest programs come too late
+_IDLE_IO = 3 << 13
 
 
 def become_program(
-    job: Job, pipes: Pipes, uid: int | None, directory: str, count: int, started: int
+    job: Job,
+    pipes: Pipes,
+    uid: int | None,
+    scratch: Scratch,
+    count: int,
+    started: int,
+    shared_memory: bool,
 ) -> None:
     """Confines this process and replaces it by the program; returns only by an exception.
 
@@ -20,9 +30,10 @@ def become_program(
         job: what to run and within which limits.
         pipes: descriptors of the job.
         uid: the unprivileged uid and gid to take on, None to stay what we are.
-        directory: the private scratch directory, "" with bubblewrap.
+        scratch: where the program may write.
         count: limit of processes for the uid.
         started: descriptor to which bubblewrap reports that the program ran.
+        shared_memory: the kernel counts shared memory of no file, so the program may have it.
     """
     os.setsid()
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
@@ -44,21 +55,23 @@ def become_program(
 
     if job.backend == "bubblewrap":
         rules = os.memfd_create("filter", 0)
-        os.write(rules, seccomp.compile_filter(metadata=False, signals=False))
+        os.write(rules, seccomp.compile_filter(False, False, shared_memory))
         os.lseek(rules, 0, os.SEEK_SET)
         _enter(pipes, keep=(pipes.source, rules, started))
-        _exec_bubblewrap(job, pipes.source, rules, started)
-    os.chdir(directory)
+        _give_way()
+        _exec_bubblewrap(job, pipes.source, rules, started, shared_memory)
+    os.chdir(scratch.path)
     _enter(pipes, keep=())
     if job.backend == "landlock":
         scoped = landlock.abi() >= landlock.SIGNAL_SCOPE_ABI
-        code = seccomp.compile_filter(metadata=True, signals=uid is None and not scoped)
-        landlock.restrict(job.readable, directory)
+        code = seccomp.compile_filter(True, uid is None and not scoped, shared_memory)
+        _give_way()
+        landlock.restrict(job.readable, scratch.top, shared_memory)
         seccomp.install(code)
     elif job.backend != "none":
         raise ValueError(f"unknown isolation {job.backend!r}")
-    program = os.path.join(directory, PROGRAM)
-    os.execve(job.interpreter, _command(job, program), environment(job, directory))
+    program = os.path.join(scratch.path, PROGRAM)
+    os.execve(job.interpreter, _command(job, program), environment(job, scratch.path))
 
 
 def environment(job: Job, directory: str) -> dict[str, str]:
@@ -86,6 +99,18 @@ def _command(job: Job, program: str) -> list[str]:
     return [job.interpreter, "-S", "-s", "-B", program]
 
 
+def _give_way() -> None:
+    """Lets other work of the machine go first; the program cannot undo that."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        kernel.syscall(seccomp.number("ioprio_set"), 1, 0, _IDLE_IO)
+    # Where the kernel shares processors among sessions, each process alone does not count.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write(str(_NICE))
+
+
 def _set_limits(limits: Limits, count: int) -> None:
     seconds = math.ceil(limits.cpu_s)
     memory = limits.memory_mb << 20
@@ -99,6 +124,7 @@ def _set_limits(limits: Limits, count: int) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_SIGPENDING: (1024, 1024),
     }
     for limit, (soft, hard) in wanted.items():
         ceiling = resource.getrlimit(limit)[1]
@@ -122,23 +148,29 @@ def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
         os.set_inheritable(descriptor, True)
 
 
-def _exec_bubblewrap(job: Job, source: int, rules: int, started: int) -> None:
+def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_memory: bool) -> None:
     size = str(job.limits.disk_mb << 20)
     arguments = [job.bwrap, "--unshare-all", "--die-with-parent", "--new-session"]
     arguments += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
     for name, value in environment(job, PRIVATE_TMP).items():
         arguments += ["--setenv", name, value]
-    arguments += ["--proc", "/proc", "--dev", "/dev"]
-    for path in ("/dev/shm", PRIVATE_TMP):
-        arguments += ["--size", size, "--tmpfs", path]
+    arguments += ["--proc", "/proc", "--size", size, "--tmpfs", PRIVATE_TMP]
+    for device in ("null", "full", "random", "urandom", *(["zero"] if shared_memory else [])):
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]
+    # Shared memory with a name lies in the scratch space, so that one limit bounds both.
+    arguments += ["--symlink", PRIVATE_TMP, "/dev/shm"]
     for path in job.readable:  # after the scratch space, since a library may lie below /tmp
         arguments += ["--ro-bind", path, path]
     for target, path in job.links:
         arguments += ["--symlink", target, path]
     program = f"{PRIVATE_TMP}/{PROGRAM}"
     arguments += ["--file", str(source), program, "--chdir", PRIVATE_TMP]
-    # What is left of the new root is memory without a limit: make it read-only.
-    arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    # What is left of the new root is memory without a limit, and through /proc a program could
+    # make the kernel spare it when memory gets short: make both read-only.
+    arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
     arguments += ["--json-status-fd", str(started)]
     arguments += ["--seccomp", str(rules), "--", *_command(job, program)]
     os.execve(job.bwrap, arguments, {})

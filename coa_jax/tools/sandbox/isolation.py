@@ -61,7 +61,13 @@ class Isolation:
     interpreter: Interpreter
     refused: tuple[tuple[str, str], ...] = ()
 
-    def job(self, limits: Limits, libraries: tuple[str, ...] = (), namespaces: bool = True) -> Job:
+    def job(
+        self,
+        limits: Limits,
+        libraries: tuple[str, ...] = (),
+        namespaces: bool = True,
+        cgroup: bool = True,
+    ) -> Job:
         """The job description; ``libraries`` are directories added to the import path."""
         readable, links = _file_system(self.interpreter, libraries)
         return Job(
@@ -73,6 +79,7 @@ class Isolation:
             _scratch(),
             shutil.which("bwrap", path=_search_path()) or "",
             namespaces,
+            cgroup,
             limits,
         )
 

@@ -12,10 +12,13 @@ PR_SET_SECCOMP = 22
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
+CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
+
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1 << 1, 1 << 2, 1 << 14, 1 << 18
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,6 +40,20 @@ def prctl(option: int, argument: int, second: int = 0) -> None:
 def unshare(flags: int) -> None:
     """``unshare(2)``. Raises OSError."""
     _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """``mount(2)``. Raises OSError."""
+    texts = [text.encode() for text in (source, target, kind)]
+    result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
+    _check(result, f"mount {target}")
+
+
+def is_memory(path: str) -> bool:
+    """Whether files at ``path`` lie in memory (tmpfs or ramfs). Raises OSError."""
+    answer = ctypes.create_string_buffer(256)  # struct statfs, which begins with the type
+    _check(_libc.statfs(path.encode(), answer), f"statfs {path}")
+    return ctypes.c_long.from_buffer(answer).value in (0x01021994, 0x858458F6)
 
 
 def syscall(number: int, *arguments: Any) -> int:

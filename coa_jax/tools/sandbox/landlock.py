@@ -60,11 +60,12 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(descriptor)
 
 
-def restrict(readable: tuple[str, ...], writable: str) -> None:
+def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> None:
     """Locks this process and its descendants in for good; needs no_new_privs.
 
     Files: ``readable`` may be read and executed, all below ``writable`` may be done, a few
-    harmless devices may be used.  TCP, signals and abstract sockets to processes outside are
+    harmless devices may be used: ``/dev/zero``, which gives shared memory, only with
+    ``shared_memory``.  TCP, signals and abstract sockets to processes outside are
     refused as far as the kernel knows how.
 
     Raises:
@@ -88,7 +89,7 @@ def restrict(readable: tuple[str, ...], writable: str) -> None:
             _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
         # Device ioctls stay refused even there.
         _allow(ruleset, writable, rights & ~_IOCTL_DEV)
-        for device in ("/dev/null", "/dev/zero", "/dev/full"):
+        for device in ("/dev/null", "/dev/full", *(["/dev/zero"] if shared_memory else [])):
             _allow(ruleset, device, (_READ_FILE | _WRITE_FILE | _TRUNCATE) & rights)
         for device in ("/dev/random", "/dev/urandom"):
             _allow(ruleset, device, _READ_FILE)

@@ -11,6 +11,9 @@ PROGRAM = "program.py"
 PRIVATE_TMP = "/tmp"
 """Where a program in bubblewrap sees its scratch space."""
 
+MEMORY = "/dev/shm"
+"""Where a program under Landlock sees its scratch space, if that is a file system of its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -20,10 +23,12 @@ class Limits:
 
     Attributes:
         wall_s: seconds of wall time until everything is killed.
+        starved_s: seconds at most by which that is put off where the program was ready to run but
+            other work had the processors.
         cpu_s: seconds of processor time for each process.
-        memory_mb: MiB of address space for each process, and of resident memory for all (pages
-            that processes share since a fork count for each of them).
-        disk_mb: MiB of private scratch space.
+        memory_mb: MiB of address space for each process, and of memory for all processes
+            together; with a control group that includes scratch space in memory.
+        disk_mb: MiB of private scratch space, with a file for each 4 KiB at most.
         processes: processes and threads at a time.
         open_files: file descriptors of each process.
         output_bytes: bytes that are read from stdout and stderr together before the kill.
@@ -36,6 +41,7 @@ class Limits:
     processes: int = 48
     open_files: int = 128
     output_bytes: int = 4 << 20
+    starved_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Job:
         import_path: directories that are added to the program's ``sys.path``.
         scratch: directory below which a private one is made where there is no private /tmp.
         bwrap: path of bubblewrap, or "".
-        namespaces: whether Landlock is helped by a process namespace where there is one.
+        namespaces: whether Landlock is helped by namespaces where there are any.
+        cgroup: whether a control group limits the memory where this machine lets us make one.
         limits: the budgets.
     """
 
@@ -62,6 +69,7 @@ class Job:
     scratch: str
     bwrap: str
     namespaces: bool
+    cgroup: bool
     limits: Limits
 
     def encode(self) -> bytes:
@@ -92,3 +100,20 @@ class Pipes:
     stderr: int
     control: int
     report: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Where one program may write.
+
+    Attributes:
+        path: its directory; "" where only the program sees it.
+        top: directory below which it may write.
+        bounded: the kernel bounds its size, because it is a file system of its own.
+        in_memory: its files are memory.
+    """
+
+    path: str
+    top: str
+    bounded: bool
+    in_memory: bool

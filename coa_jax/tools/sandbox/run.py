@@ -68,6 +68,8 @@ class Result:
         code: its exit code, 128 + number for a signal; None if it was stopped.
         cpu_s: processor seconds of the program and of its sandbox.
         uid: the user it ran as.
+        ended: when all of its processes were gone, on the clock of ``time.monotonic``.
+        totals: who enforced the totals of memory and files.
     """
 
     stdout: Captured
@@ -76,6 +78,8 @@ class Result:
     code: int | None
     cpu_s: float
     uid: int
+    ended: float = 0.0
+    totals: str = ""
 
 
 class _Reader(asyncio.Protocol):
@@ -257,7 +261,7 @@ async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
         writer.write(stdin.encode("utf-8", "replace"))
         writer.write_eof()
 
-        patience = job.limits.wall_s + GRACE_S
+        patience = job.limits.wall_s + job.limits.starved_s + GRACE_S
         done, _ = await asyncio.wait([report.closed], timeout=patience)
         if not done:
             raise SandboxError(f"the sandbox server gave no report within {patience:g} s")
@@ -290,7 +294,10 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
     streams = [reader.captured() for reader in (out, error)]
     if fields["directory"]:  # a random name; programs shall see the same text each time
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
-    return Result(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"])
+    return Result(
+        *(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"]),
+        *(fields["ended"], fields["totals"]),
+    )
 
 
 def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:

@@ -16,7 +16,14 @@ from . import kernel
 
 # name: (number on x86_64, number on aarch64), -1 where the machine has no such call.
 FORBIDDEN = {
+    # Sockets: a pair of connected streams is all that a program can have.
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "setsockopt": (54, 208),  # larger buffers
     # Other processes: reading, tracing and steering them.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -86,15 +93,22 @@ FORBIDDEN = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     # Memory that no limit of the process counts, or that outlives it.
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    # Locks on files that programs share.
+    "flock": (73, 32),
 }
 
-# Landlock does not control these, so a program could spoil files that its user owns.
+# Landlock does not control these, so a program could spoil files that its user owns, or fill
+# the disk unseen.
 METADATA = {
     "truncate": (76, 45),
     "chmod": (90, -1),
@@ -117,6 +131,7 @@ METADATA = {
     "fremovexattr": (199, 16),
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
+    "fallocate": (285, 47),  # room on the disk that counts as nothing written
 }
 
 # Only where neither a foreign uid nor Landlock's signal scope protects other processes.
@@ -135,6 +150,9 @@ SOCKETPAIR = (53, 199)
 PRLIMIT64 = (302, 261)
 SCHED_SETAFFINITY = (203, 122)
 IOCTL = (16, 29)
+FCNTL = (72, 25)
+PRCTL = (157, 167)
+MMAP = (9, 222)
 NEWEST = 462  # mseal, Linux 6.10
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -142,15 +160,34 @@ _X32_BIT = 0x40000000
 _CLONE_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone takes
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
+_AND = 0x54
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_SHARED_AND_ANONYMOUS = 0x21
+# Typing into a terminal, pasting into a console, and naming who gets a signal.
+_IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)
+# F_SETOWN, F_SETSIG, F_SETOWN_EX name who gets which signal; F_SETLEASE delays whoever else opens
+# a file; F_NOTIFY; F_SETPIPE_SZ lets a pipe hold more.
+_FCNTLS = (8, 10, 15, 1024, 1026, 1031)
+_PRCTLS = (4,)  # PR_SET_DUMPABLE would hide a process from the watch
 
 
-def compile_filter(metadata: bool, signals: bool, machine: str | None = None) -> bytes:
+def number(name: str) -> int:
+    """Number of a system call of ``FORBIDDEN`` on this machine. Raises OSError."""
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call numbers for {machine}")
+    return FORBIDDEN[name][_ARCHITECTURES[machine][0]]
+
+
+def compile_filter(
+    metadata: bool, signals: bool, shared_memory: bool, machine: str | None = None
+) -> bytes:
     """Assembles the filter.
 
     Args:
         metadata: also refuse to change modes, owners, times and attributes of files.
         signals: also refuse to send signals.
+        shared_memory: allow shared memory of no file, which only a control group can count.
         machine: "x86_64" or "aarch64"; None is this machine.
 
     Returns:
@@ -180,6 +217,14 @@ def compile_filter(metadata: bool, signals: bool, machine: str | None = None) ->
         emit(_RETURN, _ALLOW)
         emit(_RETURN, refuse)
 
+    def refuse_if(call: tuple[int, int], index: int, values: tuple[int, ...]) -> None:
+        emit(_EQUAL, call[column], 0, len(values) + 3)
+        emit(_LOAD, argument(index))
+        for left, value in zip(range(len(values), 0, -1), values, strict=True):
+            emit(_EQUAL, value, left, 0)
+        emit(_RETURN, _ALLOW)
+        emit(_RETURN, refuse)
+
     emit(_LOAD, 4)
     emit(_EQUAL, audit_arch, 1, 0)
     emit(_RETURN, _KILL)
@@ -202,15 +247,25 @@ def compile_filter(metadata: bool, signals: bool, machine: str | None = None) ->
     emit(_ANY_BIT, _CLONE_NAMESPACES, 0, 1)
     emit(_RETURN, refuse)
     emit(_RETURN, _ALLOW)
-    refuse_unless(SOCKETPAIR, 0, _AF_UNIX)
+    emit(_EQUAL, SOCKETPAIR[column], 0, 7)
+    emit(_LOAD, argument(0))
+    emit(_EQUAL, _AF_UNIX, 0, 4)
+    emit(_LOAD, argument(1))
+    emit(_AND, _SOCK_TYPE)
+    emit(_EQUAL, _SOCK_STREAM, 0, 1)
+    emit(_RETURN, _ALLOW)
+    emit(_RETURN, refuse)
     refuse_unless(PRLIMIT64, 0, 0)  # own limits only
     refuse_unless(SCHED_SETAFFINITY, 0, 0)
-    # Neither typing into a terminal nor pasting into a console.
-    emit(_EQUAL, IOCTL[column], 0, 4)
-    emit(_LOAD, argument(1))
-    emit(_EQUAL, _TIOCSTI, 1, 0)
-    emit(_EQUAL, _TIOCLINUX, 0, 1)
-    emit(_RETURN, refuse)
+    refuse_if(IOCTL, 1, _IOCTLS)
+    refuse_if(FCNTL, 1, _FCNTLS)
+    refuse_if(PRCTL, 0, _PRCTLS)
+    if not shared_memory:
+        emit(_EQUAL, MMAP[column], 0, 4)
+        emit(_LOAD, argument(3))
+        emit(_AND, _SHARED_AND_ANONYMOUS)
+        emit(_EQUAL, _SHARED_AND_ANONYMOUS, 0, 1)
+        emit(_RETURN, refuse)
     emit(_RETURN, _ALLOW)
     return b"".join(code)
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from . import supervise
+from . import cgroup, supervise
 from .limits import Job, Pipes
 
 DESCRIPTORS = 6
@@ -21,6 +21,7 @@ MESSAGE_BYTES = 1 << 16
 
 def serve(descriptor: int) -> None:
     """Takes jobs from the socket until its other end closes."""
+    home = cgroup.find()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     connection = socket.socket(fileno=descriptor)
     while True:
@@ -36,7 +37,7 @@ def serve(descriptor: int) -> None:
         if process == 0:
             try:
                 connection.close()
-                supervise.supervise(Job.decode(message), Pipes(*descriptors))
+                supervise.supervise(Job.decode(message), Pipes(*descriptors), home)
             finally:
                 os._exit(0)
         for end in descriptors:

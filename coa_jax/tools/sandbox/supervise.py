@@ -3,111 +3,152 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-import math
 import os
 import resource
-import select
 import shutil
 import signal
-import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 
-from . import confine, kernel
-from .limits import PROGRAM, Job, Limits, Pipes
+from . import cgroup, confine, kernel
+from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
+from .watch import Watch, every_descendant, process_ids
 
 # systemd's table of uids lists this range as unused; it also exists in rootless containers.
 UIDS = range(60578, 61184)
 
+LOCKS = f"{'/run' if os.access('/run', os.W_OK) else '/tmp'}/coa_jax.sandbox.uids"
+"""File of which byte N is locked while a program has the uid N; only root can open it."""
+
 _SWEEP_S = 5.0
-_WATCH_MIN_S, _WATCH_MAX_S = 0.02, 0.1
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def supervise(job: Job, pipes: Pipes) -> None:
+def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
     """Runs one program to its end and writes the report.
 
     The report has ``reason`` ("exit", "wall", "memory", "disk", "processes", "cancelled" or
     "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``,
-    ``directory`` (scratch space, "" if it was in memory), ``clean`` (nothing is left)
-    and ``error`` (why there was a fault).
+    ``directory`` (path of the scratch space, "" if only the program saw it), ``clean`` (no process
+    and no file is left), ``ended`` (when all processes were gone, on the clock of
+    ``time.monotonic``), ``totals`` (who enforces the totals of memory and files) and ``error``
+    (why there was a fault).
+
+    Args:
+        job: what to run.
+        pipes: descriptors of the job.
+        home: where a control group for the program can be made, None for nowhere.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     report: dict[str, object] = {"reason": "fault", "code": None, "clean": True}
-    report |= {"error": "", "directory": ""}
-    lock, uid = claim_uid()
-    report["uid"] = os.geteuid() if uid is None else uid
-    directory = ""
+    report |= {"error": "", "directory": "", "uid": os.geteuid(), "totals": ""}
+    uid, scratch, group = None, Scratch("", "", True, True), None
     try:
-        directory = _scratch_directory(job, pipes, uid)
-        report["directory"] = directory
-        report |= _run(job, pipes, uid, directory)
+        uid = claim_uid()
+        if uid is not None:
+            report["uid"] = uid
+            for end in (pipes.stdin, pipes.stdout, pipes.stderr):
+                os.fchown(end, uid, uid)  # so that the program can open /dev/stdin
+        if home is not None and job.cgroup:
+            group = cgroup.make(home, job.limits.memory_mb << 20)
+        isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
+        scratch = _scratch(job, pipes, uid, isolated)
+        report["directory"] = scratch.path
+        report["totals"] = _totals(group, scratch)
+        report |= _run(job, pipes, uid, scratch, group, isolated)
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
     finally:
-        report["clean"] = _sweep(uid) and _remove(directory) and report["clean"]
+        report["clean"] = _sweep(uid, group) and _remove(scratch) and report["clean"]
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         report["cpu_s"] = usage.ru_utime + usage.ru_stime
-        if lock is not None:
-            lock.close()
+        if group is not None:
+            group.remove()
         os.write(pipes.report, json.dumps(report).encode())
 
 
-def claim_uid() -> tuple[socket.socket | None, int | None]:
-    """A uid that no other program has, and the lock that says so; (None, None) unless root.
+def claim_uid() -> int | None:
+    """A uid that no other program has; None unless this process is root.
 
-    The lock is an abstract socket: the kernel frees it with the process.  With a uid of its
-    own a program has a process count of its own and cannot touch its neighbours.
+    With a uid of its own a program has a process count of its own and cannot touch its
+    neighbours.  The kernel frees the lock on the uid when this process ends.
+
+    Raises:
+        OSError: no uid is free, or the file of locks is not ours.
     """
     if os.geteuid() != 0:
-        return None, None
-    # Not the first free one: the next call shall not meet what an earlier one might have left.
+        return None
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    locks = os.open(LOCKS, flags, 0o600)
+    found = os.fstat(locks)
+    if found.st_uid != 0 or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{LOCKS} must be a file that only root can open; remove it")
+    # Not the first free uid: the next call shall not meet what an earlier one might have left.
     first = os.getpid() % len(UIDS)
     for uid in (*UIDS[first:], *UIDS[:first]):
-        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            lock.bind(f"\0coa_jax.sandbox.uid.{uid}")
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, uid)
         except OSError:
-            lock.close()
             continue
-        return lock, uid
+        return uid
     raise OSError(f"all {len(UIDS)} sandbox uids are in use")
 
 
-def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, object]:
+def _totals(group: cgroup.Group | None, scratch: Scratch) -> str:
+    memory = f"memory by cgroup v{group.version}" if group else "memory by a watch"
+    return f"{memory}, files by {'a file system of their own' if scratch.bounded else 'a watch'}"
+
+
+def _run(
+    job: Job,
+    pipes: Pipes,
+    uid: int | None,
+    scratch: Scratch,
+    group: cgroup.Group | None,
+    isolated: bool,
+) -> dict[str, object]:
     failure_read, failure_write = os.pipe2(os.O_CLOEXEC)
     started_read, started_write = os.pipe2(os.O_CLOEXEC)
-    isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
-    limits = job.limits
     # The kernel counts the processes of a uid.  Without a uid of its own the program shares
     # that count with its caller, and the watch below is what bounds it.
-    count = limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
+    count = job.limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
+    watch = Watch(job.limits, scratch, group)
 
     def program() -> None:
         try:
-            confine.become_program(job, pipes, uid, directory, count, started_write)
+            confine.become_program(
+                job, pipes, uid, scratch, count, started_write, shared_memory=group is not None
+            )
         except Exception as error:
             os.write(failure_write, f"{type(error).__name__}: {error}".encode())
 
     child = os.fork()
     if child == 0:
         try:
+            if group is not None:
+                group.enter()
             if isolated:
                 _be_init(program, keep=failure_write)
             program()
+        except OSError as problem:
+            os.write(failure_write, f"{type(problem).__name__}: {problem}".encode())
         finally:
             os._exit(127)
     for end in (failure_write, started_write, pipes.stdin, pipes.stdout, pipes.stderr):
         os.close(end)
-    reason = _watch(child, pipes.control, limits, directory)
-    os.kill(child, signal.SIGKILL)  # a zombie until the wait below, so never a stranger
+    reason = watch.wait(child, pipes.control)
+    _kill([child])  # a zombie until the wait below, so never a stranger
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = 128 - status if status < 0 else status
-    clean = _sweep(uid)
+    clean = _sweep(uid, group)
+    ended = time.monotonic()
+    if reason == "exit":
+        reason = watch.last_look() or reason
     error = os.read(failure_read, 4096).decode() if clean else ""
     wrapped = clean and reason == "exit" and job.backend == "bubblewrap"
     # Its exit code is the program's only if it says so; else it failed on the way there.
@@ -115,18 +156,27 @@ def _run(job: Job, pipes: Pipes, uid: int | None, directory: str) -> dict[str, o
         error = error or "bubblewrap did not start the program"
     if error:
         reason = "fault"
-    return {"reason": reason, "code": code, "clean": clean, "error": error}
+    return {"reason": reason, "code": code, "clean": clean, "error": error, "ended": ended}
 
 
 def _new_namespaces() -> bool:
-    """Whether the children of this process will live in a process namespace of their own."""
-    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
-    if os.geteuid() != 0:
+    """Whether the children of this process will live in namespaces of their own.
+
+    This process itself gets a file system view of its own, in which it may mount.
+    """
+    user, group = os.geteuid(), os.getegid()
+    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNS
+    if user != 0:
         wanted |= kernel.CLONE_NEWUSER
     try:
         kernel.unshare(wanted)
     except OSError:
         return False
+    if user != 0:  # without these it could not make files in a file system of its own
+        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+        for name, text in maps.items():
+            with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     return True
 
 
@@ -151,75 +201,9 @@ def _be_init(program: Callable[[], None], keep: int) -> None:
             os._exit(128 - code if code < 0 else code)
 
 
-def _watch(child: int, control: int, limits: Limits, directory: str) -> str:
-    """Waits for the first reason to end: "exit", "cancelled", or the name of a limit."""
-    end = time.monotonic() + limits.wall_s
-    handle = os.pidfd_open(child)
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    poll.register(control, select.POLLIN | select.POLLHUP)
-    pause = _WATCH_MIN_S
-    try:
-        while True:
-            wait = max(0.0, min(pause, end - time.monotonic()))
-            ready = [descriptor for descriptor, _ in poll.poll(wait * 1000 + 1)]
-            if handle in ready:
-                return "exit"
-            if ready:
-                return "cancelled"
-            start = time.monotonic()
-            if start >= end:
-                return "wall"
-            processes = descendants(os.getpid())
-            if sum(map(_resident, processes)) > limits.memory_mb << 20:
-                return "memory"
-            if len(processes) > limits.processes + 4:
-                return "processes"
-            if directory and _disk_usage(directory) > limits.disk_mb << 20:
-                return "disk"
-            # Looking costs time too: never more than a twentieth of a processor.
-            cost = 20 * (time.monotonic() - start)
-            pause = max(cost, min(2 * pause, _WATCH_MAX_S))
-    finally:
-        os.close(handle)
-
-
-def _process_ids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def descendants(root: int) -> list[int]:
-    """Processes below ``root``, by the parent that /proc names."""
-    children: dict[int, list[int]] = {}
-    for process in _process_ids():
-        try:
-            with open(f"/proc/{process}/stat", "rb") as file:
-                parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        children.setdefault(parent, []).append(process)
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.pop(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
-def _resident(process: int) -> int:
-    try:
-        with open(f"/proc/{process}/statm", "rb") as file:
-            fields = file.read().split()
-    except OSError:
-        return 0
-    # Shared pages are the interpreter and its libraries, counted for nobody.
-    return (int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
-
-
 def _tasks_of(uid: int) -> int:
     count = 0
-    for process in _process_ids():
+    for process in process_ids():
         try:
             if os.stat(f"/proc/{process}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{process}/task"))
@@ -228,28 +212,7 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _disk_usage(directory: str) -> float:
-    """Bytes below a directory; infinite where it is too deep to look at.
-
-    An empty file counts as a block, so the limit bounds their number too.
-    """
-    total = 0
-    queue = [directory]
-    while queue:
-        try:
-            with os.scandir(queue.pop()) as entries:
-                for entry in entries:
-                    total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
-                    if entry.is_dir(follow_symlinks=False):
-                        queue.append(entry.path)
-        except (FileNotFoundError, PermissionError):
-            continue  # just removed, or closed to the program as well
-        except OSError:
-            return math.inf
-    return total
-
-
-def _sweep(uid: int | None) -> bool:
+def _sweep(uid: int | None, group: cgroup.Group | None) -> bool:
     """Kills and reaps every descendant; False if one is left after some seconds.
 
     Orphans become children of this process (it is their subreaper), so no child left means
@@ -264,7 +227,9 @@ def _sweep(uid: int | None) -> bool:
             return True
         if time.monotonic() > end:
             return False
-        _kill(descendants(os.getpid()))
+        if group is not None:
+            group.kill()
+        _kill(every_descendant(os.getpid()))
         if uid is not None:
             _kill_all_of(uid)
         time.sleep(0.001)
@@ -276,6 +241,10 @@ def _kill(processes: Iterable[int]) -> None:
         # be gone, or not ours to limit: then the signal decides.
         with contextlib.suppress(OSError, ValueError):
             resource.prlimit(process, resource.RLIMIT_NPROC, (0, 0))
+        with contextlib.suppress(OSError):  # dying takes processor time too
+            os.setpriority(os.PRIO_PROCESS, process, 0)
+            with open(f"/proc/{process}/autogroup", "w") as file:
+                file.write("0")
         try:
             os.kill(process, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -296,27 +265,46 @@ def _kill_all_of(uid: int) -> None:
     os.waitpid(helper, 0)
 
 
-def _scratch_directory(job: Job, pipes: Pipes, uid: int | None) -> str:
+def _scratch(job: Job, pipes: Pipes, uid: int | None, isolated: bool) -> Scratch:
     """A private directory with the program in it; bubblewrap makes its own in memory."""
     if job.backend == "bubblewrap":
-        return ""
-    directory = tempfile.mkdtemp(prefix="coa_jax_", dir=job.scratch)
+        return Scratch("", "", bounded=True, in_memory=True)
+    bounded = isolated and _mount_memory(job.limits.disk_mb)
+    if bounded:
+        directory = f"{MEMORY}/coa_jax"
+        os.mkdir(directory, 0o700)
+    else:
+        directory = tempfile.mkdtemp(prefix="coa_jax_", dir=job.scratch)
     path = os.path.join(directory, PROGRAM)
     with open(pipes.source, "rb", closefd=False) as source, open(path, "wb") as copy:
         shutil.copyfileobj(source, copy)
     if uid is not None:
         os.chown(path, uid, uid)
         os.chown(directory, uid, uid)
-    return directory
+    top = MEMORY if bounded else directory
+    return Scratch(directory, top, bounded, bounded or kernel.is_memory(directory))
 
 
-def _remove(directory: str) -> bool:
+def _mount_memory(size_mb: int) -> bool:
+    """Whether ``MEMORY`` is now a file system of its own, which only this process and its
+    children see."""
+    options = f"size={size_mb}m,nr_inodes={size_mb << 8},mode=1777"
+    try:
+        kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("coa_jax", MEMORY, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    except OSError:
+        return False
+    return True
+
+
+def _remove(scratch: Scratch) -> bool:
     """Removes a tree whatever its depth and modes; False if something is left.
 
     Directories are first moved up to the top, so no path gets longer than the system allows.
     """
-    if not directory:
-        return True
+    directory = scratch.path
+    if scratch.bounded:
+        return True  # the file system goes with the last process that sees it
     token = os.path.basename(directory)
     try:
         names = os.listdir(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -13,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coa_jax.tools.sandbox import supervise
 from coa_jax.tools.sandbox.canaries import Canary, Targets
+from coa_jax.tools.sandbox.hoards import measure
 from coa_jax.tools.sandbox.limits import PROGRAM, Job, Limits
 from coa_jax.tools.sandbox.run import Result, SandboxError, run
 
-TRIAL_LIMITS = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=256, disk_mb=32)
+TRIAL_LIMITS = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=256, disk_mb=32, starved_s=2.0)
 
 _SETTLE_S = 3.0
 _CONTENT = "precious"
@@ -44,7 +47,11 @@ class Scene:
             abstract=listeners["abstract"].getsockname()[1:].decode(),
             caller=os.getpid(),
             variable=max(environment, key=len) or b"\xff",
+            unix=listeners["unix"].getsockname(),
+            locks=supervise.LOCKS,
             marker=f"{10**6 + secrets.randbelow(10**6)}.25",
+            memory_mb=TRIAL_LIMITS.memory_mb,
+            disk_mb=TRIAL_LIMITS.disk_mb,
         )
 
     def damage(self, result: Result) -> list[str]:
@@ -55,10 +62,11 @@ class Scene:
                 found.append(f"{path} was changed")
             elif path.stat().st_mode & 0o777 != 0o666:
                 found.append(f"the mode of {path} was changed")
-            found += [f"{new} was made" for new in directory.iterdir() if new != path]
+            ours = (path, Path(self.targets.unix))
+            found += [f"{new} was made" for new in directory.iterdir() if new not in ours]
         for name, listener in self._listeners.items():
             with contextlib.suppress(BlockingIOError):
-                listener.recv(1) if name == "udp" else listener.accept()
+                listener.recv(1) if name in ("udp", "unix") else listener.accept()
                 found.append(f"something arrived at the {name} listener")
         return found + _remains(result.uid, self.targets.marker)
 
@@ -97,7 +105,9 @@ def scene() -> Iterator[Scene]:
             directory.chmod(0o777)
             directories.append(directory)
         abstract = f"\0coa_jax_trial_{secrets.token_hex(8)}"
+        named = str(directories[-1] / "socket")
         kinds: dict[str, tuple[int, int, Any]] = {
+            "unix": (socket.AF_UNIX, socket.SOCK_DGRAM, named),
             "tcp": (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
             "udp": (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
             "abstract": (socket.AF_UNIX, socket.SOCK_STREAM, abstract),
@@ -110,23 +120,44 @@ def scene() -> Iterator[Scene]:
             if kind == socket.SOCK_STREAM:
                 listener.listen()
             listeners[name] = listener
+        os.chmod(named, 0o666)
         yield Scene(directories, listeners)
 
 
-async def attempt(job: Job, canary: Canary, around: Scene) -> tuple[list[str], float]:
-    """Lets a hostile program try.
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """How a hostile program fared.
 
-    Returns:
-        (what went wrong, empty if it was contained; seconds until it had ended)
+    Attributes:
+        wrong: what went wrong, in words; empty if it was contained.
+        seconds: until it had ended.
+        over_mb: MiB by which it passed its limit, if it is one that measures.
+        over_s: seconds for which it lived after that.
     """
+
+    wrong: tuple[str, ...]
+    seconds: float
+    over_mb: float = 0.0
+    over_s: float = 0.0
+
+
+async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
+    """Lets a hostile program try, under ``TRIAL_LIMITS``."""
     start = time.monotonic()
     try:
-        result = await run(job, canary.source, keep=2000)
+        result = await run(job, canary.source, keep=1 << 17)
     except SandboxError as error:
-        return [f"the sandbox failed: {error}"], time.monotonic() - start
+        return Attempt((f"the sandbox failed: {error}",), time.monotonic() - start)
     seconds = time.monotonic() - start
     found = around.damage(result)
-    if result.reason not in canary.endings:
+    over_mb = over_s = 0.0
+    if canary.hoards:
+        limit = job.limits.memory_mb if canary.hoards == "memory" else job.limits.disk_mb
+        most, over_s = measure(result.stdout.head, limit, result.ended)
+        over_mb = max(0.0, most - limit)
+    if over_mb == 0.0 and canary.hoards:
+        pass  # it was refused what it wanted, and may end as it likes
+    elif result.reason not in canary.endings:
         found.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
     elif result.reason == "exit" and not result.stdout.head.startswith(canary.says):
         said = result.stdout.head.strip() or result.stderr.tail.strip()
@@ -134,4 +165,4 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> tuple[list[str], f
     after = await run(job, "print(6 * 7)")
     if after.stdout.head != "42\n":
         found.append(f"the next program failed: {after.stderr.tail.strip()!r}")
-    return found, seconds
+    return Attempt(tuple(found), seconds, over_mb, over_s)

@@ -1,0 +1,67 @@
+"""Lists the configs that come with the package, and copies them.
+
+    coa-jax configs                   the files, each with the first line of its docstring
+    coa-jax configs --copy [DIR]      copies them to DIR, by default ``configs``
+
+A copied file takes the place of the packaged one wherever it is named by a path that exists in the
+working directory.  Files that are there and differ are never overwritten.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from absl import flags
+
+from coa_jax.cli import refuse_urls, run_main
+from coa_jax.errors import UserError
+from coa_jax.installed import ROOT, config_files, first_line
+
+
+def copy_configs(target: Path) -> int:
+    """Copies the config files; returns their number.
+
+    Args:
+        target: directory that gets the folders of the stages, such as ``target/sft``.
+
+    Raises:
+        UserError: a file is there and differs; nothing is copied then.
+    """
+    pairs = [(ROOT / path, target / path.relative_to("configs")) for path in config_files()]
+    for source, copy in pairs:
+        if copy.exists() and (not copy.is_file() or copy.read_bytes() != source.read_bytes()):
+            raise UserError(f"--copy: {copy} is there and differs; name another directory")
+    for source, copy in pairs:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+    return len(pairs)
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    # As a boolean flag of absl it may stand without a value: `--copy`, `--copy DIR`, `--copy=DIR`.
+    copy: flags.Flag[str] = flags.Flag(
+        flags.ArgumentParser(), flags.ArgumentSerializer(), "copy", "",
+        "directory that the configs are copied to (default configs)", boolean=True,
+    )  # fmt: skip
+    flags.DEFINE_flag(copy)
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    copy, rest = flags.FLAGS.copy, argv[1:]
+    if len(rest) > (copy == "true"):
+        raise UserError(f"unexpected argument {rest[-1]!r}; --copy takes one directory")
+    if copy:
+        target = rest[0] if rest else "configs" if copy == "true" else copy
+        refuse_urls({"--copy": target})
+        print(f"{copy_configs(Path(target))} files -> {target}")
+        return
+    width = max(len(str(path)) for path in config_files())
+    for path in config_files():
+        print(f"{path!s:{width}}  {first_line(ROOT / path)}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags, positional=True)

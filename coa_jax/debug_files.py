@@ -1,0 +1,64 @@
+"""Makes the tiny policy, data and questions that the debug forms of the configs use.
+
+    coa-jax debug-files
+    coa-jax sft --config=configs/sft/web.py:debug --workdir=runs/debug/sft
+
+Takes less than a minute on a CPU.  The configs look for the files in ``runs/debug``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+from coa_jax import jsonl
+from coa_jax.cli import load_config, run_main, workdir_flag
+from coa_jax.distill.__main__ import distill
+from coa_jax.scratch import make_policy
+from coa_jax.tasks.examples import write_examples
+
+_EXACT = {"grader": "exact_match"}  # under the protocol code an answer needs a grader by name
+QUESTIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("What is the capital of Lesotho?", "Maseru", _EXACT),
+    ("What is 12 times 7?", "84", {}),
+    ("What is the capital of Bhutan?", "Thimphu", _EXACT),
+    ("How many sides has a hexagon?", "6", {}),
+)
+
+
+def make_debug_files(folder: Path) -> None:
+    """Writes ``distill/``, ``scratch/``, ``questions.jsonl`` and ``benchmarks/`` to a folder."""
+    sizes = {"tasks.train": 40, "tasks.validation": 4}
+    distill(load_config("configs/distill/factbook.py", sizes), folder / "distill")
+    policy = {
+        "data": str(folder / "distill" / "train.jsonl"),
+        "policy.hidden_size": 32,
+        "policy.intermediate_size": 48,
+        "policy.num_layers": 1,
+        "policy.head_dim": 16,
+        "policy.induction": False,
+    }
+    make_policy(load_config("configs/scratch/factbook.py", policy), folder / "scratch")
+    rows = [
+        {"question": question, "answer": answer, **({"metadata": about} if about else {})}
+        for question, answer, about in QUESTIONS
+    ]
+    jsonl.write_lines(folder / "questions.jsonl", rows)
+    write_examples(folder / "benchmarks")
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    workdir_flag("where the files are written", "runs/debug")
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    folder = Path(flags.FLAGS.workdir)
+    make_debug_files(folder)
+    print(f"policy, data and questions -> {folder}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

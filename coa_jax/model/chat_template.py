@@ -1,0 +1,108 @@
+"""Rendering a model's chat template in a process of its own, with bounds on time and memory.
+
+A chat template is a program in Jinja that comes with a model.  Jinja's sandbox keeps it from the
+interpreter, but not from loops without end or from texts that fill the memory.  The environment
+is that of transformers: its options, filters and global names.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SECONDS = 5  # of one CPU; real templates take milliseconds
+_WAIT_S = 120.0  # on a machine that is busy
+_MEMORY = 1 << 30
+_LONGEST = 1 << 20
+
+
+class ChatTemplateError(Exception):
+    """The template cannot be rendered; the message is one line."""
+
+
+def render(template: str, messages: Sequence[Mapping[str, str]], **names: Any) -> str:
+    """The text of a conversation, with the opening of the assistant's turn.
+
+    Args:
+        template: a Jinja template.
+        messages: ``role`` and ``content`` of each turn.
+        names: further names that the template may use, such as ``bos_token``; JSON values.
+
+    Raises:
+        ChatTemplateError: the template is no Jinja, fails, or needs too much time or memory.
+    """
+    names = {**names, "messages": list(messages)}
+    asked = {"template": template, "names": names, "seconds": _SECONDS}
+    command, stdin = [sys.executable, "-I", __file__], json.dumps(asked, default=str).encode()
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=_WAIT_S)
+        answer = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        limits = f"{_SECONDS} seconds or {_MEMORY >> 20} MiB"
+        raise ChatTemplateError(f"the template needs more than {limits}") from None
+    if "text" not in answer:
+        raise ChatTemplateError(answer["error"])
+    return str(answer["text"])
+
+
+def _environment() -> Any:
+    import datetime
+
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """``{% generation %}`` marks the assistant's text for transformers; its body is kept."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        template = _environment().from_string(asked["template"])
+        pieces, length = [], 0
+        for piece in template.generate(**asked["names"]):
+            pieces.append(piece)
+            length += len(piece)
+            if length > _LONGEST:
+                return {"error": f"the template writes more than {_LONGEST:,} characters"}
+        return {"text": "".join(pieces)}
+    except (Exception, RecursionError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:200]
+        return {"error": f"{type(error).__name__}: {reason}"}
+
+
+def _main() -> None:
+    """The process: limits, a request on stdin, an answer on stdout."""
+    asked = json.loads(sys.stdin.read())
+    resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"] + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    print(json.dumps(_answer(asked)))
+
+
+if __name__ == "__main__":
+    _main()

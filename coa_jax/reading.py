@@ -1,0 +1,212 @@
+"""Reading files that somebody else wrote: bounded memory, bounded time, one line of error.
+
+Only regular files are opened, so that a pipe or a device never blocks a command.  Sizes, nesting
+and the digits of numbers are bounded, because parsers and recursive code fail in their own ways
+beyond those bounds.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import stat
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+
+from coa_jax.errors import UserError
+
+MAX_DEPTH = 100
+"""Nesting of JSON values.  Recursive code takes up to four stack frames a level, of 1,000."""
+SMALL = 16 << 20
+"""Bytes of the largest file that holds a configuration or a result."""
+MAX_LINE = 256 << 20
+"""Bytes of the longest line of a file of JSON lines."""
+MALFORMED = (
+    *(KeyError, IndexError, TypeError, ValueError, AttributeError),
+    *(OverflowError, ZeroDivisionError, RecursionError, MemoryError),
+)
+"""What code raises that takes damaged data apart; only data from a file may raise it there."""
+
+_DIGITS = 309  # a number with more digits is beyond every float
+_KINDS = {
+    stat.S_ISDIR: "a directory",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_ONLY_DIGITS = bytes(ord("0") if chr(code).isdigit() else 0 for code in range(128)) + bytes(128)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def whole_limit() -> int:
+    """Bytes of the largest file that is read as a whole."""
+    return memory() // 4
+
+
+def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Opens a regular file for reading, without waiting for anybody.
+
+    Raises:
+        UserError: there is no such file, it may not be read, or it is a directory, a pipe, ...
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a null byte in the name
+        raise UserError(f"{str(path)!r}: cannot be read: {error}") from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = next((name for test, name in _KINDS.items() if test(mode)), "of another kind")
+        raise UserError(f"{path}: cannot be read: it is {kind}; give a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: the file.
+        limit: most bytes that it may have; None for `whole_limit`.
+
+    Raises:
+        UserError: see `open_file`, or the file is larger.
+    """
+    limit = whole_limit() if limit is None else limit
+    with open_file(path) as file:
+        try:
+            if (size := os.fstat(file.fileno()).st_size) <= limit:
+                # Files in /proc have no size; a larger request would be allocated as a whole.
+                data = file.read(min(limit, max(size, 1 << 20)) + 1)
+                size = max(size, len(data))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if size > limit:
+        raise UserError(f"{path}: cannot be read: it has {size:,} bytes, the limit is {limit:,}")
+    return data
+
+
+def read_text(path: str | os.PathLike[str], limit: int | None = None) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        UserError: see `read_bytes`, or the file is not UTF-8.
+    """
+    try:
+        return _decoded(read_bytes(path, limit))
+    except ValueError as error:
+        raise UserError(f"{path}: {reason(error)}") from error
+
+
+def read_json(path: str | os.PathLike[str], limit: int | None = SMALL) -> Any:
+    """The JSON value of a file.
+
+    Raises:
+        UserError: see `read_bytes`, or the file is not JSON within the bounds of this module.
+    """
+    data = read_bytes(path, limit)
+    try:
+        return parse_json(data)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{path}: {reason(error)}; mend the file or fetch it again") from error
+
+
+def parse_json(data: bytes | str, **hooks: Any) -> Any:
+    """A JSON value, at most `MAX_DEPTH` deep, whose numbers fit a float.
+
+    Args:
+        data: JSON in UTF-8, or as text.
+        hooks: of ``json.loads``.
+
+    Raises:
+        ValueError, RecursionError: not JSON within the bounds; see `reason`.
+    """
+    text = _decoded(data) if isinstance(data, bytes) else data
+    raw = text.encode("utf-8", "replace") if isinstance(data, str) else data
+    if b"0" * _DIGITS in raw.translate(_ONLY_DIGITS):
+        hooks = {**hooks, "parse_int": _integer}
+    value = json.loads(text, **hooks)
+    brackets = np.frombuffer(raw.translate(None, _NO_BRACKETS), np.uint8)
+    # Closing brackets have the bit 4, opening ones do not.  Brackets in strings count here.
+    steps = np.where(brackets & 4, -1, 1).cumsum(dtype=np.int32)
+    if steps.size and steps.max() > MAX_DEPTH and _is_deep(value):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _decoded(data: bytes) -> str:
+    packed = next((name for head, name in _PACKED.items() if data.startswith(head)), None)
+    if packed:
+        raise ValueError(f"compressed with {packed}; unpack it first")
+    if data.startswith(_WIDE):
+        raise ValueError("encoded in UTF-16; save it as UTF-8")
+    return data.removeprefix(codecs.BOM_UTF8).decode()
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) >= _DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a list or an object is nested more than `MAX_DEPTH` levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def reason(error: BaseException) -> str:
+    """Why `parse_json` or the code that reads its value failed, for an error message."""
+    if isinstance(error, KeyError):
+        return f"the field {error} is missing"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}" + (
+            f" of line {error.lineno}" if error.lineno > 1 else ""
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: byte {error.start}"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, MemoryError):
+        return "too large for the memory of this machine"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1, bytes) of each line of a file.
+
+    Raises:
+        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes.
+    """
+    with open_file(path) as file:
+        number = 0
+        try:
+            while line := file.readline(MAX_LINE + 1):
+                number += 1
+                if len(line) > MAX_LINE:
+                    raise UserError(f"{path}:{number}: the line has more than {MAX_LINE:,} bytes")
+                yield number, line
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error

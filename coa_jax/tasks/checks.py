@@ -1,0 +1,95 @@
+"""Checks of a task when it is loaded: what cannot be graded is refused with its file and row."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax import jsonl, reading
+from coa_jax.protocol import parse_boxed
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.code_tests import Tests, read_tests
+from coa_jax.tasks.grading import parse_number
+from coa_jax.tasks.maths import is_expression
+
+GRADERS = ("exact_match", "math", "code", "judge")
+"""What ``metadata["grader"]`` may name; see `coa_jax.tasks.graders`."""
+
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile("[A-Za-z]{3,}")
+_FORMULA = re.compile(r"[0-9\\+*/^=<>|]|\A\W*[A-Za-z]\W*\Z")
+
+
+def checked(task: Task) -> Task:
+    """A task of a file that names its grader where the protocol alone does not.
+
+    Raises:
+        ValueError: the task cannot be graded; the message says why, and what to write.
+    """
+    task.id.encode(), task.question.encode(), [text.encode() for text in task.gold]
+    try:
+        jsonl.dumps(task.metadata)
+    except TypeError as error:
+        raise ValueError(f"the metadata is not JSON: {error}") from error
+    if "scorer" in task.metadata:
+        _check_scorer(task)
+        return task
+    grader = task.metadata.get("grader")
+    if grader is None and task.protocol == "code":
+        grader = _grader_of(task.gold)
+        task = dataclasses.replace(task, metadata={**task.metadata, "grader": grader})
+    if grader is not None and grader not in GRADERS:
+        raise ValueError(f"the grader {grader!r} is unknown; known are {', '.join(GRADERS)}")
+    if grader == "math" and not all(map(is_expression, task.gold)):
+        raise ValueError("an accepted answer holds no expression that could be compared")
+    # Tests that are kept apart, under the id of the question, come before those of the row.
+    if grader == "code" and not task.metadata.get("question_id"):
+        tests_of(task.gold)
+    return task
+
+
+def tests_of(gold: tuple[str, ...]) -> Tests:
+    """The tests that the accepted answer of a code task holds, as JSON.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        value = reading.parse_json(gold[0] if gold else "")
+        if not isinstance(value, Mapping):
+            raise ValueError(f"expected an object, found {type(value).__name__}")
+        return read_tests(value)
+    except reading.MALFORMED as error:
+        raise ValueError(f"the tests cannot be read: {reading.reason(error)}") from error
+
+
+def _grader_of(gold: tuple[str, ...]) -> str:
+    """The grader of a task of the protocol ``code``, by its accepted answers."""
+    if gold[0].startswith("{"):
+        tests_of(gold)
+        return "code"
+    if all(map(_is_formula, gold)):
+        return "math"
+    raise ValueError(
+        "the protocol 'code' answers with programs or formulas, and the accepted answer is neither "
+        'tests nor a number or formula; give "metadata": {"grader": NAME} with one of '
+        + ", ".join(GRADERS)
+    )
+
+
+def _is_formula(text: str) -> bool:
+    boxed = parse_boxed(text)
+    if boxed is not None or parse_number(text) is not None:
+        return True
+    return bool(_FORMULA.search(text)) and not _WORD.search(_COMMAND.sub(" ", text))
+
+
+def _check_scorer(task: Task) -> None:
+    wanted: dict[str, Any] = {"scorer": str, "generator": str, "generator_metadata": dict}
+    for key, kind in wanted.items():
+        if not isinstance(task.metadata.get(key), kind):
+            raise ValueError(f"metadata.{key} must be {'an object' if kind is dict else 'a text'}")
+    if task.metadata["scorer"] != "reasoning_gym":
+        raise ValueError(f"the scorer {task.metadata['scorer']!r} is unknown: use reasoning_gym")

@@ -1,0 +1,293 @@
+"""Python packages that programs of the code tool can import.
+
+``python -m coa_jax.tools.code_libraries numpy sympy`` installs them now, which a run with
+``--config.tools.code_libraries=numpy,sympy`` otherwise does on first use, and prints where they
+are.  pip installs into a directory of its own; programs can read that directory and not change it.
+A directory of installed packages can stand in place of names, for machines without a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from coa_jax.bounds import Text
+from coa_jax.errors import UserError
+from coa_jax.tools.sandbox.isolation import (
+    Interpreter,
+    Isolation,
+    find_interpreter,
+    find_isolation,
+    reachable,
+)
+from coa_jax.tools.sandbox.limits import Limits
+from coa_jax.tools.sandbox.run import run
+
+_VERSION = r"\s*(===|==|~=|!=|>=|<=|>|<)\s*[\w.*+!-]+\s*"
+_REQUIREMENT = rf"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[\w,.-]+\])?({_VERSION}(,{_VERSION})*)?"
+_PLACE = r"(/|~|\./|\.\./).*"
+Library = Annotated[
+    str,
+    Text(
+        4096,
+        f"{_REQUIREMENT}|{_PLACE}",
+        "a package such as numpy or numpy>=2, or the path of a directory with packages",
+    ),
+]
+"""A package for programs, or a directory with installed packages."""
+_TOLD = 40
+_INSTALL_S = 1800.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Package:
+    """An installed package.
+
+    Attributes:
+        name: name of the distribution, as in "scikit-learn".
+        version: as in "1.7.2".
+        module: what programs import, as in "sklearn".
+    """
+
+    name: str
+    version: str
+    module: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Libraries:
+    """Packages for programs.
+
+    Attributes:
+        directories: where they are installed; ``sys.path`` of programs gets these.
+        packages: those that were asked for, or all where only directories were named.
+    """
+
+    directories: tuple[str, ...] = ()
+    packages: tuple[Package, ...] = ()
+
+    def __str__(self) -> str:
+        """As in "numpy 2.4.6, sympy 1.14.0"."""
+        told = [f"{package.name} {package.version}" for package in self.packages[:_TOLD]]
+        return ", ".join(told)
+
+    def note(self) -> str:
+        """The sentence of the prompt about them; "" without packages."""
+        if not self.packages:
+            return ""
+        return f"It can import the standard library and these packages: {self}."
+
+
+def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None) -> Libraries:
+    """The packages, installed first where they are not there yet.
+
+    Args:
+        wanted: names ("numpy"), requirements ("numpy>=2") or existing directories with installed
+            packages.  A name that one of the directories has is not installed again.
+        interpreter: the python that will import them; by default the sandbox's.
+
+    Raises:
+        UserError: an entry is neither, a directory cannot be read by programs, or pip fails.
+    """
+    if not wanted:
+        return Libraries()
+    interpreter = interpreter or find_interpreter()
+    directories, requirements = [], {}
+    for entry in wanted:
+        if entry.startswith(("/", "~", "./", "../")):
+            directories.append(_directory(entry))
+        elif match := re.fullmatch(_REQUIREMENT, entry.strip()):
+            requirements[_normal(match[1])] = entry.strip()
+        else:
+            raise UserError(
+                f"tools.code_libraries: {entry!r} is neither a package (numpy, 'numpy>=2') nor the"
+                " path of a directory with installed packages"
+            )
+    there = {_normal(package.name): package for package in _packages(directories)}
+    missing = [text for name, text in requirements.items() if name not in there]
+    if missing:
+        directories.append(_installed(sorted(missing), interpreter))
+        there |= {_normal(package.name): package for package in _packages(directories[-1:])}
+    packages = [there[name] for name in requirements] if requirements else list(there.values())
+    return Libraries(tuple(directories), tuple(packages))
+
+
+async def try_imports(
+    isolation: Isolation, limits: Limits, libraries: Libraries
+) -> list[tuple[bool, str]]:
+    """Imports each package in a program of its own: (it went well, what there is to say).
+
+    Raises:
+        SandboxError: the sandbox does not work.
+    """
+    job, found = isolation.job(limits, libraries.directories), []
+    for package in libraries.packages:
+        source = f"import time\nstart = time.time()\nimport {package.module}\n"
+        result = await run(job, source + "print(f'{time.time() - start:.2f}')")
+        text = f"{package.name} {package.version}"
+        if result.reason == "exit" and result.code == 0:
+            found.append((True, f"{text}, imported in {result.stdout.head.strip()} s"))
+            continue
+        last = (result.stderr.tail.strip().splitlines() or [f"stopped: {result.reason}"])[-1]
+        found.append((False, f"{text}, cannot be imported: {last}"))
+    return found
+
+
+def _directory(entry: str) -> str:
+    path = os.path.realpath(os.path.expanduser(entry))
+    if not os.path.isdir(path):
+        raise UserError(f"tools.code_libraries: there is no directory {entry}")
+    if not reachable(path):
+        raise UserError(
+            f"tools.code_libraries: other users cannot read {path}, and programs run as one;"
+            " move it, or chmod o+rx it and the directories above it"
+        )
+    return path
+
+
+def _packages(directories: Sequence[str]) -> Iterator[Package]:
+    for found in sorted(
+        importlib.metadata.distributions(path=list(directories)), key=lambda one: str(one.name)
+    ):
+        modules = (found.read_text("top_level.txt") or "").split()
+        if not modules:
+            files = [file.parts[0] for file in found.files or () if file.suffix == ".py"]
+            modules = sorted({part.removesuffix(".py") for part in files})
+        public = [module for module in modules if not module.startswith(("_", "."))]
+        named = [module for module in public if _normal(module) == _normal(found.name)]
+        if public:
+            yield Package(found.name, found.version, (named or public)[0])
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _installed(requirements: list[str], interpreter: Interpreter) -> str:
+    """The directory with the requirements, made by pip if it is not there."""
+    python = [interpreter.path, interpreter.version, platform.machine(), *requirements]
+    key = hashlib.sha256(json.dumps(python).encode()).hexdigest()[:16]
+    cache = _cache()
+    target = cache / key
+    if target.is_dir():
+        return str(target)
+    wanted = " ".join(requirements)
+    logging.warning("code_libraries: pip installs %s for programs into %s", wanted, target)
+    start = time.monotonic()
+    fresh = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=cache))
+    try:
+        _pip(requirements, interpreter, fresh)
+        for path in (fresh, *fresh.rglob("*")):
+            path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
+        with contextlib.suppress(OSError):  # another process was faster
+            fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    if not target.is_dir():
+        raise UserError(f"tools.code_libraries: {target} cannot be made; is the disk full?")
+    logging.warning("code_libraries: installed after %.0f s", time.monotonic() - start)
+    return str(target)
+
+
+def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> None:
+    # Settings of this python are not for another one.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
+    options = ["install", "--target", str(target), "--quiet", "--no-input", "--prefer-binary"]
+    options += ["--disable-pip-version-check", "--no-warn-script-location", *requirements]
+    said = "no pip was found"
+    # The pip of the interpreter, or ours working for that interpreter.
+    for pip in (
+        [interpreter.path, "-m", "pip"],
+        [sys.executable, "-m", "pip", "--python", interpreter.path],
+    ):
+        if subprocess.run([*pip, "--version"], capture_output=True, env=environment).returncode:
+            continue
+        try:
+            result = subprocess.run(
+                [*pip, *options],
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=_INSTALL_S,
+            )
+        except subprocess.TimeoutExpired:
+            said = f"not ready after {_INSTALL_S:g} s"
+            break
+        if result.returncode == 0:
+            return
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        said = " ".join(lines[-1:]) or result.stderr.strip()[-300:]
+        break
+    raise UserError(
+        f"tools.code_libraries: pip cannot install {' '.join(requirements)} for"
+        f" {interpreter.path}: {said} (without a network, name a directory with the packages)"
+    )
+
+
+def _cache() -> Path:
+    """A directory that this process may write and that programs can read."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    places = [home, Path("/var/cache"), Path("/var/tmp")]
+    for place in places:
+        cache = place / "coa_jax" / "code"
+        existing = next(path for path in (cache, *cache.parents) if path.exists())
+        if not reachable(str(existing)) or not os.access(existing, os.W_OK):
+            continue
+        cache.mkdir(parents=True, exist_ok=True)
+        for path in (cache, cache.parent):
+            path.chmod(0o755)
+        if cache.stat().st_uid == os.geteuid():  # nobody else can put packages there
+            return cache
+    raise UserError(
+        f"tools.code_libraries: none of {', '.join(map(str, places))} can hold packages that"
+        " programs can read; set XDG_CACHE_HOME to a directory that other users can enter"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
+    parser.add_argument("wanted", nargs="+", help="packages or directories")
+    options = parser.parse_args(arguments)
+    wanted = [name for text in options.wanted for name in _split(text)]
+    try:
+        isolation = find_isolation()
+        libraries = find_libraries(wanted, isolation.interpreter)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for directory in libraries.directories:
+        print(f"directory    {directory}")
+    tried = asyncio.run(try_imports(isolation, Limits(), libraries))
+    for ok, text in tried:
+        print(f"{'package' if ok else 'FAILED':12} {text}")
+    return 0 if all(ok for ok, _ in tried) else 1
+
+
+def _split(text: str) -> list[str]:
+    """Entries that are joined by commas; a comma before a comparison belongs to its requirement."""
+    return [entry for entry in re.split(r",(?![\s=~!<>])", text) if entry]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""A memory control group for each program, where this machine lets us make one.
+
+The kernel then counts everything that a program holds: private and shared memory, files in
+memory, page tables, pipes, sockets and its own bookkeeping.  A program above the limit is killed
+by the kernel in the moment of the allocation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+
+PREFIX = "coa_jax_"
+_STALE_S = 60.0
+_REMOVE_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """A control group below which this process may make groups.
+
+    Attributes:
+        path: directory of the group.
+        version: 1 or 2, the version of the cgroup interface.
+    """
+
+    path: str
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The control group of one program.
+
+    Attributes:
+        path: directory of the group.
+        version: 1 or 2, the version of the cgroup interface.
+    """
+
+    path: str
+    version: int
+
+    def enter(self) -> None:
+        """Moves this process, which has one thread, into the group. Raises OSError."""
+        # In version 1 the file `tasks` moves a thread without a lock over the whole machine.
+        _write(self.path, "tasks" if self.version == 1 else "cgroup.procs", "0")
+
+    def exceeded(self) -> bool:
+        """Whether the kernel has killed a process of the group for its memory."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        fields = dict(line.split() for line in _read(self.path, name).splitlines())
+        return int(fields.get("oom_kill", 0)) > 0
+
+    def kill(self) -> None:
+        """Kills every process of the group, where the kernel offers that."""
+        if self.version == 2:
+            with contextlib.suppress(OSError):  # Linux 5.14
+                _write(self.path, "cgroup.kill", "1")
+
+    def remove(self) -> None:
+        """Removes the group, whose processes have ended."""
+        end = time.monotonic() + _REMOVE_S
+        while True:
+            try:
+                return os.rmdir(self.path)
+            except OSError:  # the last process is on its way out
+                if time.monotonic() > end:
+                    return  # a later call removes what is stale
+            time.sleep(0.001)
+
+
+def find() -> Home | None:
+    """The nearest control group that lets this process limit the memory of its children.
+
+    Tried with a real child process, so call it in a process without threads.
+    """
+    for home in _candidates():
+        try:
+            group = make(home, 64 << 20)
+        except OSError:
+            continue
+        child = os.fork()
+        if child == 0:
+            try:
+                group.enter()
+                os._exit(0)
+            except OSError:
+                os._exit(1)
+        entered = os.waitpid(child, 0)[1] == 0
+        try:
+            group.exceeded()
+        except (OSError, ValueError):
+            entered = False
+        group.remove()
+        if entered:
+            return home
+    return None
+
+
+def make(home: Home, memory: int) -> Group:
+    """A new group below ``home`` that may hold ``memory`` bytes. Raises OSError."""
+    _remove_stale(home.path)
+    group = Group(os.path.join(home.path, f"{PREFIX}{os.getpid()}"), home.version)
+    with contextlib.suppress(OSError):  # of an earlier maker with this process id
+        os.rmdir(group.path)
+    os.mkdir(group.path)
+    try:
+        if home.version == 1:
+            _write(group.path, "memory.limit_in_bytes", str(memory))
+            with contextlib.suppress(FileNotFoundError):  # a kernel without accounting of swap
+                _write(group.path, "memory.memsw.limit_in_bytes", str(memory))
+        else:
+            _write(group.path, "memory.max", str(memory))
+            _write(group.path, "memory.oom.group", "1")
+            with contextlib.suppress(FileNotFoundError):
+                _write(group.path, "memory.swap.max", "0")
+    except OSError:
+        os.rmdir(group.path)
+        raise
+    return group
+
+
+def _candidates() -> list[Home]:
+    mounts = []
+    for line in _read("/proc/self", "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split()[:3]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            mounts.append((kind, fields[3], fields[4]))
+    found = []
+    for line in _read("/proc/self", "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for kind, root, point in mounts:
+            if kind == "cgroup2" and controllers == "":
+                own = os.path.join(point, os.path.relpath(path, root))
+                found += [Home(place, 2) for place in _delegated(own, point)]
+            elif kind == "cgroup" and "memory" in controllers.split(","):
+                own = os.path.join(point, os.path.relpath(path, root))
+                found.append(Home(own if os.path.isdir(own) else point, 1))
+    return found
+
+
+def _delegated(path: str, top: str) -> list[str]:
+    """This group and those above it that hand the memory controller to the groups below."""
+    found, path = [], os.path.normpath(path)
+    while path.startswith(top):
+        with contextlib.suppress(OSError):
+            if "memory" in _read(path, "cgroup.subtree_control").split():
+                found.append(path)
+        if path == top:
+            break
+        path = os.path.dirname(path)
+    return found
+
+
+def _remove_stale(path: str) -> None:
+    """Removes groups whose maker was killed before it could."""
+    for name in os.listdir(path):
+        maker = name.removeprefix(PREFIX)
+        if maker == name or os.path.exists(f"/proc/{maker}"):
+            continue
+        place = os.path.join(path, name)
+        with contextlib.suppress(OSError):
+            if time.time() - os.stat(place).st_mtime > _STALE_S:
+                os.rmdir(place)
+
+
+def _read(path: str, name: str) -> str:
+    with open(os.path.join(path, name)) as file:
+        return file.read()
+
+
+def _write(path: str, name: str, value: str) -> None:
+    with open(os.path.join(path, name), "w") as file:
+        file.write(value)

@@ -1,0 +1,125 @@
+"""JSON bodies: parsed in bounded time, checked against a schema, explained in plain words."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from coa_jax.web.errors import Refused
+
+M = TypeVar("M", bound=BaseModel)
+
+_MOST_DIGITS = 1000
+_NOT_JSON = "the body is not valid JSON"
+# A string, closed or not (possessive, so that no text takes quadratic time), or one that counts.
+_STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)
+
+_WHOLE = "must be a whole number"
+_NUMBER = "must be a number"
+_BOOL = "must be true or false"
+_OBJECT = "must be an object"
+_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "this server does not know the field",
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "too_short": "must have {min_length} or more entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "literal_error": "must be {expected}; this server supports no other value",
+    "none_required": "must be null; this server supports no other value",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "int_type": _WHOLE, "int_parsing": _WHOLE, "int_from_float": _WHOLE, "int_parsing_size": _WHOLE,
+    "float_type": _NUMBER, "float_parsing": _NUMBER,
+    "bool_type": _BOOL, "bool_parsing": _BOOL,
+    "dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT,
+}  # fmt: skip
+"""What an error says, by pydantic's type of the error."""
+
+
+def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
+    """Parses a JSON text that holds a bounded number of values.
+
+    The number is checked before the text is parsed: parsing megabytes of tiny values holds Python's
+    global lock for seconds, megabytes of strings take milliseconds.
+
+    Args:
+        body: UTF-8.
+        values: most values, roughly: separators and opening brackets outside of strings.
+        containers: most lists and objects.
+
+    Raises:
+        Refused: 400, the text is not JSON or holds more values.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Refused(400, f"{_NOT_JSON}: it is not UTF-8") from None
+    opened = text.count("[") + text.count("{")
+    if opened > containers or opened + text.count(",") > values:
+        _count(text, values, containers)
+    try:
+        return json.loads(text, parse_int=_whole_number)
+    except json.JSONDecodeError as error:
+        raise Refused(400, f"{_NOT_JSON} (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise Refused(400, f"{_NOT_JSON} that this server reads: it is nested too deeply") from None
+    except ValueError:  # from `_whole_number`
+        raise Refused(400, f"{_NOT_JSON} that this server reads: a number is too long") from None
+
+
+def _whole_number(digits: str) -> int:
+    """Refuses long numbers, whose conversion takes quadratic time."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError
+    return int(digits)
+
+
+def _count(text: str, values: int, containers: int) -> None:
+    counted = opened = 0
+    for found in _STRUCTURE.finditer(text):
+        first = text[found.start()]
+        if first == '"':
+            continue
+        counted += 1
+        opened += first != ","
+        if counted > values or opened > containers:
+            limit = f"{values:,} values, {containers:,} of them lists or objects"
+            raise Refused(400, f"the body holds too many values; the limit is {limit}")
+
+
+def validated(model: type[M], value: Any) -> M:
+    """The request that a JSON value describes.
+
+    Raises:
+        Refused: 400, with the first mistake: the field and what it must be.
+    """
+    if not isinstance(value, dict):
+        raise Refused(400, "the body must be a JSON object")
+    known = len(model.model_fields)
+    if len(value) > 2 * known:
+        raise Refused(400, f"the body has {len(value)} fields; this server knows {known}")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+    first = found[0]
+    place = [str(part) for part in first["loc"]]
+    name = ".".join(place)[:200]
+    context = first.get("ctx", {})
+    if first["type"] == "value_error":
+        words = str(context["error"])
+        raise Refused(400, f"{name}: {words}" if name else words, name or None)
+    words = _WORDS.get(first["type"], "has a value that this server does not take")
+    words = words.format(**context)
+    message = f"{name}: {words}"
+    # The name of an unknown field is the client's text, so the log does not have it.
+    raise Refused(400, message, name, words if first["type"] == "extra_forbidden" else message)

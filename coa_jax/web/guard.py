@@ -1,0 +1,288 @@
+"""Checks of every request: its names, its key, its size, its time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coa_jax.errors import UserError
+from coa_jax.web.errors import ClientGone, Refused
+from coa_jax.web.limits import ConnectionLimits
+from coa_jax.web.refusals import RefusalLog
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_PORT = re.compile(r":[0-9]*$")
+_REASON, _BODY = "coa_jax.reason", "coa_jax.body"
+_BUFFERED = 256 << 20
+_DRAINED, _DRAIN_S = 64 << 20, 2.0
+
+
+def is_local(name: str) -> bool:
+    """Whether a host name or address can only be this machine."""
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(host: str, key: str | None, mend: str) -> None:
+    """Refuses to serve other machines without a key.
+
+    Args:
+        host: address to listen on.
+        key: that clients must send.
+        mend: what the user can do about it.
+
+    Raises:
+        UserError: other machines can reach the address, and there is no key.
+    """
+    if not key and not is_local(host):
+        raise UserError(f"{host or 'every address'} is open to other machines: {mend}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the guard of a server checks.
+
+    Attributes:
+        api_key: key that clients send as a bearer token; None to serve anybody.
+        local: whether requests must name this machine as their host and come from no other site's
+            page.  A name that a web site owns may be made to lead here (DNS rebinding).
+        max_body: bytes of a body.
+        routes: paths that the server has; others are logged and counted as "other".
+        open: paths that need no key.
+        limits: times.
+    """
+
+    api_key: str | None
+    local: bool
+    max_body: int
+    routes: tuple[str, ...]
+    open: tuple[str, ...]
+    limits: ConnectionLimits
+
+
+class Guard:
+    """ASGI middleware that refuses requests before they cost anything, and logs refusals.
+
+    The application sees a POST request only after its whole body has arrived, see `body_of`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        rules: Rules,
+        answer: Callable[[Refused], Response],
+        log: RefusalLog,
+        count: Callable[[str, int], None],
+    ):
+        """Puts a guard before an application.
+
+        Args:
+            app: the application.
+            rules: what is checked.
+            answer: makes the response for a refused request.
+            log: takes a line for each refused request.
+            count: called with path and status of every answer.
+        """
+        self._app, self._rules, self._answer = app, rules, answer
+        self._log, self._count = log, count
+        self._bodies = _Bodies(rules)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, reasons = 0, scope.setdefault(_REASON, [])
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+                if scope["method"] == "POST":
+                    scope[_BODY] = await self._bodies.read(receive)
+            except Refused as error:
+                reasons.append(error.reason)
+                answer = self._answer(error)
+                if scope["method"] == "POST" and not await _drained(scope, receive, error.status):
+                    answer.headers["Connection"] = "close"
+                await answer(scope, receive, watched)
+            except ClientGone:
+                status = 499
+            else:
+                await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # uvicorn, for requests that outlast the server's end
+            if not status:
+                ending = Refused(503, "the server is shutting down")
+                reasons.append(ending.reason)
+                await self._answer(ending)(scope, receive, watched)
+        except Exception:
+            status = status or 500  # which is answered further out
+            raise
+        finally:
+            path = scope["path"] if scope["path"] in self._rules.routes else "other"
+            self._count(path, status)
+            # A client that left (499) was not refused; a fault of the server has its traceback.
+            if 400 <= status < 499 or status == 503:
+                method = scope["method"] if scope["method"] in _METHODS else "-"
+                client = scope["client"][0] if scope.get("client") else "-"
+                reason = reasons[-1] if reasons else _WORDS.get(status, "")
+                self._log.note(status, f"{method} {path}", client, reason)
+
+    def _check(self, scope: Scope) -> None:
+        rules, headers = self._rules, dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if rules.local and host and not is_local(_PORT.sub("", host)):
+            raise Refused(
+                403,
+                f"this server is for its own machine, as localhost or 127.0.0.1, not {host!r}; "
+                "under other names it answers with an API key",
+                reason="the request names another host",
+            )
+        if rules.local and origin and origin.partition("://")[2] != host:
+            raise Refused(
+                403,
+                f"the page at {origin!r} is of another site; this server answers its own page and "
+                "programs, other pages with an API key",
+                reason="the request comes from the page of another site",
+            )
+        if rules.api_key and scope["path"] not in rules.open:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            same = hmac.compare_digest(given.strip(), rules.api_key.encode())
+            if scheme.lower() != b"bearer" or not same:
+                raise Refused(401, "send the API key as 'Authorization: Bearer KEY'")
+        if scope["method"] == "POST":
+            kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+            if kind != b"application/json":
+                raise Refused(415, "send the body with 'Content-Type: application/json'")
+            declared = headers.get(b"content-length", b"0")
+            if int(declared[:18]) > rules.max_body:
+                raise _too_large(rules.max_body)
+
+
+class _Bodies:
+    """Bodies that are being read.  Those that take memory for longest go first."""
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+        self._reading: dict[object, tuple[asyncio.Timeout, bytearray]] = {}
+        self._most = max(_BUFFERED, 8 * rules.max_body)
+
+    async def read(self, receive: Receive) -> bytearray:
+        """Reads a whole body.
+
+        Raises:
+            Refused: the body is too large or too slow.
+            ClientGone: the client closed its connection.
+        """
+        body, me, seconds = bytearray(), object(), self._rules.limits.body_seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                self._reading[me] = limit, body
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    if len(body) > self._rules.max_body:
+                        raise _too_large(self._rules.max_body)
+                    if not message.get("more_body", False):
+                        break
+                    self._make_room()
+        except TimeoutError:
+            if me not in self._reading:
+                raise Refused(503, "too many large bodies at a time; try again later") from None
+            raise Refused(408, f"the body was not complete after {seconds:g} s") from None
+        finally:
+            self._reading.pop(me, None)
+        return body
+
+    def _make_room(self) -> None:
+        """Ends the reading that began first while all bodies together take too much memory."""
+        if sum(len(body) for _, body in self._reading.values()) > self._most:
+            oldest, (limit, _) = next(iter(self._reading.items()))
+            self._reading.pop(oldest)
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+
+async def _drained(scope: Scope, receive: Receive, status: int) -> bool:
+    """Drops the rest of a body, for a while; whether that was all of it.
+
+    Many clients read no answer before they have sent the whole body.
+    """
+    left = (
+        0 if status == 408 or any(name == b"expect" for name, _ in scope["headers"]) else _DRAINED
+    )
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while left > 0:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return True
+                left -= len(message["body"])
+    return False
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, f"the body is too large; the limit is {limit:,} bytes")
+
+
+_WORDS = {
+    404: "there is no such path",
+    405: "the path does not take this method",
+}
+
+
+def body_of(scope: Scope) -> bytearray:
+    """The body of a POST request behind a guard."""
+    return scope[_BODY]
+
+
+def give_reason(scope: Scope, reason: str) -> None:
+    """Tells the guard why the application refuses a request; the log shows it."""
+    scope.setdefault(_REASON, []).append(reason)
+
+
+async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
+    """The result of some work, which is cancelled when the client closes its connection.
+
+    Args:
+        receive: of a request whose body has been read.
+        work: coroutine or future.
+
+    Raises:
+        ClientGone: the client closed its connection before.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

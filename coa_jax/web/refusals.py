@@ -1,0 +1,54 @@
+"""The log of refused requests: one line each, without content, and slow enough for a flood."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+_BURST, _PER_SECOND = 20, 1.0
+
+
+class RefusalLog:
+    """Writes a line for each refused request.
+
+    A line has the time, the status, the route, the client's address and the reason.  After a burst
+    of 20 lines the log writes one line a second; the next line counts the requests left out.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Makes an empty log.
+
+        Args:
+            stream: where lines go; None for stderr.
+            clock: seconds that only grow.
+        """
+        self._stream, self._clock = stream, clock
+        self._tokens, self._last, self._left_out = float(_BURST), clock(), 0
+
+    def note(self, status: int, route: str, client: str, reason: str) -> None:
+        """Logs one refused request.
+
+        Args:
+            status: HTTP status of the answer.
+            route: method and path, of a fixed set.
+            client: address without the port.
+            reason: one line that holds nothing of the request's content.
+        """
+        now = self._clock()
+        self._tokens = min(_BURST, self._tokens + (now - self._last) * _PER_SECOND)
+        self._last = now
+        if self._tokens < 1:
+            self._left_out += 1
+            return
+        self._tokens -= 1
+        more = f" ({self._left_out} more were refused before)" if self._left_out else ""
+        self._left_out = 0
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        line = f"{stamp} refused {status} {route} from {client}: {' '.join(reason.split())}{more}"
+        print(line, file=self._stream or sys.stderr, flush=True)

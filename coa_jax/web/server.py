@@ -1,0 +1,105 @@
+"""Listening, and a uvicorn server without signal handlers of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from coa_jax.errors import UserError
+from coa_jax.web.limits import ConnectionLimits
+from coa_jax.web.protocol import Connections
+from coa_jax.web.refusals import RefusalLog
+
+
+def listen(host: str, port: int, mend: str) -> socket.socket:
+    """The socket that clients connect to.
+
+    Args:
+        host: address of this machine.
+        port: 0 for any free port.
+        mend: settings to change, for the error.
+
+    Raises:
+        UserError: this machine does not have the address, or another program uses it.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot listen on {host}:{port}: {reason}; {mend}") from error
+
+
+def allow_connections(limits: ConnectionLimits) -> None:
+    """Lets this process open as many files as its connections need, if the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * limits.connections + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn with the limits of `Connections`; ``should_exit`` ends it."""
+
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, log: RefusalLog):
+        """Sets a server up; ``serve([listener])`` runs it."""
+        connections = Connections(limits, log)
+        config = uvicorn.Config(
+            app,
+            http=connections.protocol,  # type: ignore[arg-type]  # a class, or what makes its object
+            ws="none",
+            log_level="error",  # its warnings are about clients, which the log of refusals has
+            access_log=False,
+            proxy_headers=False,  # clients could write any address into the log
+            lifespan="off",
+            timeout_keep_alive=max(1, round(limits.idle_seconds)),
+            timeout_graceful_shutdown=5,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none: see `on_signals`."""
+        yield
+
+
+def on_signals(asked: asyncio.Event) -> None:
+    """Sets an event at SIGINT or SIGTERM; a second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _ask, asked, number)
+
+
+def _ask(asked: asyncio.Event, number: int) -> None:
+    if asked.is_set():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    asked.set()
+
+
+async def run_until_signal(server: Server, listener: socket.socket) -> None:
+    """Serves until SIGINT or SIGTERM, and then gives the requests in progress a few seconds."""
+    asked = asyncio.Event()
+    on_signals(asked)
+    running = asyncio.create_task(server.serve([listener]))
+    print(f"serving on {address_of(listener)}", flush=True)
+    waiting = asyncio.create_task(asked.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    server.should_exit = True
+    await running

@@ -1,0 +1,36 @@
+r"""The whole pipeline in small under the protocol of the code agent.
+
+    bash launch/quickstart.sh --config=configs/quickstart/code.py --workdir=runs/quickstart-code
+
+Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
+Takes: 10 minutes on 2 cores that a dozen other programs shared; a third of that is SFT, a third RL.
+Gives: on 400 held-out calculations at temperature 1, pass@1 0.000 (95 % 0.000-0.010) before SFT,
+0.755 (0.711-0.795) after SFT and 0.790 (0.747-0.827) after RL (one run, seed 0).  The last two
+intervals overlap: eight steps of RL show that RL keeps what SFT taught, not that it adds to it.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+
+TASKS = "arithmetic:products,gcd,lcm,count_bits"
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The settings of configs/quickstart/mhqa.py, for calculations that a program answers."""
+    return load_config(
+        "configs/quickstart/mhqa.py",
+        {
+            "tools.names": ("code",),
+            "distill.tasks": TASKS,
+            "distill.train": 1000,
+            "sft.optimizer.learning_rate": 1e-3,
+            "sft.optimizer.total_steps": 600,
+            "rl.tasks": TASKS,
+            "rl.rollout.max_turn_tokens": 112,
+            "evaluate.tasks": TASKS,
+            "evaluate.rollout.max_turn_tokens": 112,
+        },
+    )

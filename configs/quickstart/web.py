@@ -1,0 +1,47 @@
+r"""The whole pipeline in small under the protocol of the web agent.
+
+    bash launch/quickstart.sh --config=configs/quickstart/web.py --workdir=runs/quickstart-web
+
+Needs: 2 CPU cores, 4 GB of memory.  No network: search results and pages are those of the Factbook.
+Takes:
+Gives:
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The settings of configs/quickstart/mhqa.py, with search results whose pages are opened."""
+    config = load_config(
+        "configs/quickstart/mhqa.py",
+        {
+            "distill.tasks": TASKS,
+            "policy.vocab_size": 640,
+            "sft.row_length": 768,
+            "sft.optimizer.total_steps": 1000,
+            "rl.tasks": TASKS,
+            "rl.row_length": 768,
+            "evaluate.tasks": TASKS,
+        },
+    )
+    for part in (config.rl, config.evaluate):
+        part.engine.max_length = part.rollout.max_tokens = 512
+    with config.unlocked():
+        config.tools = complete(
+            ToolsConfig,
+            {
+                "names": ("web_search", "crawl_page"),
+                # A snippet ends before the fact, which only the page holds.
+                "web_search": {"provider": "local", "top_k": 1, "snippet_chars": 24},
+                "crawl_page": {"page_chars": 120},
+            },
+        )
+    return config

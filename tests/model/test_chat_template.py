@@ -1,0 +1,64 @@
+"""Chat templates are programs of others: rendered as transformers does, within bounds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.model import chat_template
+from coa_jax.model.bpe import train_bpe
+from coa_jax.model.chat_template import ChatTemplateError, render
+from coa_jax.model.tokenizer import chat_ids
+
+TURNS = [{"role": "user", "content": "Who?"}]
+LIKE_QWEN = (
+    "{%- if tools %}{{ tools | tojson }}{% endif %}\n"
+    "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}\n"
+    "{%- for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}\n"
+    "    {% generation %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}"
+    "{% endgeneration %}\n"
+    "{%- endfor %}\n{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{# {{ strftime_now('%Y') }} #}{{ bos_token }}"
+)
+
+
+def test_templates_are_rendered_as_transformers_renders_them():
+    tokenizer = train_bpe(["one"], 300)
+    tokenizer.chat_template = LIKE_QWEN
+    names = {**tokenizer.special_tokens_map, "tools": None, "documents": None}
+    ours = render(LIKE_QWEN, TURNS, add_generation_prompt=True, **names)
+    assert ours == tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    assert "Be kind." in ours
+    ids = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    assert chat_ids(tokenizer, "Who?") == ids
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for i in range(99999) %}" * 6 + "{% endfor %}" * 6, "more than 1 seconds"),
+        ("{{ 'x' * 10**10 }}", "MemoryError"),
+        ("{% set ns = namespace(x='a') %}" + "{% set ns.x = ns.x ~ ns.x %}" * 99, "MemoryError"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than 1,048,576"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ raise_exception('not\nso') }}", "TemplateError: not so"),
+        ("{{ nothing.at_all }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_or_does_not_end_is_refused(template, why, monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 1)
+    start = time.process_time()
+    with pytest.raises(ChatTemplateError, match=why) as caught:
+        render(template, TURNS)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - start < 5  # whatever it takes, its own process takes it
+
+
+def test_the_tokenizer_says_whose_template_it_is():
+    tokenizer = train_bpe(["one"], 300)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(UserError, match="the chat template of the model cannot be used: Template"):
+        chat_ids(tokenizer, "Who?")

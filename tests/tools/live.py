@@ -1,0 +1,28 @@
+"""A real tool server, in a thread, on a port of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from coa_jax.tools import tool_server
+from coa_jax.tools.sandbox.isolation import Isolation
+from coa_jax.tools.wiki_search import Index
+from coa_jax.web.limits import ConnectionLimits
+from coa_jax.web.refusals import RefusalLog
+from tests.web.live import running
+
+
+@contextlib.contextmanager
+def serving(
+    index: Index,
+    isolation: Isolation | None = None,
+    key: str | None = None,
+    limits: ConnectionLimits | None = None,
+    log: RefusalLog | None = None,
+) -> Iterator[str]:
+    """Its address; it ends with the context."""
+    limits, log = limits or ConnectionLimits(), log or RefusalLog()
+    app = tool_server.make_app(index, isolation, key, True, limits, log)
+    with running(app, limits, log) as address:
+        yield address

@@ -1,0 +1,29 @@
+"""A real server of an application, in a thread, on a port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from starlette.types import ASGIApp
+
+from coa_jax.web.limits import ConnectionLimits
+from coa_jax.web.refusals import RefusalLog
+from coa_jax.web.server import Server, address_of, listen
+
+
+@contextlib.contextmanager
+def running(app: ASGIApp, limits: ConnectionLimits, log: RefusalLog) -> Iterator[str]:
+    """Its address; it ends with the context."""
+    server, listener = Server(app, limits, log), listen("127.0.0.1", 0, "")
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    address = address_of(listener)
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
