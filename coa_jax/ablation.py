@@ -28,6 +28,7 @@ from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
+from coa_jax.evaluate.figures import shown_rate
 from coa_jax.evaluate.metrics import student_t
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import sft
@@ -355,7 +356,8 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 # Older versions wrote the timings after the grades: a kill may have been between.
                 took[f"seed{seed}/{name}"] = sum(done.get("timings_s", {}).values())
                 block = done["policy"]
-                print(f"  pass@1 {block['pass_at_1']:.3f}, {figures[name]['records']} records")
+                rate = shown_rate(block["pass_at_1"])
+                print(f"  pass@1 {rate}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}
         told = results(grades, work.command.references)
         summary = {"arms": told, "sets": sets, "timings_s": took}

@@ -20,7 +20,6 @@ process.  What the user can mend ends in one line on stderr and exit code 2, Ctr
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib.util
 import inspect
@@ -29,7 +28,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +39,7 @@ from ml_collections.config_flags import config_path
 
 from coa_jax.errors import UserError
 from coa_jax.installed import ROOT, config_files
+from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
 
 # Flags defined by the helpers below belong to the module that calls them (for --help).
 flags.disclaim_key_flags()
@@ -322,7 +322,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
     for key, value in (overrides or {}).items():
-        _check_key(config, key)
+        check_key(config, key)
         try:
             config_path.set_value(key, config, value)
         except (TypeError, ValueError) as error:
@@ -340,41 +340,33 @@ def _resolve(spec: str) -> str:
 
 
 def _suggest_file(path: str) -> str:
-    hint = _suggest(path, map(str, config_files()))
+    hint = suggest(path, map(str, config_files()))
     return hint or "; `coa-jax configs` lists those that come with the package"
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    """Returns '; did you mean X?' for the nearest known word, or the known words."""
-    known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(known)}" if 0 < len(known) <= 16 else ""
 
 
 def _parse_flags(argv: list[str], positional: bool) -> list[str]:
     """Parses with absl, after the checks that give clearer messages than absl does."""
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         argv = _config_first(argv)
-        _config_argv[:] = argv
         spec = argv[1].partition("=")[2]
         config = load_config(spec)
-        for argument in _switches(argv[2:]):
+        argv = join_new_keys(argv, config)
+        _config_argv[:] = argv
+        for argument in switches(argv[2:]):
             override = _OVERRIDE.match(argument)
             if override:
-                _check_key(config, override[1])
+                check_key(config, override[1])
     try:
         rest = flags.FLAGS(argv)
     except SystemExit as done:
         # absl's --help exits with 1; asking for help is no failure.
         sys.exit(0 if _asks_for_help(argv) else done.code)
     except flags.UnrecognizedFlagError as error:
-        hint = _suggest(error.flagname, [name for name in flags.FLAGS if len(name) > 1])
+        hint = suggest(error.flagname, [name for name in flags.FLAGS if len(name) > 1])
         hint = hint if "did you mean" in hint else "; --help lists the flags"
         raise UserError(f"unknown flag --{error.flagname}{hint}") from error
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_value(" ".join(str(error).split()))) from error
+        raise UserError(wrong_value(" ".join(str(error).split()))) from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         # The config file loaded above, so this is about an override of the command line.
         raise UserError(f"--config: {_one_line(str(error))}") from error
@@ -391,11 +383,6 @@ def _asks_for_help(argv: list[str]) -> bool:
     return any(re.fullmatch(r"--?(help|helpshort|helpfull|helpxml|\?)", a) for a in argv[1:])
 
 
-def _switches(arguments: list[str]) -> list[str]:
-    """Returns the arguments before a lone `--`, after which absl reads no flags."""
-    return arguments[: arguments.index("--")] if "--" in arguments else arguments
-
-
 def _config_first(argv: list[str]) -> list[str]:
     """Moves `--config=FILE` to the front, where ml_collections needs it; the last one counts.
 
@@ -403,54 +390,16 @@ def _config_first(argv: list[str]) -> list[str]:
     ["sft", "--config=/path/of/a.py", "--config.lr=1"]
     """
     spec, rest = _config_default, []
-    switches = iter(_switches(argv[1:]))
-    for argument in switches:
+    given = iter(switches(argv[1:]))
+    for argument in given:
         if not _CONFIG_SWITCH.match(argument):
             rest.append(argument)
         elif "=" in argument:
             spec = argument.partition("=")[2]
         else:
-            following = next(switches, None)
+            following = next(given, None)
             if following is None:
                 raise UserError("--config needs a file: --config=FILE.py[:ARGUMENT]")
             spec = following
-    tail = argv[1 + len(_switches(argv[1:])) :]
+    tail = argv[1 + len(switches(argv[1:])) :]
     return [argv[0], f"--config={_resolve(spec)}", *rest, *tail]
-
-
-def _check_key(config: Any, key: str) -> None:
-    """Raises a UserError if a dotted key (`a.b`, `a[0].b`) is not in the config."""
-    try:
-        parts = config_path.split(key)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--config.{key}: not a key; write --config.name.name=value") from error
-    node, walked = config, "config"
-    for part in parts:
-        if isinstance(node, ml_collections.ConfigDict):
-            if part not in node:
-                hint = _suggest(str(part), [str(name) for name in node])
-                raise UserError(f"--config.{key}: {walked} has no key {part!r}{hint}")
-        elif not (isinstance(node, tuple) and isinstance(part, int) and part < len(node)):
-            kind = type(node).__name__
-            raise UserError(f"--config.{key}: {walked} is a value of type {kind}, without keys")
-        node, walked = node[part], f"{walked}.{part}"
-
-
-def _wrong_value(message: str) -> str:
-    """Rewrites absl's message for a value of the wrong type into what to write instead.
-
-    >>> _wrong_value("flag --config.steps=1e3: invalid literal for int() with base 10: '1e3'")
-    "--config.steps=1e3: an integer is needed; write 1000"
-    """
-    message = message.removeprefix("flag ")
-    faults = "invalid literal for int|could not convert string|Exceeds the limit"
-    found = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
-    if not found:
-        return message
-    switch, text = found[1], found[2]
-    if "convert" in found[3]:
-        return f"{switch}: a number is needed"
-    with contextlib.suppress(ValueError, OverflowError):
-        if float(text).is_integer():
-            return f"{switch}: an integer is needed; write {int(float(text))}"
-    return f"{switch}: an integer is needed"

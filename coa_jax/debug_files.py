@@ -16,6 +16,7 @@ from coa_jax import jsonl
 from coa_jax.cli import load_config, run_main, workdir_flag
 from coa_jax.distill.__main__ import distill
 from coa_jax.scratch import make_policy
+from coa_jax.tasks.examples import write_examples
 
 QUESTIONS = (
     ("What is the capital of Lesotho?", "Maseru"),
@@ -26,7 +27,7 @@ QUESTIONS = (
 
 
 def make_debug_files(folder: Path) -> None:
-    """Writes ``distill/``, ``scratch/`` and ``questions.jsonl`` to a folder."""
+    """Writes ``distill/``, ``scratch/``, ``questions.jsonl`` and ``benchmarks/`` to a folder."""
     sizes = {"tasks.train": 40, "tasks.validation": 4}
     distill(load_config("configs/distill/factbook.py", sizes), folder / "distill")
     policy = {
@@ -45,6 +46,7 @@ def make_debug_files(folder: Path) -> None:
         for question, answer in QUESTIONS
     ]
     jsonl.write_lines(folder / "questions.jsonl", rows)
+    write_examples(folder / "benchmarks")
 
 
 def define_flags() -> None:

@@ -26,6 +26,7 @@ class Bar:
 
     Attributes:
         done: units so far, those of an earlier part of the run included.
+        counts: further quantities so far, such as tokens, that move while a unit is under way.
         stats: the latest figures given with them.
     """
 
@@ -42,6 +43,7 @@ class Bar:
         self.label = label
         self.total = total
         self.done = initial
+        self.counts: dict[str, int] = {}
         self.stats: dict[str, Any] = {}
         self._initial = initial
         self._show = show
@@ -53,13 +55,22 @@ class Bar:
         """Counts `n` more units and keeps figures (numbers, scalar arrays, text) to show."""
         self.done += n
         self.stats.update(stats)
+        self._show_when_due()
+
+    def count(self, **amounts: int) -> None:
+        """Counts more of further quantities, which are shown with their rate."""
+        for name, amount in amounts.items():
+            self.counts[name] = self.counts.get(name, 0) + amount
+        self._show_when_due()
+
+    def _show_when_due(self) -> None:
         now = self._clock()
         if now - self._shown >= self._interval:
             self._shown = now
             self._show(self.status())
 
     def status(self) -> str:
-        """Returns e.g. `120/400 30% 2.1/s 2m13s left, loss 1.234`."""
+        """Returns e.g. `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
         seconds = self._clock() - self._start
         rate = (self.done - self._initial) / seconds if seconds > 0 else 0.0
         words = [f"{self.done}" if self.total is None else f"{self.done}/{self.total}"]
@@ -69,7 +80,9 @@ class Bar:
             words.append(f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g}s each")
             if self.total is not None and self.done < self.total:
                 words.append(f"{duration((self.total - self.done) / rate)} left")
-        figures = [f"{name} {_figure(value)}" for name, value in self.stats.items()]
+        figures = [f"{count:,} {name} {count / seconds:.3g}/s" for name, count in
+                   self.counts.items() if seconds > 0]  # fmt: skip
+        figures += [f"{name} {_figure(value)}" for name, value in self.stats.items()]
         return ", ".join([" ".join(words), *figures])
 
     def elapsed(self) -> str:

@@ -23,7 +23,7 @@ from coa_jax.bounds import MAX_INT, Bounded, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
-from coa_jax.evaluate.figures import table
+from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
@@ -229,8 +229,7 @@ def main(argv: list[str]) -> None:
     for stage in ("teacher", "base", "sft", "rl"):
         block = summary[stage]
         low, high = block["ci95"]
-        share = "unknown" if block["pass_at_1"] is None else f"{block['pass_at_1']:.3f}"
-        print(f"{stage:8} pass@1 {share}  95 % {low:.3f}-{high:.3f}")
+        print(f"{stage:8} pass@1 {shown_rate(block['pass_at_1'])}  95 % {low:.3f}-{high:.3f}")
     print(f"report -> {Path(flags.FLAGS.workdir) / 'report' / 'index.html'}")
 
 

@@ -18,6 +18,7 @@ from coa_jax.learn.command import define_flags, open_run
 from coa_jax.learn.rl import train
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.settings import build
+from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -32,7 +33,9 @@ def main(argv: list[str]) -> None:
     """Entry point."""
     config = build(Command, flags.FLAGS.config)
     with open_run() as (run, output):
-        train(config, run, output, make_tools(config.tools))
+        live = make_tools(config.tools)
+        check_ready(config.probe_s, graders=config.graders, tools=config.tools)
+        train(config, run, output, live)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.ask import Agent, ask, define_flags, make_agent, questions
+from coa_jax.ask import (
+    Agent,
+    ask,
+    define_flags,
+    make_agent,
+    protocol_of,
+    questions,
+    tools_of,
+)
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig, distill_tasks
 from coa_jax.engine.config import SamplingParams
@@ -174,6 +182,7 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
     [
         (["q", "--model=/no/such/model"], "error: /no/such/model does not exist"),
         (["q", "--protocol=cod", "--model=x"], "error: protocol 'cod' is unknown"),
+        (["q", "--protocol=mhqa", "--tools=code"], "error: --tools: the protocol mhqa has no tag"),
         (["  ", "--model=x"], "error: the question is empty"),
         (["q", "--temperature=-1"], "error: --temperature=-1: -1.0 is not"),
         (["q", "--seed=4294967296"], "error: --seed=4294967296: 4294967296 is not"),
@@ -202,13 +211,37 @@ def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeyp
     for kind in ("string", "enum", "float", "integer", "bool", "list"):
         keep = lambda name, default, *_, **__: defaults.update({name: default})  # noqa: E731
         monkeypatch.setattr(f"coa_jax.ask.flags.DEFINE_{kind}", keep)
+    monkeypatch.setattr("coa_jax.ask.config_flag", lambda path: defaults.update(config=path))
     define_flags()
     quickstart = load_config("configs/quickstart/factbook.py")
     rollout = quickstart.evaluate.rollout
     for name in ("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"):
         assert defaults[name] == rollout[name], name
     assert defaults["prompt_style"] == "model" and rollout.prompt_style == "brief"
-    assert defaults["top_k"] == quickstart.tools.top_k
+    tools = tools_of(load_config(defaults["config"]), defaults["tools"], defaults["top_k"])
+    assert (tools.top_k, tools.names) == (quickstart.tools.top_k, quickstart.tools.names)
+
+
+def test_the_tools_are_those_of_a_config_or_of_the_command_line():
+    config = load_config("configs/evaluate/web.py:gaia")
+    assert tools_of(config, None, None).names == ("web_search", "crawl_page")
+    chosen = tools_of(config, ["code"], 7)
+    assert (chosen.names, chosen.top_k) == (("code",), 7)
+    assert chosen.web_search.provider == "serper"  # the other settings stay
+    with pytest.raises(UserError, match="no group 'tools'"):
+        tools_of(load_config("configs/sft/tiny.py"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "protocol"),
+    [(("code",), "generalist"), (("web_search", "crawl_page"), "web"), (("tide",), "asked"),
+     (("wiki_search", "crawl_page"), "asked")],
+)  # fmt: skip
+def test_a_question_is_asked_in_a_protocol_that_has_a_tag_for_each_tool(names, protocol):
+    mcp = {"tide": {"command": ("python", "tide_server.py")}}
+    name, tools = protocol_of(ToolsConfig(names, mcp=mcp))
+    assert (name, tools.protocol) == (protocol, "asked" if protocol == "asked" else "")
+    assert protocol_of(ToolsConfig(names, "seaside", mcp=mcp))[0] == "seaside"
 
 
 def test_questions_come_from_the_command_line_or_the_pipe():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import signal
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from coa_jax import cli
 from coa_jax.errors import UserError
+from coa_jax.overrides import join_new_keys
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -307,3 +310,29 @@ def test_explain_leaves_a_fault_that_struck_while_a_refusal_was_handled():
     fault.__context__ = PermissionError(errno.EACCES, "Permission denied", "/x")
     assert cli.explain(fault) is None
     assert cli.explain(fault.__context__) is not None
+
+
+def test_settings_of_a_new_tool_become_one_override_of_their_group():
+    tide = {"url": "http://a.example/mcp", "timeout_s": 20, "command": ("a", "b c")}
+    config = ConfigDict({"tools": {"mcp": {"ebb": {"url": "http://b.example"}}, "x": 1}})
+    argv = [
+        "sft",
+        "--config=a.py",
+        "--config.tools.mcp.tide.url=http://a.example/mcp",
+        "--config.tools.x=2",
+        "--config.tools.mcp.tide.timeout_s",
+        "20",
+        "--config.tools.mcp.tide.command=('a', 'b c')",
+        "--",
+        "--config.x.u=u",
+    ]
+    first, spec, joined, *rest = join_new_keys(argv, config)
+    assert (first, spec, rest) == ("sft", "--config=a.py", ["--config.tools.x=2", *argv[-2:]])
+    name, _, value = joined.partition("=")
+    assert name == "--config.tools.mcp"
+    assert ast.literal_eval(value) == {"ebb": {"url": "http://b.example"}, "tide": tide}
+    for last in ([], ["--config.tools.x=2"]):
+        with pytest.raises(UserError, match=r"tide\.url needs a value"):
+            join_new_keys([*argv[:2], "--config.tools.mcp.tide.url", *last], config)
+    with pytest.raises(UserError, match="has no key 'tools'"):
+        join_new_keys([*argv[:3]], ConfigDict({"x": 1}))

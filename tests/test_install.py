@@ -139,7 +139,7 @@ def test_only_one_module_words_hints():
         if path.name != "installed.py"
         for hint in re.findall(r"pip install \S+", path.read_text())
     }
-    assert found == {"pip install {PACKAGE}\"", "pip install torch,"}
+    assert found == {'pip install {PACKAGE}"', "pip install torch,"}
 
 
 def test_a_hint_is_a_command_that_works_where_it_is_shown(monkeypatch, tmp_path, declared):
@@ -187,9 +187,7 @@ def environment(wheel, tmp_path_factory):
     repository, an editable installation, is not followed from there.
     """
     home = tmp_path_factory.mktemp("fresh")
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(home / "venv")], check=True
-    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home / "venv")], check=True)
     python = home / "venv" / "bin" / "python"
     (site,) = (home / "venv" / "lib").glob("python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")]

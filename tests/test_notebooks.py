@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory
@@ -100,3 +101,15 @@ def test_explore_run_shows_an_evaluation_under_a_name_of_its_own(tmp_path, monke
         run.summary({"ours": run_files.block(0.5, 200)})
     outputs = execute(tmp_path, monkeypatch)
     assert "<td>ours</td>" in "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+
+
+def test_a_run_that_is_not_there_is_an_error_and_no_page_of_zeros(tmp_path, monkeypatch):
+    with pytest.raises(CellExecutionError, match="holds no run; set COA_JAX_RUN"):
+        execute(tmp_path / "rn", monkeypatch)
+
+
+def test_an_evaluation_that_nobody_graded_is_shown_as_such(tmp_path, monkeypatch):
+    with RunDir(tmp_path) as run:
+        run.summary({"ours": {**run_files.block(0.5, 200), "pass_at_1": None, "n": 0}})
+    outputs = execute(tmp_path, monkeypatch)
+    assert "not graded" in "".join(o.data.get("text/html", "") for o in outputs if "data" in o)

@@ -124,3 +124,15 @@ def test_the_default_stream_is_stderr(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("SFT 0/1")
+
+
+def test_quantities_that_move_while_a_unit_is_under_way_are_shown_with_their_rate():
+    stream, clock = io.StringIO(), Clock()
+    with progress("evaluate gaia", 5, stream=stream, clock=clock) as bar:
+        for _ in range(40):
+            clock.now += 0.5
+            bar.count(tokens=100)
+        bar.update()
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "evaluate gaia 0/5 0%, 2,000 tokens 200/s"
+    assert lines[-1] == "evaluate gaia 1/5 20% 20s each 1m20s left, 4,000 tokens 200/s; took 20.0s"

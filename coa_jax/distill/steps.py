@@ -208,9 +208,7 @@ def progress(question: str, messages: Sequence[Message]) -> Progress | None:
         else:
             result = f"No result is about {wording(state.step)}."
         if isinstance(result, str):
-            state = dataclasses.replace(
-                state, failures=state.failures + 1, problem=result, link=""
-            )
+            state = dataclasses.replace(state, failures=state.failures + 1, problem=result, link="")
         else:
             state = Progress(steps, (*state.answers, result[0]), evidence=result[1])
     return state

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,70 @@ def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> 
     return Memory(-(-parameters // tensor), page, config.num_pages, -(-scratch // tensor))
 
 
+def fitted(
+    config: EngineConfig,
+    model: ModelConfig,
+    platform: str,
+    samples: int,
+    longest: int,
+    free: int | None,
+) -> EngineConfig:
+    """The shapes that some samples need on this machine; none is larger than in ``config``.
+
+    No slot stays empty for the whole run, no slot is longer than a sample may get, and the slots
+    fit in the memory.  On CPUs, where larger programs read no faster and the host is visited at
+    little cost, extend buckets and chunks are those of the platform.  A trajectory is the same in
+    all of these shapes.
+
+    Args:
+        config: the largest shapes.
+        model: the architecture.
+        platform: of JAX.
+        samples: that will be decoded.
+        longest: tokens of a sample at most.
+        free: bytes that are free on each device of the engine, None for unknown.
+    """
+    # A single slot has programs of its own, whose sums differ in their last bits.
+    slots = min(config.slots, max(samples, 2))
+    fit = dataclasses.replace(config, slots=slots, max_length=min(config.max_length, longest))
+    if config.pages:
+        pages = min(config.pages, slots * fit.pages_per_slot)
+        fit = dataclasses.replace(fit, pages=pages)
+    if platform == "cpu":
+        theirs = dataclasses.replace(config, extend_buckets=(), extend_block=0).on_platform("cpu")
+        small = max(fit.extend_buckets, default=0) <= max(theirs.extend_buckets)
+        fit = dataclasses.replace(
+            fit,
+            extend_buckets=fit.extend_buckets if small else (),
+            extend_block=fit.extend_block if small else 0,
+            chunk=min(fit.chunk, 8),
+        )
+    if free is not None and not config.pages:
+        counts = range(1, slots + 1)
+        taken = bisect.bisect_right(counts, free, key=lambda n: _total(model, fit, 1, slots=n))
+        fit = dataclasses.replace(fit, slots=max(min(slots, 2), taken))
+    return dataclasses.replace(fit, engines=min(fit.engines, fit.slots))
+
+
+def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
+    """What `fitted` made of a configuration, in words."""
+    names = {"slots": "slots", "max_length": "positions", "chunk": "tokens a chunk"}
+    parts = [
+        f"{getattr(fit, name):,}{'' if value == getattr(fit, name) else f' of {value:,}'} {what}"
+        for name, what in names.items()
+        for value in [getattr(asked, name)]
+    ]
+    if fit.extend_buckets != asked.extend_buckets:
+        parts.append("extend buckets of the CPU")
+    fewer = fit != asked
+    return ", ".join(parts) + (" (as many as this run and machine can use)" if fewer else "")
+
+
+def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) -> int:
+    """Bytes of an engine with another number of slots or pages."""
+    return engine_memory(model, dataclasses.replace(config, **other), tensor).total
+
+
 def free_memory(device: jax.Device) -> int | None:
     """Bytes that can still be allocated on a device; None where nobody says."""
     stats = None if device.platform == "cpu" else device.memory_stats()
@@ -146,14 +211,11 @@ def check_memory(
     if free is None or memory.total <= free:
         return
 
-    def total(count: int) -> int:
-        if config.pages:
-            return engine_memory(model, dataclasses.replace(config, pages=count), tensor).total
-        return engine_memory(model, dataclasses.replace(config, slots=count), tensor).total
-
     name, most = ("pages", config.pages) if config.pages else ("slots", config.slots)
     least = config.pages_per_slot if config.pages else 1
-    fits = bisect.bisect_right(range(1, most), free, key=total)
+    fits = bisect.bisect_right(
+        range(1, most), free, key=lambda count: _total(model, config, tensor, **{name: count})
+    )
     one_slot = memory.parameters + memory.page * config.pages_per_slot
     if fits >= least:
         advice = f"set {name} to {fits}"

@@ -20,11 +20,10 @@ from coa_jax.bounds import Name, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, settings
+from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load, settings
 from coa_jax.report.benchmark import write_page
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -57,17 +56,17 @@ def main(argv: list[str]) -> None:
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)
         live = make_tools(tools)  # first: they may bring the protocol that tasks name
-        tasks = load_tasks(config.tasks, config.split, config.num_tasks or None, config.seed)
+        tasks = load(config)
         described, fresh = _on_answers(tools), flags.FLAGS.fresh
         if config.endpoint:
             policy = endpoint_policy(
                 config.endpoint, config.sampling, config.seed, config.rollout, live
             )
             about = settings(config, f"{config.endpoint.model} (endpoint)", described)
-            outcome = evaluate(policy, tasks, config, run, stage, about, fresh=fresh)
+            outcome = evaluate(policy, tasks, config, run, stage, about, servers=tools, fresh=fresh)
         else:
             outcome = evaluate_model(
-                Path(path), tasks, config, run, stage, live, described, fresh=fresh
+                Path(path), tasks, config, run, stage, live, described, servers=tools, fresh=fresh
             )
         page = write_page(outcome, run.path / "evaluate" / stage / "index.html")
     print(table(outcome))

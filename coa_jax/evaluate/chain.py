@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax.protocol import THINK, Parser, Protocol, Segment
+from coa_jax.rollout.cut import kept_spans
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
@@ -19,7 +20,7 @@ class Chain:
     are no token ids, and every span has the token positions 0 and 0.
 
     Attributes:
-        text: the turn so far, as the policy reads it.
+        text: the turn so far, as the policy reads it: without what `cut` took away.
         calls: tool calls so far.
     """
 
@@ -69,6 +70,16 @@ class Chain:
         self.calls.append(call)
         role = self.protocol.observation
         self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
+
+    def cut(self, room: float) -> None:
+        """Takes the oldest steps out of the text, right after an observation.
+
+        Args:
+            room: share of the text that may stay, see `cut.kept_spans`.
+        """
+        lengths = [len(span.text) for span in self._spans]
+        stays = kept_spans(self._spans, lengths, room * len(self.text))
+        self.text = "".join(span.text for span in stays)
 
     def finish(
         self,

@@ -34,7 +34,8 @@ _FEWEST = 10  # tasks of an interval: resampling fewer makes it far too narrow
 _MOST_CELLS = 20_000_000  # of the exact distribution; beyond it signs are drawn
 _DRAWS = 100_000
 _SETTINGS = (
-    "tasks", "split", "prompt", "opening", "rollout", "sampling", "tools", "grading",
+    "tasks", "split", "protocol", "prompt", "opening", "attempts", "rollout", "sampling", "tools",
+    "grading",
 )  # fmt: skip
 
 

@@ -13,20 +13,20 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from coa_jax.bounds import Address, Between, Bounded, Count, Place, Prose, Seconds, Times, Variable
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
-from coa_jax.evaluate.policy import Policy, Wanted
+from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
 from coa_jax.installed import missing
 from coa_jax.protocol import get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
 from coa_jax.tools.base import Tool, call, unavailable
-from coa_jax.tools.net.chat import trusting
+from coa_jax.tools.net.chat import ChatConfig, trusting
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
@@ -78,6 +78,11 @@ class PolicyEndpoint(Bounded):
     def __bool__(self) -> bool:
         return bool(self.url)
 
+    @property
+    def chat(self) -> ChatConfig:
+        """The same as any chat endpoint, to find out whether it answers."""
+        return ChatConfig(self.url, self.model, self.key_env)
+
 
 @dataclasses.dataclass
 class _Usage:
@@ -88,6 +93,7 @@ class _Usage:
     completion: int = 0
     length: int = 0
     unmetered: int = 0
+    cuts: int = 0  # of the context
 
 
 def endpoint_policy(
@@ -123,7 +129,7 @@ def endpoint_policy(
     key = Secret(endpoint.key_env).reveal() if endpoint.key_env else "none"
 
     async def run(
-        wanted: Sequence[Wanted], about: Mapping[str, Any]
+        wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
     ) -> AsyncGenerator[Trajectory, None]:
         left = iter([(one, number) for one in wanted for number in one.numbers])
         client = openai.AsyncOpenAI(
@@ -139,7 +145,7 @@ def endpoint_policy(
                 return None
             one, number = pair
             episode = _Episode(client, endpoint, sampling, seed, config, tools, one, number)
-            return asyncio.create_task(episode.run(about))
+            return asyncio.create_task(episode.run(about, written))
 
         first = (start() for _ in range(endpoint.concurrency))
         running = {task for task in first if task is not None}
@@ -182,17 +188,21 @@ class _Episode:
         self.chain = Chain(self.protocol)
         self.secret = Secret(endpoint.key_env)
         self.usage = _Usage()
+        asked = "".join(said for _, said in wanted.messages.turns)
+        self._prompt = len(asked.encode()) // _BYTES  # tokens, until the server counts
         self.began = time.monotonic()
         self.tool_seconds = 0.0
 
-    async def run(self, about: Mapping[str, Any]) -> Trajectory:
+    async def run(self, about: Mapping[str, Any], written: Callable[[int], None]) -> Trajectory:
         """The sample from its beginning to its end."""
         task = self.wanted.task
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
         reason = None
         while reason is None:
+            before = self.usage.completion
             reason = await self._turn()
+            written(self.usage.completion - before)
         metadata = {
             **task.metadata,
             **about,
@@ -288,7 +298,8 @@ class _Episode:
         return None
 
     def _seed(self) -> int:
-        name = f"{self.seed}/{self.wanted.index}/{self.number}/{self.usage.calls}"
+        seed = attempt_seed(self.seed, self.wanted.attempt)
+        name = f"{seed}/{self.wanted.index}/{self.number}/{self.usage.calls}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
 
     def _read(self, answer: Any) -> tuple[str, str]:
@@ -302,6 +313,8 @@ class _Episode:
             self.usage.prompt += usage.prompt_tokens
             self.usage.completion += usage.completion_tokens
             self.usage.length = usage.prompt_tokens + usage.completion_tokens
+            if self.usage.calls == 1:
+                self._prompt = usage.prompt_tokens
         text, finish = choice.message.content or "", str(choice.finish_reason)
         if usage is None:
             asked = "".join(said for _, said in self.wanted.messages.turns)
@@ -337,6 +350,19 @@ class _Episode:
         begun, ended = start - self.began, end - self.began
         record = ToolCall(name, arguments, body, seen.outcome, seen.ok, begun, ended, seen.detail)
         self.chain.observe(observation_text(self.protocol, body), record)
+        self.usage.length += len(body.encode()) // _BYTES  # until the server counts
+        if self.config.cut_context:
+            self._cut()
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
-        self.usage.length += len(body.encode()) // _BYTES  # until the server counts
+
+    def _cut(self) -> None:
+        """Takes old steps out of a context that has no room for another turn."""
+        most = self.config.max_tokens - self.config.max_turn_tokens
+        if self.usage.length <= most:
+            return
+        self.usage.cuts += 1
+        before = len(self.chain.text)
+        self.chain.cut((most - self._prompt) / (self.usage.length - self._prompt))
+        left = len(self.chain.text) / before * (self.usage.length - self._prompt)
+        self.usage.length = self._prompt + int(left)

@@ -35,7 +35,7 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
     broken = sum(sample.broken for sample in flat)
     return {
         **metrics.rate(solved),
-        "mean_value": metrics.mean([metrics.mean(g.values) for g in groups if g.values]),
+        "mean_value": metrics.mean([sum(g.values) / len(g.values) for g in groups if g.values]),
         "tasks": len(groups),
         "samples": {
             "wanted": len(groups) * numbers,
@@ -57,14 +57,15 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
 def _round(groups: Sequence[Measured], number: int) -> float | None:
     """Share of tasks that were solved in a round; of those that were graded in it."""
     rows = [s for g in groups for s in g.samples if s.number == number and s.value is not None]
-    return metrics.mean([row.solved for row in rows]) if rows else None
+    return metrics.mean([row.solved for row in rows])
 
 
 def costs(samples: Sequence[Sample]) -> dict[str, Any]:
     """Tokens and tool calls of samples, and of a solved one.
 
-    ``tokens_per_solved`` and ``calls_per_solved`` are all tokens and calls, of failures too, over
-    the solved samples; None without any.
+    The figures per sample are None without samples.  ``tokens_per_solved`` and
+    ``calls_per_solved`` are all tokens and calls, of failures too, over the solved samples; None
+    without any.
     """
     solved = sum(sample.solved for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
@@ -105,6 +106,7 @@ def result(
     groups: Sequence[Measured],
     numbers: int,
     scaling: Mapping[str, Any],
+    unjudged: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The result file of a stage.
 
@@ -114,12 +116,15 @@ def result(
         groups: the tasks with their samples.
         numbers: samples that were wanted of each.
         scaling: what several samples are worth, see `scaling.scaling`.
+        unjudged: why the judge gave no verdict -> how often.
     """
+    measured = {**figures(groups, numbers), "scaling": dict(scaling)}
     return {
         "format": FORMAT,
         "stage": stage,
         "settings": dict(settings),
-        "figures": {**figures(groups, numbers), "scaling": dict(scaling)},
+        "not_plain": not_plain(settings),
+        "figures": {**measured, "unjudged": dict(sorted((unjudged or {}).items()))},
         "tasks": [
             {
                 "id": group.task.id,
@@ -129,6 +134,16 @@ def result(
             for group in groups
         ],
     }
+
+
+def not_plain(settings: Mapping[str, Any]) -> list[str]:
+    """The settings with which a figure is no plain pass@1: behaviours of the release."""
+    names = {
+        "last_suggestion": (settings.get("grading") or {}).get("last_suggestion"),
+        f"attempts={settings.get('attempts')}": (settings.get("attempts") or 1) > 1,
+        "rollout.cut_context": (settings.get("rollout") or {}).get("cut_context"),
+    }
+    return [name for name, on in names.items() if on]
 
 
 def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +175,9 @@ def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
 def table(outcome: Mapping[str, Any]) -> str:
     """The figures of a result file for a terminal."""
     found = outcome["figures"]
-    low, high = found["ci95"]
-    error = f" ± {found['se']:.3f}" if found["se"] is not None else ""
-    lines = [
-        f"{outcome['stage']}: pass@1 {found['pass_at_1']:.3f}{error} "
-        f"(95 % {low:.3f}-{high:.3f}, n {found['n']})"
-    ]
+    lines = [_headline(outcome["stage"], found)]
+    if outcome["not_plain"]:
+        lines.append(f"  no plain pass@1: measured with {', '.join(outcome['not_plain'])}")
     rounds = [value for value in found["rounds"] if value is not None]
     if len(rounds) > 1:
         shown = ", ".join(f"{value:.3f}" for value in rounds)
@@ -178,11 +190,14 @@ def table(outcome: Mapping[str, Any]) -> str:
     lines += [f"  {line}" for line in _scaling_lines(found["scaling"])]
     lines += [f"  by {key}: {_by_line(groups)}" for key, groups in found["by"].items()]
     cost = found["costs"]
-    lines += [
-        f"  {cost['tokens_per_sample']:.0f} tokens and {cost['calls_per_sample']:.2f} tool calls a "
-        f"sample, {100 * found['format_valid']:.1f} % obey the protocol",
-        f"  ends: {', '.join(f'{name} {count}' for name, count in found['stops'].items())}",
-    ]
+    if found["format_valid"] is not None:
+        lines.append(
+            f"  {cost['tokens_per_sample']:.0f} tokens and {cost['calls_per_sample']:.2f} tool "
+            f"calls a sample, {100 * found['format_valid']:.1f} % obey the protocol"
+        )
+    lines.append(
+        f"  ends: {', '.join(f'{name} {count}' for name, count in found['stops'].items())}"
+    )
     for name, entry in cost["tools"].items():
         outcomes = ", ".join(f"{k} {v}" for k, v in entry["outcomes"].items())
         lines.append(f"  {name}: {entry['calls']} calls ({outcomes})")
@@ -195,18 +210,33 @@ def table(outcome: Mapping[str, Any]) -> str:
     if met:
         clean = found["exposure"]["without them"]["pass_at_1"]
         shown = ", ".join(f"{count} samples {name}" for name, count in met.items())
-        lines.append(f"  contamination: {shown}; pass@1 without them {clean:.3f}")
+        lines.append(f"  contamination: {shown}; pass@1 without them {shown_rate(clean)}")
     for why, count in found["samples"]["ungraded"].items():
         if count:
             lines.append(f"  ungraded, and in no figure: {count} samples ({why})")
+    lines += [f"  no verdict of the judge: {_why(found['unjudged'])}"] * bool(found["unjudged"])
     return "\n".join(lines)
+
+
+def _headline(stage: str, found: Mapping[str, Any]) -> str:
+    if found["pass_at_1"] is None:
+        return f"{stage}: not graded ({found['samples']['finished']} samples are finished)"
+    low, high = found["ci95"]
+    error = f" ± {found['se']:.3f}" if found["se"] is not None else ""
+    rate = f"pass@1 {found['pass_at_1']:.3f}{error}"
+    return f"{stage}: {rate} (95 % {low:.3f}-{high:.3f}, n {found['n']})"
+
+
+def shown_rate(value: float | None) -> str:
+    """A rate for people; that of no graded sample is no number."""
+    return "not graded" if value is None else f"{value:.3f}"
 
 
 def _by_line(groups: Mapping[str, Any]) -> str:
     """The rates of a breakdown; of one with many values those with the most tasks."""
     largest = sorted(groups, key=lambda name: groups[name]["n"], reverse=True)[:_MOST_GROUPS]
     shown = [
-        f"{name} {group['pass_at_1']:.3f} (n {group['n']})"
+        f"{name} {shown_rate(group['pass_at_1'])} (n {group['n']})"
         for name, group in groups.items()
         if name in largest
     ]
@@ -218,5 +248,10 @@ def _scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, entry in scaling.items():
         missing = f", {entry['ungraded']} tasks ungraded" if entry["ungraded"] else ""
-        lines.append(f"{name} {entry['pass_at_1']:.3f} (n {entry['n']}{missing})")
+        missing += f": {_why(entry['why'])}" if entry.get("why") else ""
+        lines.append(f"{name} {shown_rate(entry['pass_at_1'])} (n {entry['n']}{missing})")
     return lines
+
+
+def _why(reasons: Mapping[str, int]) -> str:
+    return "; ".join(f"{reason} ({count})" for reason, count in reasons.items())

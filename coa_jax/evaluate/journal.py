@@ -7,6 +7,7 @@ process is killed.  At the end the traces get their rewards and the order of the
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -17,11 +18,11 @@ from typing import Any
 from coa_jax import files, jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.evaluate.exposure import Exposure
-from coa_jax.evaluate.sample import Key, Sample, sample_of
+from coa_jax.evaluate.sample import Key, Sample, by_last_suggestion, sample_of
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.tasks.graders import GRADED_BY
-from coa_jax.trajectory import Reward, Trajectory
+from coa_jax.trajectory import Reward, Trajectory, format_valid
 
 
 def digest(value: Any) -> str:
@@ -40,7 +41,12 @@ class Journal:
     """
 
     def __init__(
-        self, run: RunDir, stage: str, settings: Mapping[str, Any], grading: Mapping[str, Any]
+        self,
+        run: RunDir,
+        stage: str,
+        settings: Mapping[str, Any],
+        grading: Mapping[str, Any],
+        last_suggestion: bool = False,
     ):
         """Opens the stage's files.
 
@@ -49,6 +55,7 @@ class Journal:
             stage: name of what is measured.
             settings: on which the samples depend; JSON values.
             grading: on which the verdicts depend; JSON values.
+            last_suggestion: count samples without an answer by what they suggested last.
 
         Raises:
             UserError: the stage's name cannot name a folder.
@@ -64,6 +71,7 @@ class Journal:
         self._verdicts_file = self.folder / "verdicts.jsonl"
         self._places: dict[Key, tuple[int, int]] = {}  # offset and length of a sample's line
         self._changed = False
+        self._last_suggestion = last_suggestion
         self._golds: dict[str, str] = {}  # task -> digest of what its answers are held against
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
@@ -89,26 +97,26 @@ class Journal:
         if fresh:
             self._run.rewind(self.phase, 0)
             self._verdicts_file.unlink(missing_ok=True)
-        elif known.exists():
-            self._check_settings(files.read_json_object(known))
-        files.write_json(known, dict(self.settings))
         # An accepted answer that was mended makes the grades by the old one void.
         self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
+        earlier = files.read_json_object(known) if known.exists() else self.settings
         for offset, length, row in self._rows():
             try:
                 if row.get("metadata", {}).get("phase") != self.phase:
                     continue
+                self._check_settings(earlier)  # those of a run without a sample bind nobody
                 trajectory = Trajectory.from_json(row)
             except reading.MALFORMED as error:
                 why = reading.reason(error)
                 raise UserError(f"{self._traces}, byte {offset}: not a trace: {why}") from error
             self._check(trajectory, places)
-            sample = sample_of(trajectory, exposure).graded(None)
+            sample = self._sample(trajectory, exposure).graded(None)
             if sample.broken and retry_faults:
                 continue
             self.samples[sample.key] = sample
             self._places[sample.key] = offset, length
+        files.write_json(known, dict(self.settings))
         self._load_verdicts()
 
     def _check_settings(self, earlier: Mapping[str, Any]) -> None:
@@ -168,6 +176,23 @@ class Journal:
 
     # --- what is new
 
+    def wanted(self, task_id: str, samples: int, attempts: int, attempt: int) -> tuple[int, ...]:
+        """Numbers of a task's samples that are to be run for the time ``attempt``, from 0.
+
+        Args:
+            task_id: the task.
+            samples: of a task.
+            attempts: of a sample, until it has an answer.
+            attempt: the number of the attempt.
+        """
+        found = [(number, self.samples.get((task_id, number))) for number in range(samples)]
+        return tuple(
+            number
+            for number, sample in found
+            if (0 if sample is None else sample.attempts) == attempt
+            and (sample is None or sample.wanted(attempts))
+        )
+
     def about(self) -> dict[str, Any]:
         """What a trajectory must carry to be known again."""
         return {"stage": self.folder.name, "settings": self._settings}
@@ -175,7 +200,11 @@ class Journal:
     def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
         """Keeps a sample that has just ended."""
         offset = self._traces.stat().st_size if self._traces.exists() else 0
-        sample = sample_of(trajectory, exposure)
+        key = trajectory.task_id, trajectory.sample_id
+        if trajectory.metadata.get("attempt"):
+            earlier = {"earlier": self.samples[key].costs()}
+            trajectory = dataclasses.replace(trajectory, metadata=trajectory.metadata | earlier)
+        sample = self._sample(trajectory, exposure)
         self._run.traces(1, self.phase, [trajectory.to_json()])
         self.samples[sample.key] = sample
         self._places[sample.key] = offset, self._traces.stat().st_size - offset
@@ -199,11 +228,22 @@ class Journal:
         self._changed = True
 
     def trajectory(self, key: Key) -> Trajectory:
-        """A finished sample with all of its text, read from the disk."""
+        """A finished sample with all of its text, read from the disk, as it counts."""
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)
-            return Trajectory.from_json(jsonl.loads(file.read(length)))
+            return self._counted(Trajectory.from_json(jsonl.loads(file.read(length))))
+
+    def _counted(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the answer that counts."""
+        return by_last_suggestion(trajectory) if self._last_suggestion else trajectory
+
+    def _sample(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
+        sample = sample_of(self._counted(trajectory), exposure)
+        if trajectory.answer is None:  # what was suggested only is no well-formed chain
+            sample = dataclasses.replace(sample, format_valid=format_valid(trajectory))
+        again = trajectory.metadata.get("attempt")
+        return sample.after(trajectory.metadata["earlier"]) if again else sample
 
     # --- the end
 

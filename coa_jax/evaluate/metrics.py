@@ -3,7 +3,8 @@
 Tasks are independent, the samples of one task are not.  So a rate is the mean over tasks of the
 rate within a task, and its standard error is the deviation of these rates over the root of their
 number: errors clustered by task (Miller 2024, arXiv 2411.00640, section 2.2).  A sample without a
-grade is in no rate, and a task without a graded sample is none.
+grade is in no rate, a task without a graded sample counts for nothing, and the rate of no task is
+None.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
             for nothing.
     """
     groups = [group for group in groups if group]
-    rates = [mean(group) for group in groups]
-    n, value = len(rates), mean(rates)
+    rates = [sum(group) / len(group) for group in groups]
+    n, value = len(rates), mean(rates) or 0.0
     # Tasks that are all right or all wrong may as well have been asked once.
     all_alike = all(rate in (0.0, 1.0) for rate in rates)
     samples = n if all_alike else sum(map(len, groups))
@@ -80,18 +81,20 @@ def standard_error(rates: Sequence[float]) -> float | None:
     return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing, which stands beside its count of 0."""
-    return float(np.mean(values)) if len(values) else 0.0
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return float(np.mean(values)) if len(values) else None
 
 
 def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
     """pass@1 of tasks: its mean over rounds, error, interval and the number of tasks.
 
+    Without a graded sample ``pass_at_1`` is None and the interval is all of 0 to 1.
+
     Args:
         groups: for each task, of each graded sample whether it is right.
     """
-    rates = [mean(group) for group in groups if group]
+    rates = [sum(group) / len(group) for group in groups if group]
     return {
         "pass_at_1": mean(rates),
         "se": standard_error(rates),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
-from coa_jax.engine.memory import engine_memory
+from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import conversation_ids, eos_ids
@@ -33,16 +36,32 @@ class Wanted:
         task: what is asked.
         numbers: which of its samples.
         messages: the messages that ask it.
+        attempt: which attempt it is at samples that ended without an answer, from 0.
     """
 
     index: int
     task: Task
     numbers: tuple[int, ...]
     messages: Messages
+    attempt: int = 0
 
 
-Policy = Callable[[Sequence[Wanted], Mapping[str, Any]], AsyncGenerator[Trajectory, None]]
-"""Runs samples and yields them, ungraded, as they end; the mapping goes into their metadata."""
+def attempt_seed(seed: int, attempt: int) -> int:
+    """The seed of an attempt; the first one has that of the evaluation."""
+    if not attempt:
+        return seed
+    named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
+    return int.from_bytes(named.digest()) >> 1
+
+
+Policy = Callable[
+    [Sequence[Wanted], Mapping[str, Any], Callable[[int], None]], AsyncGenerator[Trajectory, None]
+]
+"""Runs samples and yields them, ungraded, as they end.
+
+The mapping goes into their metadata; the function is told how many tokens were written since it was
+last called.
+"""
 
 
 def local_policy(
@@ -52,36 +71,51 @@ def local_policy(
     seed: int,
     config: RolloutConfig,
     tools: Sequence[Tool],
+    tasks: Sequence[Task],
+    samples: int,
 ) -> Policy:
     """A policy that decodes on this machine, all slots at a time.
 
     Args:
         load: gives the model; called when there is something to run.
-        shapes: of decoding.
+        shapes: of decoding, at most; see `engine.memory.fitted`.
         sampling: how tokens are drawn.
         seed: of the samples.
         config: budgets.
         tools: live tools.
+        tasks, samples: of the whole evaluation, and samples of a task: one that was stopped gets
+            the same shapes again.
     """
 
-    def run(wanted: Sequence[Wanted], about: Mapping[str, Any]) -> AsyncGenerator[Trajectory, None]:
+    @functools.cache
+    def ready() -> tuple[list[Engine], Any]:
         model = load()
         tokenizer = model.tokenizer
-        print(f"engine: {engine_memory(model.config, shapes)}", flush=True)
-        protocols = (one.task.protocol for one in wanted)
+        device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
+        free = free_memory(device)
+        count = len(tasks) * samples
+        fit = fitted(shapes, model.config, device.platform, count, config.max_tokens, free)
+        print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
+        protocols = (task.protocol for task in tasks)
         constraint = constraint_for(config, tokenizer, model.config.vocab_size, protocols)
         if constraint is not None:
             print(f"constraint: {constraint}", flush=True)
         stop = eos_ids(tokenizer)
-        engines: list[Engine] = make_engines(model.params, model.config, shapes, stop, constraint)
+        engines: list[Engine] = make_engines(model.params, model.config, fit, stop, constraint)
         # Or the first trajectories would spend their time on compilation.
         for engine in engines if config.max_seconds else ():
             engine.warm_up()
+        return engines, tokenizer
+
+    def run(
+        wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
+    ) -> AsyncGenerator[Trajectory, None]:
+        engines, tokenizer = ready()
         requests = (
             Request(
                 task=_without_tests(one.task),
                 prompt=tuple(conversation_ids(tokenizer, one.messages.turns)),
-                seed=seed,
+                seed=attempt_seed(seed, one.attempt),
                 prompt_id=one.index,
                 samples=one.numbers,
                 sampling=sampling,
@@ -89,7 +123,7 @@ def local_policy(
             )
             for one in wanted
         )
-        return rollout(engines, tokenizer, requests, tools, config)
+        return rollout(engines, tokenizer, requests, tools, config, on_tokens=written)
 
     return run
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from coa_jax import files
-from coa_jax.bounds import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
+from coa_jax.bounds import (
+    Between,
+    Bounded,
+    Natural,
+    Place,
+    Seed,
+    Size,
+    Split,
+    Temperature,
+    TopP,
+)
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
@@ -19,16 +30,18 @@ from coa_jax.evaluate.figures import blocks, result
 from coa_jax.evaluate.journal import Journal, digest
 from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
 from coa_jax.evaluate.sample import Key, measured
-from coa_jax.evaluate.scaling import PickConfig, choose, scaling
+from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
 from coa_jax.model.api import load_model
-from coa_jax.progress import progress
+from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Prompt, messages_of
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
-from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
+from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.base import Tool
+from coa_jax.tools.make import ToolsConfig
 from coa_jax.trajectory import Reward, Trajectory
 
 
@@ -41,6 +54,8 @@ class EvaluateConfig(Bounded):
         split: ``validation`` or ``test``.
         num_tasks: tasks that are drawn; 0 for all, in their order.
         samples: samples of a task, the rounds over which pass@1 is averaged; pass@k needs k.
+        protocol: in which all tasks are solved; questions of files that name none get it, and
+            tasks of another one are refused. "" solves each task in its own.
         seed: which tasks, and the randomness of the samples.
         temperature, top_p, top_k: of sampling; temperature 0 is greedy.
         engine: shapes of decoding on this machine.
@@ -50,7 +65,13 @@ class EvaluateConfig(Bounded):
         best_of: who picks among samples.
         blocked: addresses that no sample should open; they are counted (the tools refuse those of
             their own settings).
+        last_suggestion: a sample without an answer counts by its last ``suggested_answer``, as the
+            release means to.  Like ``attempts`` above 1 and ``rollout.cut_context`` it makes a
+            figure that is no plain pass@1, and says so.
+        attempts: how often a sample may be run until it ends with an answer (release: 3).
         retry_faults: run samples again in which a part of ours broke.
+        probe_s: seconds that each server which the run needs (policy, judge, picker, tools) has to
+            answer before the first sample; 0 begins without asking them.
     """
 
     tasks: Place
@@ -66,13 +87,21 @@ class EvaluateConfig(Bounded):
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
+    protocol: Place = ""
     blocked: tuple[Place, ...] = BLOCKED
+    last_suggestion: bool = False
+    attempts: Annotated[int, Between(1, 100)] = 1
     retry_faults: bool = False
+    probe_s: Annotated[float, Between(0, 600)] = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.best_of.n > self.samples:
             raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
+        if self.attempts > 1 and self.temperature == 0:
+            raise UserError(
+                f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
+            )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -99,13 +128,36 @@ def settings(
         "policy": policy,
         "tasks": config.tasks,
         "split": config.split,
+        "protocol": config.protocol,
         "seed": config.seed,
         "sampling": dataclasses.asdict(config.sampling),
+        "attempts": config.attempts,
         "rollout": dataclasses.asdict(config.rollout),
         "prompt": digest(dataclasses.asdict(prompt)) if prompt.is_template else prompt.style,
         "opening": config.endpoint.opening if config.endpoint else "",
         "tools": digest(dict(tools)),
     }
+
+
+def load(config: EvaluateConfig) -> list[Task]:
+    """The tasks of an evaluation.
+
+    Raises:
+        UserError: see `load_tasks`; or a task is for another protocol than ``config.protocol``.
+    """
+    tasks = load_tasks(
+        config.tasks, config.split, config.num_tasks or None, config.seed, config.protocol
+    )
+    others = [task.protocol for task in tasks if config.protocol not in ("", task.protocol)]
+    if others:
+        named = ", ".join(sorted(set(others)))
+        raise UserError(
+            f"config.tasks={config.tasks}: {len(others)} of {len(tasks)} tasks are for the protocol"
+            f" {named}, and config.protocol is {config.protocol}; give"
+            f" --config.protocol={sorted(set(others))[0]} to measure the policy in that one, or"
+            " --config.protocol= to solve each task in its own"
+        )
+    return tasks
 
 
 def _grading(config: EvaluateConfig) -> dict[str, Any]:
@@ -117,7 +169,7 @@ def _grading(config: EvaluateConfig) -> dict[str, Any]:
         chat = asked["chat"]
         asked["chat"] = {name: chat[name] for name in ("model", "temperature", "max_tokens")}
     graders.pop("programs")
-    return {**graders, "pick": pick}
+    return {**graders, "pick": pick, "last_suggestion": config.last_suggestion}
 
 
 def evaluate(
@@ -129,9 +181,12 @@ def evaluate(
     about: Mapping[str, Any],
     prompt: Prompt | None = None,
     *,
+    servers: ToolsConfig | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Runs, grades and counts what is not there yet.
+
+    Asks every server that is needed for that whether it is there, before the first sample.
 
     Writes the samples to the run's traces, and its result file to
     ``evaluate/STAGE/results.json``, whose bytes are the same whether or not the process was killed
@@ -145,6 +200,7 @@ def evaluate(
         stage: name of the results.
         about: see `settings`.
         prompt: how questions are put to the policy; None for what the config names.
+        servers: settings of the policy's tools, to ask their servers too.
         fresh: drop what an earlier process has left of the stage.
 
     Returns:
@@ -158,26 +214,40 @@ def evaluate(
     warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
     graders, exposure = Graders(config.graders), exposure_of(tasks, config.blocked)
     graders.check(tasks)
-    journal = Journal(run, stage, about, _grading(config))
+    journal = Journal(run, stage, about, _grading(config), config.last_suggestion)
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
-    wanted = []
-    for index, task in enumerate(tasks):
-        numbers = tuple(n for n in range(config.samples) if (task.id, n) not in journal.samples)
-        if numbers:
-            wanted.append(Wanted(index, task, numbers, messages_of(task, prompt)))
-    total = len(tasks) * config.samples
-    left = sum(len(one.numbers) for one in wanted)
+
+    def wanted(attempt: int) -> list[Wanted]:
+        """Samples that have to be run, for which this is their next attempt."""
+        return [
+            Wanted(index, task, numbers, messages_of(task, prompt), attempt)
+            for index, task in enumerate(tasks)
+            if (numbers := journal.wanted(task.id, config.samples, config.attempts, attempt))
+        ]
+
+    bars: list[Bar] = []  # of the progress, which begins when the policy is loaded
+
+    def begin(attempt: int) -> AsyncGenerator[Trajectory, None] | None:
+        samples = wanted(attempt)
+        about = {**journal.about(), "attempt": attempt}
+        return policy(samples, about, lambda n: bars[0].count(tokens=n)) if samples else None
+
+    open_now = [one for attempt in range(config.attempts) for one in wanted(attempt)]
+    total, left = len(tasks) * config.samples, sum(len(one.numbers) for one in open_now)
     if left < total:
         print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
-    # Outside of the event loop: a policy may take its time to be loaded.
-    stream = policy(wanted, journal.about()) if wanted else None
+    _check_ready(config, tasks, journal, open_now, servers)
+    # The first one outside of the event loop: a policy may take its time to be loaded.
+    streams = itertools.chain([begin(0)], map(begin, range(1, config.attempts)))
     with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
-        asyncio.run(_finish(stream, tasks, config, graders, exposure, journal, bar.update))
+        bars.append(bar)
+        why = asyncio.run(_finish(streams, tasks, config, graders, exposure, journal, bar.update))
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
-    found = scaling(groups, config.samples, config.best_of.n, journal.verdicts)
+    found = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)
     described = {**about, "grading": _grading(config)}
-    outcome = result(stage, described, groups, config.samples, found)
+    unjudged = graders.judge.no_verdict if graders.judge else {}
+    outcome = result(stage, described, groups, config.samples, found, unjudged)
     files.write_json(journal.folder / "results.json", outcome)
     run.summary(blocks(outcome))
     return outcome
@@ -192,34 +262,75 @@ def evaluate_model(
     tools: Sequence[Tool],
     tool_settings: Mapping[str, Any],
     *,
+    servers: ToolsConfig | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """`evaluate` of a model that decodes on this machine.
 
     Args:
         path: Hugging Face directory.
-        tasks, config, run, stage, fresh: see `evaluate`.
+        tasks, config, run, stage, servers, fresh: see `evaluate`.
         tools: live tools.
         tool_settings: settings of them on which answers depend.
     """
     policy = local_policy(
-        lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout, tools
-    )
+        lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
+        tools, with_level(tasks, config.rollout.level), config.samples,
+    )  # fmt: skip
     prompt = load_prompt(config.rollout.prompt_style, path)
     about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)
-    return evaluate(policy, tasks, config, run, stage, about, prompt, fresh=fresh)
+    return evaluate(policy, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
+
+
+def _check_ready(
+    config: EvaluateConfig,
+    tasks: Sequence[Task],
+    journal: Journal,
+    wanted: Sequence[Wanted],
+    servers: ToolsConfig | None,
+) -> None:
+    """Refuses to begin without what is left to do needs; says which answers no judge will see."""
+    groups, chats = measured(tasks, journal.samples, config.samples), {}
+    ungraded = [g.task for g in groups if any(not s.broken and s.value is None for s in g.samples)]
+    graded = list({task.id: task for task in (*(one.task for one in wanted), *ungraded)}.values())
+    if wanted and config.endpoint:
+        chats["endpoint"] = config.endpoint.chat
+    best = config.best_of.n
+    if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
+        chats["best_of.chat"] = config.best_of.chat
+    check_ready(
+        config.probe_s,
+        tasks=graded,
+        graders=config.graders if graded else None,
+        tools=servers if wanted else None,
+        chats=chats,
+    )
+    unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
+    if unseen and not config.graders.judge:
+        print(
+            f"{journal.folder.name}: {unseen} tasks are meant for a judge, and there is none "
+            f"(config.graders.judge.chat.url): {config.graders.answer} grades their answers, which "
+            "is another measure",
+            flush=True,
+        )
 
 
 async def _finish(
-    stream: AsyncGenerator[Trajectory, None] | None,
+    streams: Iterable[AsyncGenerator[Trajectory, None] | None],
     tasks: Sequence[Task],
     config: EvaluateConfig,
     graders: Graders,
     exposure: Exposure,
     journal: Journal,
     tick: Callable[[], None],
-) -> None:
-    """Takes samples as they end, grades them while others still run, and compares them."""
+) -> dict[str, str]:
+    """Takes samples as they end, grades them while others still run, and compares them.
+
+    Of a stream of samples the next one is begun when the last one has ended.
+
+    Returns:
+        What `choose` returns.
+    """
     by_id = {task.id: task for task in tasks}
     grading: set[asyncio.Task[None]] = set()
 
@@ -227,13 +338,14 @@ async def _finish(
         reward = await graders.grade(by_id[key[0]], trajectory)
         journal.grade(key, reward)
 
-    def begin(key: Key, trajectory: Trajectory | None = None) -> None:
+    def begin(key: Key) -> None:
         sample = journal.samples[key]
+        if sample.wanted(config.attempts):
+            return  # it will have another attempt
         if sample.broken:
             journal.grade(key, Reward(None))
         elif sample.value is None:
-            read = trajectory or journal.trajectory(key)
-            grading.add(asyncio.create_task(grade(key, read)))
+            grading.add(asyncio.create_task(grade(key, journal.trajectory(key))))
 
     def check() -> None:
         for task in [task for task in grading if task.done()]:
@@ -244,12 +356,13 @@ async def _finish(
         for key, sample in list(journal.samples.items()):
             if key[0] in by_id and key[1] < config.samples and sample.value is None:
                 begin(key)
-        if stream is not None:
+        for stream in filter(None, streams):
             async with contextlib.aclosing(stream):
                 async for trajectory in stream:
                     sample = journal.add(trajectory, exposure)
-                    begin(sample.key, trajectory)
-                    tick()
+                    begin(sample.key)
+                    if not sample.wanted(config.attempts):
+                        tick()
                     check()
         await asyncio.gather(*grading)
     finally:
@@ -257,7 +370,7 @@ async def _finish(
             task.cancel()
         await asyncio.gather(*grading, return_exceptions=True)
     groups = measured(tasks, journal.samples, config.samples)
-    await choose(
+    return await choose(
         config.best_of,
         graders,
         groups,

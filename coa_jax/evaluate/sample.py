@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.evaluate.exposure import Exposure
 from coa_jax.tasks import Task
-from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
+from coa_jax.trajectory import (
+    Author,
+    Reward,
+    SegmentSpan,
+    StopReason,
+    Trajectory,
+    format_valid,
+)
 
 Key = tuple[str, int]
 """Which sample: the task's id, and the sample's number."""
@@ -32,6 +39,7 @@ class Sample:
         blocked: calls that named an address of the block list.
         shown: observations that showed a question of the benchmark.
         value: what a grader gave, None where there is no grade.
+        attempts: how often it was run; tokens, length, calls and contacts are those of all.
     """
 
     task_id: str
@@ -46,6 +54,11 @@ class Sample:
     blocked: int = 0
     shown: int = 0
     value: float | None = None
+    attempts: int = 1
+
+    def wanted(self, attempts: int) -> bool:
+        """Whether it shall be run again, of so many attempts in all."""
+        return self.answer is None and not self.broken and self.attempts < attempts
 
     @property
     def key(self) -> Key:
@@ -75,7 +88,25 @@ class Sample:
             "calls": dict(sorted(Counter(tool for tool, _ in self.calls).items())),
             "blocked": self.blocked,
             "shown": self.shown,
+            **({"attempts": self.attempts} if self.attempts > 1 else {}),
         }
+
+    def after(self, earlier: Mapping[str, Any]) -> Sample:
+        """The same with the costs of earlier attempts, as `costs` gave them."""
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens + earlier["tokens"],
+            length=self.length + earlier["length"],
+            calls=(*((tool, outcome) for tool, outcome in earlier["calls"]), *self.calls),
+            blocked=self.blocked + earlier["blocked"],
+            shown=self.shown + earlier["shown"],
+            attempts=self.attempts + earlier["attempts"],
+        )
+
+    def costs(self) -> dict[str, Any]:
+        """What it took so far; JSON values."""
+        names = ("tokens", "length", "calls", "blocked", "shown", "attempts")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +147,27 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
         shown=exposure.shown(trajectory) if exposure else 0,
     )
     return sample.graded(trajectory.reward)
+
+
+def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
+    """A trajectory without an answer as if it had answered what it suggested last.
+
+    The release means to count it so, but never does: its requests do not stop at a suggestion.
+    """
+    if trajectory.answer is not None:
+        return trajectory
+    bodies = [
+        (span, span.body)
+        for span in trajectory.segments
+        if span.role == "suggested_answer" and span.author == Author.POLICY
+    ]
+    last = next(((span, body) for span, body in reversed(bodies) if body is not None), None)
+    if last is None:
+        return trajectory
+    span, body = last
+    answer = SegmentSpan("answer", Author.POLICY, f"<answer>{body}</answer>", span.end, span.end)
+    segments = (*trajectory.segments, answer)
+    return dataclasses.replace(trajectory, segments=segments, text=trajectory.text + answer.text)
 
 
 def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) -> list[Measured]:

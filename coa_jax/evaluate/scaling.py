@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 import random
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -77,16 +79,21 @@ class PickConfig(Bounded):
             raise UserError(f"n is {self.n}, but chat.url is empty; name the model that picks")
 
 
+class UnsureError(Exception):
+    """A vote cannot be taken, or a choice made, now; the text says why."""
+
+
 # --- best of n -----------------------------------------------------------------------------
 
 
-async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int | None:
-    """Index of the attempt that a model picks; None if it makes no choice.
+async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
+    """Index of the attempt that a model picks.
 
     Attempts are shown in an order that depends on the task, so that no number of a sample is
     favoured.  Where no more than one answer was given there is nothing to ask.
 
     Raises:
+        UnsureError: the model makes no choice.
         UserError: the key of the endpoint is not in the environment.
     """
     answers = {t.answer.strip() for t in trajectories if t.answer is not None}
@@ -106,11 +113,11 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int | 
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": prompt}]
         try:
             choice = parse_choice(await chat(config.chat, messages), len(order))
-        except FetchError:
-            return None  # `chat` has tried again already
+        except FetchError as error:  # `chat` has tried again already
+            raise UnsureError(f"{config.chat.url}: {error.message}") from error
         if choice is not None:
             return order[choice - 1]
-    return None
+    raise UnsureError(f"{config.chat.model} named no attempt in the form that was asked for")
 
 
 def attempt_text(config: PickConfig, trajectory: Trajectory) -> str:
@@ -145,10 +152,6 @@ def parse_choice(text: str, n: int) -> int | None:
 
 
 # --- majority vote -------------------------------------------------------------------------
-
-
-class UnsureError(Exception):
-    """A vote cannot be taken now."""
 
 
 def can_vote(task: Task) -> bool:
@@ -191,7 +194,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
             asked = dataclasses.replace(asked, metadata={})
         value = (await graders.grade(asked, _answering(asked, answer))).value
         if value is None:
-            raise UnsureError(f"no verdict about two answers to {task.id}")
+            raise UnsureError("the grader gave no verdict about two answers")
         if value == 1.0:
             return True
     return False
@@ -225,6 +228,7 @@ def scaling(
     numbers: int,
     best_of: int,
     verdicts: Mapping[str, Any],
+    reasons: Mapping[str, str],
 ) -> dict[str, Any]:
     """pass@1 of the samples that were chosen; a task without a choice or a grade is ungraded.
 
@@ -233,13 +237,15 @@ def scaling(
         numbers: samples of a task.
         best_of: how many of them were compared, 0 for none.
         verdicts: by `vote_name` and `pick_name` the number of the sample that was chosen.
+        reasons: by the same names why none was chosen, see `choose`.
     """
     found = {}
     if numbers > 1 and any(can_vote(group.task) for group in groups):
         chosen = [g for g in groups if can_vote(g.task)]
-        found[f"majority@{numbers}"] = _chosen(chosen, lambda g: verdicts.get(vote_name(g)))
+        found[f"majority@{numbers}"] = _chosen(chosen, vote_name, verdicts, reasons)
     if best_of:
-        found[f"best-of-{best_of}"] = _chosen(groups, lambda g: verdicts.get(pick_name(g, best_of)))
+        name = functools.partial(pick_name, n=best_of)
+        found[f"best-of-{best_of}"] = _chosen(groups, name, verdicts, reasons)
     return found
 
 
@@ -258,19 +264,26 @@ def _numbers(samples: Sequence[Sample]) -> str:
 
 
 def _chosen(
-    groups: Sequence[Measured], choice: Callable[[Measured], Mapping[str, Any] | None]
+    groups: Sequence[Measured],
+    name: Callable[[Measured], str],
+    verdicts: Mapping[str, Any],
+    reasons: Mapping[str, str],
 ) -> dict[str, Any]:
     values: list[list[bool]] = []
+    why: Counter[str] = Counter()
     for group in groups:
-        made = choice(group)
+        made = verdicts.get(name(group))
         if made is None:
+            why[reasons.get(name(group), "samples are missing, or a part of ours broke")] += 1
             continue
         sample = next((s for s in group.samples if s.number == made["sample"]), None)
         if made["sample"] is None:
             values.append([False])  # nobody answered
         elif sample is not None and sample.value is not None:
             values.append([sample.solved])
-    return {**metrics.rate(values), "ungraded": len(groups) - len(values)}
+        else:
+            why["the chosen sample has no grade"] += 1
+    return {**metrics.rate(values), "ungraded": why.total(), "why": dict(sorted(why.items()))}
 
 
 async def choose(
@@ -281,7 +294,7 @@ async def choose(
     verdicts: Mapping[str, Any],
     read: Callable[[Sample], Trajectory],
     say: Callable[[str, Any], None],
-) -> None:
+) -> dict[str, str]:
     """Takes the votes and makes the choices that are not made yet.
 
     Args:
@@ -292,29 +305,34 @@ async def choose(
         verdicts: what was said already.
         read: gives the text of a sample.
         say: keeps ``{"sample": number}``; nothing is kept where no choice is made.
+
+    Returns:
+        By `vote_name` and `pick_name`, why no choice was made.
     """
     turns = asyncio.Semaphore(config.concurrency)
+    reasons: dict[str, str] = {}
 
-    async def pick_one(group: Measured) -> None:
-        async with turns:
-            chosen = await pick(config, [read(sample) for sample in group.samples[: config.n]])
-        if chosen is not None:
-            say(pick_name(group, config.n), {"sample": group.samples[chosen].number})
-
-    async def vote_one(group: Measured) -> None:
+    async def decide(name: str, choice: Callable[[], Awaitable[int | None]]) -> None:
         async with turns:
             try:
-                number = await vote(graders, group.task, group.samples)
-            except UnsureError:
+                number = await choice()
+            except UnsureError as error:
+                reasons[name] = str(error)
                 return
-        say(vote_name(group), {"sample": number})
+        say(name, {"sample": number})
+
+    async def picked(group: Measured) -> int:
+        index = await pick(config, [read(sample) for sample in group.samples[: config.n]])
+        return group.samples[index].number
 
     jobs = []
     for group in groups:
         whole = len(group.samples) == numbers and not any(s.broken for s in group.samples)
         if numbers > 1 and whole and can_vote(group.task) and vote_name(group) not in verdicts:
-            jobs.append(vote_one(group))
+            jobs.append(decide(vote_name(group), functools.partial(vote, graders, group.task,
+                                                                   group.samples)))  # fmt: skip
         enough = whole and config.n and len(group.samples) >= config.n
         if enough and pick_name(group, config.n) not in verdicts:
-            jobs.append(pick_one(group))
+            jobs.append(decide(pick_name(group, config.n), functools.partial(picked, group)))
     await asyncio.gather(*jobs)
+    return reasons

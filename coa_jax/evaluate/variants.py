@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from coa_jax.errors import UserError
 
+SIZES = ("", "debug")
+"""The group of names of a config that also has a small form."""
+
 
 def parse_variants(argument: str | None, *groups: tuple[str, ...]) -> tuple[str, ...]:
     """Reads what stands behind the colon of ``--config=FILE.py:VARIANTS``.
 
     Args:
         argument: names in any order, or None.
-        groups: names of which one is chosen, the first if none is given.
+        groups: names of which one is chosen, the first if none is given; a first name of "" means
+            that none needs to be chosen.
 
     Returns:
         The chosen name of each group.
@@ -27,6 +31,6 @@ def parse_variants(argument: str | None, *groups: tuple[str, ...]) -> tuple[str,
         chosen.append(given[0] if given else group[0])
         names = [name for name in names if name not in group]
     if names:
-        known = "; ".join(", ".join(group) for group in groups)
+        known = "; ".join(", ".join(filter(None, group)) for group in groups)
         raise UserError(f"the config has no variant {names[0]!r}; known are {known}")
     return tuple(chosen)

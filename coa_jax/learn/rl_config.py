@@ -62,6 +62,8 @@ class RLConfig(Bounded):
             for none.  What a step says of its rollouts is about the policy before its updates; the
             checkpoint of that step has the parameters after them.
         profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
+        probe_s: seconds that each server which the run needs (judge, tools) has to answer before
+            the first step; 0 begins without asking them.
     """
 
     model: Place
@@ -92,6 +94,7 @@ class RLConfig(Bounded):
     keep_last: Count = 2
     keep_best: Annotated[str, OneOf("", *BEST)] = ""
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
+    probe_s: Annotated[float, Between(0, 600)] = 10.0
 
     @property
     def longest(self) -> int:
@@ -105,6 +108,11 @@ class RLConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rollout.cut_context:
+            raise UserError(
+                "rollout.cut_context is True: what was sampled from a context that was cut cannot "
+                "be trained on; leave it False"
+            )
         longest = self.longest
         if self.row_length < longest:
             raise UserError(

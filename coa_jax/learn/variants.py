@@ -23,6 +23,10 @@ _SMALL: Mapping[str, Sequence[str]] = {
         "engine", "rollout.max_tokens", "rollout.max_turn_tokens", "rollout.max_tool_calls",
         "rollout.max_observation_tokens", "rollout.prompt_style", "mesh",
     ),
+    "evaluate": (
+        "model", "num_tasks", "samples", "engine", "rollout.max_tokens", "rollout.max_turn_tokens",
+        "rollout.max_tool_calls", "rollout.max_observation_tokens", "rollout.prompt_style",
+    ),
 }  # fmt: skip
 """Settings of a stage that make it large."""
 

@@ -46,7 +46,7 @@ def page(outcome: Mapping[str, Any]) -> str:
     """The page of a result file."""
     figures, stage = outcome["figures"], str(outcome["stage"])
     sections = [
-        _header(stage, outcome["settings"], figures),
+        _header(stage, outcome["settings"], figures, outcome.get("not_plain") or ()),
         _headline(figures),
         _several(figures),
         _breakdown(figures["by"]),
@@ -64,7 +64,9 @@ def page(outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _header(stage: str, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
+def _header(
+    stage: str, settings: Mapping[str, Any], figures: Mapping[str, Any], not_plain: Sequence[str]
+) -> str:
     sampling = settings.get("sampling") or {}
     facts = {
         "policy": settings.get("policy"),
@@ -74,6 +76,7 @@ def _header(stage: str, settings: Mapping[str, Any], figures: Mapping[str, Any])
         "top-p": sampling.get("top_p"),
         "top-k": sampling.get("top_k"),
         "tokens": (settings.get("rollout") or {}).get("max_tokens"),
+        "no plain pass@1": ", ".join(not_plain),
     }
     shown = "".join(
         f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>"
@@ -103,8 +106,8 @@ def _rate_row(name: str, entry: Mapping[str, Any]) -> list[str]:
     low, high = entry["ci95"]
     value = entry["pass_at_1"]
     error = _NONE if entry["se"] is None else f"{entry['se']:.3f}"
-    bar = interval_bar(Interval(name, value, low, high)) if entry["n"] else ""
-    shown = f"<strong>{value:.3f}</strong>" if entry["n"] else _NONE
+    bar = "" if value is None else interval_bar(Interval(name, value, low, high))
+    shown = "not graded" if value is None else f"<strong>{value:.3f}</strong>"
     return [escape(name), shown, bar, error, f"{entry['n']:,}"]
 
 
@@ -117,7 +120,7 @@ def _several(figures: Mapping[str, Any]) -> str:
     ]
     for name, e in scaling.items():
         tasks = f"{e['n']:,}" + (f" ({e['ungraded']:,} ungraded)" if e["ungraded"] else "")
-        rows.append([escape(name), f"{e['pass_at_1']:.3f}", _error(e["se"]), tasks])
+        rows.append([escape(name), _rate(e["pass_at_1"]), _error(e["se"]), tasks])
     chart = ""
     if len(at) > 1:
         curve = Series(
@@ -126,6 +129,14 @@ def _several(figures: Mapping[str, Any]) -> str:
         chart = line_chart("pass@k over k", [curve])
     table = _table(["several samples", "", "error", "tasks"], rows)
     return f'<h2>Test-time scaling</h2><div class="columns">{table}{chart}</div>'
+
+
+def _rate(value: float | None) -> str:
+    return "not graded" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.1%}"
 
 
 def _error(value: float | None) -> str:
@@ -150,7 +161,7 @@ def _costs(figures: Mapping[str, Any]) -> str:
         ["tool calls, a sample", number(cost["calls_per_sample"])],
         ["tokens per solved sample", number(cost["tokens_per_solved"])],
         ["tool calls per solved sample", number(cost["calls_per_solved"])],
-        ["samples that obey the protocol", f"{figures['format_valid']:.1%}"],
+        ["samples that obey the protocol", _share(figures["format_valid"])],
     ]
     calls = []
     for name, entry in cost["tools"].items():
@@ -174,6 +185,14 @@ def _left_out(figures: Mapping[str, Any]) -> str:
         f"{count:,} samples are ungraded ({escape(why)}) and in no figure."
         for why, count in samples["ungraded"].items()
         if count
+    ]
+    lines += [
+        f"{escape(name)}: {count:,} without a verdict: {escape(why)}"
+        for name, reasons in (
+            ("judge", figures.get("unjudged", {})),
+            *((name, entry.get("why", {})) for name, entry in figures["scaling"].items()),
+        )
+        for why, count in reasons.items()
     ]
     named, shown = met["named a blocked address"], met["shown a question"]
     lines.append(

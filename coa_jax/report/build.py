@@ -169,7 +169,7 @@ def _results(summary: Mapping[str, Any]) -> str:
 
 def _result_row(name: str, block: Mapping[str, Any]) -> str:
     value, interval = as_number(block.get("pass_at_1")), block.get("ci95")
-    shown = "\u2013" if value is None else f"{value:.3f}"
+    shown = "not graded" if value is None else f"{value:.3f}"
     ends = [as_number(end) for end in interval] if isinstance(interval, list) else []
     valid = as_number(block.get("format_valid"))
     plot = span = ""

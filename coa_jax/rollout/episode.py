@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax.protocol import THINK, Monitor, Parser, Protocol, Segment
+from coa_jax.rollout.cut import kept_spans
 from coa_jax.rollout.detokenize import TextStream, TokenTable
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
@@ -26,6 +27,10 @@ class Episode:
 
     The parser reads the policy's text alone.  Whatever a tool returns is added as environment
     tokens and never parsed, so no tool text can open, close or answer anything.
+
+    Attributes:
+        tokens: the whole record.
+        context: what of it the policy reads: all, until `cut` takes something away.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Episode:
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
         self.tokens: list[int] = list(prompt)
+        self.context = self.tokens
+        self._prompt_length = len(prompt)
         self.tool_calls: list[ToolCall] = []
         self._author: list[int] = [Author.PROMPT] * len(prompt)
         self._logp: list[float] = [0.0] * len(prompt)
@@ -64,6 +71,8 @@ class Episode:
             A request once a tool's tag is closed, a reason once the episode is over, else None.
         """
         self.tokens.append(token)
+        if self.context is not self.tokens:
+            self.context.append(token)
         self._author.append(Author.POLICY)
         self._logp.append(logp)
         if token in self._end_tokens:
@@ -100,6 +109,8 @@ class Episode:
         self._add_rest()
         start = len(self.tokens)
         self.tokens.extend(tokens)
+        if self.context is not self.tokens:
+            self.context.extend(tokens)
         self._author.extend([Author.ENVIRONMENT] * len(tokens))
         self._logp.extend([0.0] * len(tokens))
         self._spans.append(
@@ -111,6 +122,25 @@ class Episode:
         self._turn = 0
         if self._monitor is not None:
             self._monitor.observe(text)
+
+    def cut(self, most: int) -> int:
+        """Takes the oldest steps out of the context, right after an observation.
+
+        Args:
+            most: tokens of the context; see `cut.kept_spans`.
+
+        Returns:
+            The first position at which the context has another token than before.
+        """
+        lengths = [span.end - span.start for span in self._spans]
+        stays = kept_spans(self._spans, lengths, most - self._prompt_length)
+        places = {*range(self._prompt_length)}
+        places.update(place for span in stays for place in range(span.start, span.end))
+        before = self.context
+        self.context = [self.tokens[place] for place in sorted(places)]
+        pairs = enumerate(zip(before, self.context, strict=False))
+        same = min(len(before), len(self.context))
+        return next((place for place, (old, new) in pairs if old != new), same)
 
     @property
     def turn_tokens(self) -> int:

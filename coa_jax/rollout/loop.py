@@ -30,11 +30,12 @@ def rollout(
     tools: Sequence[Tool],
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends; the policy's text decides what happens.
 
     Args:
-        engine, requests, tools, config, on_text: see `run_episodes`.
+        engine, requests, tools, config, on_text, on_tokens: see `run_episodes`.
         tokenizer: of the policy.
 
     Returns:
@@ -48,7 +49,7 @@ def rollout(
         config.max_observation_tokens,
         config.strict,
     )
-    return run_episodes(engines, episodes, requests, tools, config, on_text)
+    return run_episodes(engines, episodes, requests, tools, config, on_text, on_tokens)
 
 
 async def run_episodes(
@@ -58,6 +59,7 @@ async def run_episodes(
     tools: Sequence[Tool],
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends and yields trajectories as they finish.
 
@@ -71,6 +73,7 @@ async def run_episodes(
         tools: found by name; a protocol's tool that is not given answers that it is unavailable.
         config: budgets.
         on_text: called with the text of policy and environment as it arrives.
+        on_tokens: called with how many tokens the policy has written since the last call.
 
     Yields:
         Ungraded trajectories, in the order in which they finish.
@@ -79,7 +82,7 @@ async def run_episodes(
     schedulers: list[Scheduler] = []
     try:
         for one in _all(engine):
-            schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text))
+            schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text, on_tokens))
         async with contextlib.aclosing(_merged(list(map(_run, schedulers)))) as stream:
             async for trajectory in stream:
                 yield trajectory

@@ -8,6 +8,7 @@ from typing import Any
 
 from coa_jax.bounds import Bounded, Natural, Place, SecondsOrNone, Size
 from coa_jax.engine.config import SamplingParams
+from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.protocol import Asked, Level, Prompt, messages_of
 from coa_jax.tasks import Task
@@ -37,6 +38,10 @@ class RolloutConfig(Bounded):
             what would have been written in vain.
         constrain: whether the policy can only write what its protocol allows, see
             `rollout.constrain`; the engine needs the constraint.
+        cut_context: whether the oldest steps are taken out of a context that has no room for
+            another turn, see `rollout.cut`: ``max_tokens`` is then the length of the context, and
+            the trajectory may be longer.  For evaluation only: nothing is trained on contexts
+            that were cut.
     """
 
     max_tokens: Size = 1024
@@ -49,6 +54,15 @@ class RolloutConfig(Bounded):
     strict: bool = False
     constrain: bool = False
     level: Level = ""
+    cut_context: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cut_context and not 0 < 3 * self.max_turn_tokens < self.max_tokens:
+            raise UserError(
+                f"cut_context needs max_turn_tokens from 1 to less than a third of max_tokens, to "
+                f"know when the context is full; it is {self.max_turn_tokens}"
+            )
 
 
 def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class Scheduler:
         tools: Sequence[Tool],
         config: RolloutConfig,
         on_text: Callable[[Arrival], None] | None,
+        on_tokens: Callable[[int], None] | None = None,
     ):
         """Takes an engine over, whose slots are all free; see `run_episodes`."""
         if config.constrain and engine.constraint is None:
@@ -57,7 +58,7 @@ class Scheduler:
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
         self.inbox, self.reader = inbox, inbox.reader()
-        self.on_text = on_text
+        self.on_text, self.on_tokens = on_text, on_tokens
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, _Running] = {}
         # The request whose prompt a slot has in its cache, after its sample has ended too.
@@ -191,13 +192,18 @@ class Scheduler:
         finished += await self._collect()
         if self.engine.any_active:
             chunk = await self._on_device(self.engine.decode)
+            written = 0
             for run in list(self.running.values()):
                 if run.tool is None and chunk.count[run.slot]:
                     count = int(chunk.count[run.slot])
                     tokens = chunk.tokens[run.slot, :count].tolist()
                     logps = chunk.logps[run.slot, :count].tolist()
+                    written -= len(run.episode.tokens)
                     finished += self._advance(run, tokens, logps)
+                    written += len(run.episode.tokens)
                     self._check_ended(run, bool(chunk.active[run.slot]))
+            if self.on_tokens:
+                self.on_tokens(written)
             await asyncio.sleep(0)
         elif not finished and self.running:
             calls = {run.tool for run in self.running.values() if run.tool is not None}
@@ -229,7 +235,7 @@ class Scheduler:
             if self._room(run) <= 0:
                 return [self._finish(run, StopReason.LENGTH)]
             # Tokens sampled beyond the closing tag are forgotten.
-            self.engine.truncate(run.slot, len(episode.tokens), token)
+            self.engine.truncate(run.slot, len(episode.context), token)
             self.engine.set_active(run.slot, False)
             run.tool_request = event
             run.tool = asyncio.create_task(self._call(run, event))
@@ -272,7 +278,7 @@ class Scheduler:
             run.tool, run.tool_request = None, None
             episode = run.episode
             ids, body = self.episodes.encode(episode, observation.text, self._room(run))
-            before = len(episode.tokens)
+            start_at = len(episode.context) - 1  # its newest token is not in the cache yet
             record = ToolCall(
                 tool=request.tool,
                 arguments=request.arguments,
@@ -286,11 +292,14 @@ class Scheduler:
             text = observation_text(episode.protocol, body)
             episode.observe(ids, text, record)
             self._tell(run, Author.ENVIRONMENT, text, record)
+            most = self._limit(run.request) - self.config.max_turn_tokens
+            if self.config.cut_context and len(episode.context) > most:
+                start_at = min(start_at, episode.cut(most))
             if spent := self._spent(run):
                 finished.append(self._finish(run, spent))
             else:
                 self.engine.observe(run.slot)
-                feeds.append((run.slot, before - 1, episode.tokens[before - 1 :]))
+                feeds.append((run.slot, start_at, episode.context[start_at:]))
         if feeds:
             await self._on_device(self.engine.extend, feeds)
         for slot, _, _ in feeds:
@@ -304,13 +313,17 @@ class Scheduler:
 
     def _room(self, run: _Running) -> int:
         """Tokens that are left for the body of an observation."""
-        spent = len(run.episode.tokens) + self.episodes.frame(run.episode)
-        return self._limit(run.request) - spent
+        limit, frame = self._limit(run.request), self.episodes.frame(run.episode)
+        room = limit - len(run.episode.context) - frame
+        if self.config.cut_context:  # older steps make room for this one and the next turn
+            spared = 2 * self.config.max_turn_tokens + len(run.request.prompt)
+            room = max(room, limit - spared - frame)
+        return room
 
     def _spent(self, run: _Running) -> StopReason | None:
         """The budget of the whole trajectory that is used up, if one is."""
         config = self.config
-        if len(run.episode.tokens) >= self._limit(run.request):
+        if len(run.episode.context) >= self._limit(run.request):
             return StopReason.LENGTH
         if not run.request.agent:
             return None
@@ -325,6 +338,8 @@ class Scheduler:
         del self.running[run.slot]
         self.free.append(run.slot)
         metadata = self._metadata(run.request, time.monotonic() - run.began)
+        if self.config.cut_context:
+            metadata["cut_tokens"] = len(run.episode.tokens) - len(run.episode.context)
         trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
         # The last bytes may have been half a character.
         self._tell(run, Author.POLICY, run.episode.take_text())

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from absl import logging
 
 from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
 from coa_jax.tasks.benchmark_files import is_benchmark, load_benchmark
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
@@ -31,7 +32,9 @@ SOURCES = ("factbook", "arithmetic")
 """Named sources; besides them any path that ends in ``.jsonl``, ``.json`` or ``.parquet``."""
 
 
-def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
+def load_tasks(
+    source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
+) -> list[Task]:
     """Loads tasks of a source; the same arguments give the same tasks.
 
     Args:
@@ -43,11 +46,15 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
         split: ``train``, ``validation`` or ``test``.
         n: how many; None for all there are (generators without end: a thousand).
         seed: which sample.
+        protocol: of questions in files that say nothing of theirs: neither the row, nor its
+            fields, nor the source. "" for the default of the file's format.
 
     Raises:
-        UserError: an unknown source, split or option; a file that cannot be read.
+        UserError: an unknown source, split, option or protocol; a file that cannot be read.
     """
     check_split(split)
+    if protocol:
+        get_protocol(protocol)
     name, _, options = source.partition(":")
     if name == "factbook":
         from coa_jax.tasks.factbook import load_factbook, parse_options
@@ -62,11 +69,11 @@ def load_tasks(source: str, split: str, n: int | None = None, seed: int = 0) -> 
     if ".jsonl" in source:
         from coa_jax.tasks.question_file import load_question_file
 
-        return load_question_file(source, split, n, seed)
+        return load_question_file(source, split, n, seed, protocol or "generalist")
     if ".json" in source or ".parquet" in source:
         from coa_jax.tasks.release_files import load_release_file
 
-        return load_release_file(source, split, n, seed)
+        return load_release_file(source, split, n, seed, protocol)
     raise UserError(
         f"unknown task source {source!r}; known are {', '.join(SOURCES)}, paths of .jsonl, .json"
         f" and .parquet files, and NAME:PATH with a name of {', '.join(BENCHMARKS)}"

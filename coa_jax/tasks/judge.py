@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from coa_jax.bounds import Bounded, Count, Place, Times
@@ -77,7 +78,7 @@ class Judge:
     """Asks for verdicts; one may be shared by any number of event loops.
 
     Attributes:
-        failures: how many answers got no verdict.
+        no_verdict: why answers got no verdict -> how many.
     """
 
     def __init__(self, config: JudgeConfig):
@@ -89,7 +90,7 @@ class Judge:
         self._config = config
         self._store = Store(config.cache) if config.cache else None
         self._turns = Turns(config.concurrency)
-        self.failures = 0
+        self.no_verdict: Counter[str] = Counter()
 
     async def __call__(self, question: str, gold: Sequence[str], answer: str) -> bool | None:
         """Whether an answer is right; None if no verdict was to be had.
@@ -124,8 +125,8 @@ class Judge:
         start = time.monotonic()
         async with self._turns.here():
             verdict = await self._ask(system, prompt, data)
-        if verdict is None:
-            self.failures += 1
+        if isinstance(verdict, str):
+            self.no_verdict[verdict] += 1
             return None
         if self._store is not None:
             correct, rationale = verdict
@@ -136,7 +137,8 @@ class Judge:
 
     async def _ask(
         self, system: str, prompt: str, data: Mapping[str, object]
-    ) -> tuple[bool, str] | None:
+    ) -> tuple[bool, str] | str:
+        """(correct, rationale), or why there is no verdict."""
         shown = {name: _quoted(value) for name, value in data.items()}
         for _ in range(self._config.attempts):
             asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
@@ -146,11 +148,11 @@ class Judge:
             ]
             try:
                 verdict = parse_verdict(await chat(self._config.chat, messages))
-            except FetchError:
-                return None  # `chat` has tried again already
+            except FetchError as error:  # `chat` has tried again already
+                return f"{self._config.chat.url}: {error.message}"
             if verdict is not None:
                 return verdict
-        return None
+        return f"{self._config.chat.model} gave none in the form that was asked for"
 
 
 def _quoted(value: object) -> str:

@@ -91,24 +91,34 @@ def check_folder(folder: str) -> Path:
     return root
 
 
+def find_private_tests(folder: str, question_id: str) -> Path | None:
+    """The file with the tests of a question, or None if the folder has none for it.
+
+    Raises:
+        UserError: the folder is not there, or the id is no file name.
+    """
+    root = check_folder(folder)
+    if not question_id or Path(question_id).name != question_id or question_id.startswith("."):
+        raise UserError(f"{root}: {question_id!r} cannot name a file of tests")
+    paths = (root / f"{question_id}.json", root / f"{question_id}.pkl")
+    return next((path for path in paths if path.is_file()), None)
+
+
 def load_private_tests(folder: str, question_id: str) -> Tests | None:
     """The tests of a question, or None if the folder has none for it.
 
     Raises:
         UserError: the folder is not there, the id is no file name, or the file is malformed.
     """
-    root = check_folder(folder)
-    if not question_id or Path(question_id).name != question_id or question_id.startswith("."):
-        raise UserError(f"{root}: {question_id!r} cannot name a file of tests")
-    for path in (root / f"{question_id}.json", root / f"{question_id}.pkl"):
-        if path.is_file():
-            try:
-                value = _load(path)
-                return livecodebench_tests(value) if _is_livecodebench(value) else read_tests(value)
-            except _DAMAGED as error:
-                why = reading.reason(error)
-                raise UserError(f"{path}: no tests can be read from it: {why}") from error
-    return None
+    path = find_private_tests(folder, question_id)
+    if path is None:
+        return None
+    try:
+        value = _load(path)
+        return livecodebench_tests(value) if _is_livecodebench(value) else read_tests(value)
+    except _DAMAGED as error:
+        why = reading.reason(error)
+        raise UserError(f"{path}: no tests can be read from it: {why}") from error
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import hashlib
 import json
 from typing import Any
 
+from absl import logging
+
 from coa_jax import jsonl
 from coa_jax.errors import UserError
 from coa_jax.protocol import Messages, get_protocol
@@ -64,14 +66,17 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     return split, checked(task)
 
 
-def load_question_file(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
+def load_question_file(
+    source: str, split: str, n: int | None = None, seed: int = 0, default: str = "generalist"
+) -> list[Task]:
     """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
 
     Args:
-        source: path, and after a colon ``protocol=NAME`` for lines that name none (generalist).
+        source: path, and after a colon ``protocol=NAME`` for lines that name none.
         split: lines of this split and lines without one are read.
         n: how many; None for all in the order of the file.
         seed: which sample.
+        default: protocol of lines that name none, where the source names none either.
 
     Raises:
         UserError: the file cannot be read, has no task of the split, or repeats an id;
@@ -79,7 +84,7 @@ def load_question_file(source: str, split: str, n: int | None = None, seed: int 
     """
     path, extension, rest = source.rpartition(".jsonl")
     path += extension
-    protocol = "generalist"
+    protocol = default
     if rest:
         name, _, protocol = rest.removeprefix(":").partition("=")
         if not rest.startswith(":") or name != "protocol":
@@ -90,6 +95,15 @@ def load_question_file(source: str, split: str, n: int | None = None, seed: int 
     if not tasks:
         raise UserError(
             f"{path}: there is no task of the split {split!r}; add lines or use another"
+        )
+    others = [task.protocol for task in tasks if task.protocol != protocol]
+    if rest and others:
+        logging.warning(
+            "%s: %d of %d lines name a protocol of their own (%s), which is used for them",
+            source,
+            len(others),
+            len(tasks),
+            ", ".join(sorted(set(others))),
         )
     seen: set[str] = set()
     for task in tasks:

@@ -43,7 +43,9 @@ _WEB_FIELDS = frozenset({"Level", "root_url", "topic", "answer_type", "Final ans
 _MATHS = ("math", "aime", "amc", "olympiad")
 
 
-def load_release_file(source: str, split: str, n: int | None = None, seed: int = 0) -> list[Task]:
+def load_release_file(
+    source: str, split: str, n: int | None = None, seed: int = 0, default: str = ""
+) -> list[Task]:
     """Reads tasks; with ``n`` a fixed sample of ``n`` tasks, in an order that depends on the seed.
 
     Args:
@@ -51,6 +53,7 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
         split: not used: such a file names no splits.
         n: number of tasks; None for all, in the order of the file.
         seed: seed of the sample.
+        default: protocol of rows whose fields do not tell it; "" for ``mhqa``.
 
     Raises:
         UserError: the file cannot be read, holds no tasks, or a row is no task; the message is
@@ -61,7 +64,7 @@ def load_release_file(source: str, split: str, n: int | None = None, seed: int =
     seen: set[str] = set()
     for number, row in enumerate(read_rows(path), 1):
         try:
-            task = _task(row, number, protocol, source)
+            task = _task(row, number, protocol, source, default or "mhqa")
             # Tests of programs, which may have megabytes, were read on the way.
             task = task if task.metadata.get("grader") == "code" else checked(task)
         except reading.MALFORMED as error:
@@ -87,14 +90,14 @@ def _options(source: str) -> tuple[Path, str]:
     raise UserError(f"{source}: options are not understood; use :protocol=NAME")
 
 
-def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Task:
+def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, default: str) -> Task:
     metadata = {new: row[old] for old, new in _KEPT.items() if row.get(old) not in (None, "")}
     info = row.get("info")
     if isinstance(info, dict):
         kept = (("Level", "level"), ("type", "kind"), ("lang", "lang"), ("domain", "topic"))
         metadata |= {new: info[old] for old, new in kept if old in info}
     if "reward_model" in row:
-        return _verl_task(row, number, protocol, source, metadata)
+        return _verl_task(row, number, protocol, source, metadata, default)
     if "public_test_cases" in row or "public_tests" in row:
         return contest_task(row, number, protocol, source, metadata)
     question = _question(row)
@@ -103,7 +106,7 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str) -> Ta
         raise ValueError("there is no answer")
     gold, web = _golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
-    name = protocol or ("code" if maths else "web" if web else "mhqa")
+    name = protocol or ("code" if maths else "web" if web else default)
     if maths or web or name != "code":  # else `checked` finds out what the answers are
         metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
@@ -132,7 +135,12 @@ def _golds(value: Any) -> tuple[str, ...]:
 
 
 def _verl_task(
-    row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
+    row: Mapping[str, Any],
+    number: int,
+    protocol: str,
+    source: str,
+    metadata: dict[str, Any],
+    default: str,
 ) -> Task:
     """A row of the release's training and benchmark files (verl's schema)."""
     extra = row.get("extra_info") or {}
@@ -155,10 +163,18 @@ def _verl_task(
         maths = named or row.get("ability") in ("math", "fact-reasoning")
         grader = "math" if maths else "exact_match"
     metadata["grader"] = grader
-    default = "code" if grader in ("code", "math") else "mhqa"
+    default = "code" if grader in ("code", "math") else _by_tools(extra) or default
     identity = f"{data_source}/{extra.get('index', number)}"
     name = protocol or default
     return Task(identity, question, name, gold, source, metadata, *asked)
+
+
+def _by_tools(extra: Mapping[str, Any]) -> str:
+    """The protocol whose tools a row of the release names; "" where none has just these."""
+    named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
+    known = {"mhqa": {"wiki_search"}, "web": {"web_search", "crawl_page"}, "code": {"code"}}
+    known["universal"] = {"web_search", "crawl_page", "code", "visual_inspector"}
+    return next((protocol for protocol, tools in known.items() if named == tools), "")
 
 
 def _ground_truth(value: Any) -> Any:

@@ -18,7 +18,6 @@ import re
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable
@@ -33,6 +32,7 @@ T = TypeVar("T")
 
 _PING_S = 2.0
 _MOST_NESTED = 64
+_STDERR_BYTES, _STDERR_LINES, _STDERR_CHARS = 8192, 3, 600
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
 _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -65,15 +65,49 @@ class McpConfig(Bounded):
     max_chars: Count = 6000
 
 
+class _LastWords:
+    """The end of what a program writes to stderr, read all the time so that no file grows.
+
+    Attributes:
+        file: that the program gets as its stderr.
+    """
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        self.file = open(writer, "w")  # noqa: SIM115 - whoever starts the program closes it
+        self._kept = b""
+        self._thread = threading.Thread(target=self._read, args=(reader,), daemon=True)
+        self._thread.start()
+
+    def _read(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as stream:
+            while piece := stream.read(1 << 16):
+                self._kept = (self._kept + piece)[-_STDERR_BYTES:]
+
+    def text(self) -> str:
+        """The last lines in one, once a program that has ended is read to its end."""
+        self._thread.join(1.0 if self.file.closed else 0.0)
+        kept = self._kept
+        if len(kept) == _STDERR_BYTES:  # a word at the cut may be the end of a key
+            kept = kept.partition(b"\n")[2]
+        lines = kept.decode("utf-8", "replace").strip().splitlines()
+        return " ".join(" ".join(lines[-_STDERR_LINES:]).split())
+
+
 class _Session:
     """A connection to a server, in an event loop of its own."""
 
     def __init__(self, config: McpConfig):
         self._config = config
+        self._words: _LastWords | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: asyncio.Future[Any] | None = None  # belongs to the loop
         self._close: asyncio.Event | None = None
+
+    async def last_words(self) -> str:
+        """What the program of the server wrote to stderr in the end; "" where there is none."""
+        return await asyncio.to_thread(self._words.text) if self._words else ""
 
     async def run(self, call: Any, seconds: float) -> Any:
         """Awaits ``call(client)`` in the loop of the session."""
@@ -151,8 +185,8 @@ class _Session:
             given = {name: os.environ[name] for name in names if name in os.environ}
             program, *arguments = config.command
             parameters = StdioServerParameters(command=program, args=arguments, env=given)
-            silent = Path(os.devnull).open("w")  # noqa: SIM115 - the stack closes it
-            return stdio_client(parameters, errlog=stack.enter_context(silent))
+            self._words = _LastWords()
+            return stdio_client(parameters, errlog=stack.enter_context(self._words.file))
         quieten("mcp")
         headers = {}
         if config.key_env:
@@ -214,27 +248,35 @@ class McpTool:
             UserError: the server cannot be reached or has no such tool.
         """
         if not self._description or self._schema is None:
-            try:
-                listed = await self._session.run(
-                    lambda client: client.list_tools(), self._config.timeout_s
-                )
-            except Exception as error:
-                raise UserError(
-                    f"tools.mcp.{self.name}: the server does not answer ({type(error).__name__});"
-                    " check its command or url"
-                ) from error
-            found = {tool.name: tool for tool in listed.tools}
-            if self._remote not in found:
-                known = ", ".join(found) or "none"
-                raise UserError(
-                    f"tools.mcp.{self.name}: the server has no tool {self._remote!r}; its tools are"
-                    f" {known}"
-                )
-            tool = found[self._remote]
+            tool = await self.find(self._config.timeout_s)
             self._description = self._description or (tool.description or tool.name).strip()
             if self._schema is None:
                 self._schema = dict(tool.input_schema)
         return f"{' '.join(self._description.split())} {_body_hint(self._schema)}"
+
+    async def find(self, seconds: float) -> Any:
+        """What the server says of the tool.
+
+        Raises:
+            UserError: the server cannot be reached within some seconds, or has no such tool.
+        """
+        config, where = self._config, f"tools.mcp.{self.name}"
+        try:
+            listed = await self._session.run(lambda client: client.list_tools(), seconds)
+        except Exception as error:
+            setting = f"command={' '.join(config.command)}" if config.command else config.url
+            words = await self._last_words()
+            said = f"; it wrote: {words}" if words else ""
+            raise UserError(
+                f"{where}: the server ({setting}) does not answer: {_cause(error)}{said}"
+            ) from error
+        found = {tool.name: tool for tool in listed.tools}
+        if self._remote not in found:
+            known = ", ".join(found) or "none"
+            raise UserError(
+                f"{where}: the server has no tool {self._remote!r}; its tools are {known}"
+            )
+        return found[self._remote]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Calls the server's tool with the arguments between the tags."""
@@ -258,11 +300,17 @@ class McpTool:
             if _is_answer(error):
                 return self._seen(f"The call failed: {error}", False, start)
             detail = self._shown({"exception": f"{type(error).__name__}: {error}"})
+            if words := await self._last_words():
+                detail["stderr"] = words
             text = f"The {self.name} tool is not available at the moment."
             return Observation(text, False, "fault", time.monotonic() - start, detail)
         parts = [(item.type, getattr(item, "text", None)) for item in result.content or []]
         text = result_text(parts, result.structured_content)
         return self._seen(text, not result.is_error, start)
+
+    async def _last_words(self) -> str:
+        """The end of the server's stderr without keys; cut only when they are gone."""
+        return str(self._shown(await self._session.last_words()))[-_STDERR_CHARS:]
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
         text = clip(self._shown(text), self._config.max_chars)
@@ -271,6 +319,13 @@ class McpTool:
     def _shown(self, value: Any) -> Any:
         """Text or JSON of the server's without the keys that it was given."""
         return redact_variables(Secret(self._config.key_env).redact(value), self._config.env)
+
+
+def _cause(error: BaseException) -> str:
+    """The first cause of a failure, in a few words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:

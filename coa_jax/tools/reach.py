@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,21 +12,26 @@ from coa_jax.errors import UserError
 from coa_jax.installed import install_hint
 from coa_jax.settings import build
 from coa_jax.tools import page_text
+from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.code_libraries import find_libraries, try_imports
 from coa_jax.tools.dense import check_retrieval
 from coa_jax.tools.encoder import Encoder
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
-from coa_jax.tools.net.chat import ChatConfig, trusting
-from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch
+from coa_jax.tools.net.chat import ChatConfig, reach, refusal
+from coa_jax.tools.net.errors import REFUSED, FetchError
+from coa_jax.tools.net.http import Limits
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.store import Store
+from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
-from coa_jax.tools.web_search import choose
+from coa_jax.tools.web_search import Provider, choose, searxng, serper
 
-_QUICK = Limits(total_s=5.0, connect_s=3.0, read_s=5.0, attempts=1, redirects=0)
+SECONDS = 10.0
+"""That a server has to answer where nobody says otherwise."""
+
+_Check = Callable[[ToolsConfig, float], Awaitable[tuple[bool, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,42 +49,56 @@ class Finding:
     text: str
 
 
-async def findings(config: ToolsConfig) -> list[Finding]:
-    """A finding for each tool of a configuration and for the store, in their order."""
-    checks: dict[str, Callable[[ToolsConfig], Awaitable[tuple[bool, str]]]] = {
+async def findings(
+    config: ToolsConfig, seconds: float = 0.0, *, made: bool = False
+) -> list[Finding]:
+    """A finding for each tool of a configuration and for the store, in their order.
+
+    All servers are asked at the same time.
+
+    Args:
+        config: the tools.
+        seconds: that a server has to answer; 0 for `SECONDS`.
+        made: whether the tools were made already, so that only servers are left to ask: those
+            that no recording answers for.
+    """
+    checks: dict[str, _Check] = {
         "wiki_search": _wiki,
         "code": _code,
         "web_search": _web,
         "crawl_page": _crawl,
         "visual_inspector": _visual,
+        **{tag: functools.partial(_mcp, tag) for tag in config.mcp},
     }
-    found: list[Awaitable[Finding]] = []
-    for name in config.names:
-        if name in config.mcp:
-            found.append(_finding(name, _mcp(name, config)))
-        else:
-            found.append(_finding(name, checks[name](config)))
-    if config.store.path:
-        found.append(_finding("store", _store(config)))
+    names = [name for name in config.names if not made or _asks(name, config)]
+    limit = seconds or SECONDS
+    found = [finding(name, checks[name](config, limit)) for name in names]
+    if config.store.path and not made:
+        found.append(finding("store", _store(config)))
     return list(await asyncio.gather(*found))
 
 
-async def _finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
+def _asks(name: str, config: ToolsConfig) -> bool:
+    """Whether calls of a tool go to a server."""
+    if config.store.path and config.store.mode == "replay" and config.store.keeps(name):
+        return False
+    servers = {
+        "wiki_search": bool(config.wiki_url),
+        "code": bool(config.code_url),
+        "web_search": choose(config.web_search) in ("serper", "searxng"),
+        "crawl_page": bool(config.crawl_page.summarizer),
+        "visual_inspector": bool(config.visual_inspector.chat),
+    }
+    return servers.get(name, True)
+
+
+async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
+    """What a check (whether all is well, and how it is) says under a name."""
     try:
         ok, text = await check
     except UserError as error:
         ok, text = False, str(error)
     return Finding(name, ok, text)
-
-
-async def _answers(url: str) -> tuple[bool, str]:
-    """Whether a server answers at all; an error status is an answer."""
-    try:
-        await fetch(Request(url), _QUICK, trusting(url))
-    except FetchError as error:
-        reached = error.kind in ("status", "type", "redirects", "too_large", "malformed")
-        return reached, f"{url} answers" if reached else f"{url}: {error.message}"
-    return True, f"{url} answers"
 
 
 def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
@@ -89,14 +109,30 @@ def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
     return ok and there, f"{text}, key {key_env} {'is set' if there else 'is NOT set'}"
 
 
-async def _chat(config: ChatConfig) -> tuple[bool, str]:
-    ok, text = await _answers(f"{config.url.rstrip('/')}/models")
-    return _with_key(ok, f"{config.model} at {text}", config.key_env)
+async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
+    """Whether a model answers at its endpoint with its key, and what is wrong."""
+    wrong = await reach(config, seconds)
+    where = f"{config.model} at {config.url}"
+    return not wrong, f"{where}: {wrong}" if wrong else f"{where} answers"
 
 
-async def _wiki(config: ToolsConfig) -> tuple[bool, str]:
+async def _called(
+    tool: Tool, url: str, arguments: str, key_env: str, seconds: float
+) -> tuple[bool, str]:
+    """Whether a server gives what one harmless call asks for."""
+    if key_env and not Secret(key_env):
+        return _with_key(False, url, key_env)
+    seen = await call(tool, arguments, ToolContext(deadline=seconds))
+    if seen.outcome not in ("fault", "timeout"):
+        return _with_key(True, f"{url} answers", key_env)
+    return False, f"{url}: {next(iter(seen.detail.values()), seen.text)}"
+
+
+async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     if config.wiki_url:
-        return _with_key(*await _answers(config.wiki_url), config.remote_key_env)
+        key = config.remote_key_env
+        remote = RemoteSearch(config.wiki_url, config.top_k, seconds, key)
+        return await _called(remote, config.wiki_url, "capital", key, seconds)
     check_retrieval(config.retrieval, config.encoder)
     how = f"local {config.retrieval} index"
     if config.retrieval != "bm25":
@@ -119,9 +155,12 @@ def _factbook() -> bool:
     return True
 
 
-async def _code(config: ToolsConfig) -> tuple[bool, str]:
+async def _code(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     if config.code_url:
-        return _with_key(*await _answers(config.code_url), config.remote_key_env)
+        remote = RemoteCode(config.code_url, seconds, key_env=config.remote_key_env)
+        program = "```py\nprint(1)\n```"
+        key = config.remote_key_env
+        return await _called(remote, config.code_url, program, key, seconds)
     isolation = find_isolation()
     text = f"programs run here, isolated by {isolation.backend}"
     libraries = find_libraries(config.code_libraries, isolation.interpreter)
@@ -130,18 +169,34 @@ async def _code(config: ToolsConfig) -> tuple[bool, str]:
     return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])
 
 
-async def _web(config: ToolsConfig) -> tuple[bool, str]:
+async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     web = config.web_search
     provider = choose(web)
     if provider == "local":
         return True, f"local index (no key in {web.key_env})" if web.key_env else "local index"
-    if provider not in ("serper", "searxng"):
+    if provider == "searxng":
+        return await _searches(searxng(web.url), "capital", f"searxng: {web.url}", "", seconds)
+    if provider != "serper":
         return True, f"provider {provider}"
-    ok, text = await _answers(web.url)
-    return _with_key(ok, f"{provider}: {text}", web.key_env if provider == "serper" else "")
+    if not Secret(web.key_env):
+        return _with_key(False, f"serper: {web.url}", web.key_env)
+    # An empty query costs nothing, and is refused for another reason than a wrong key.
+    search = serper(web.url, Secret(web.key_env))
+    return await _searches(search, "", f"serper: {web.url}", web.key_env, seconds)
 
 
-async def _crawl(config: ToolsConfig) -> tuple[bool, str]:
+async def _searches(
+    search: Provider, query: str, where: str, key_env: str, seconds: float
+) -> tuple[bool, str]:
+    try:
+        await search(query, 1, Limits(seconds, seconds, seconds, attempts=1, redirects=0))
+    except FetchError as error:
+        if query or error.status not in REFUSED or error.account:
+            return False, f"{where}: {error.message}{refusal(error.status, key_env)}"
+    return _with_key(True, f"{where} answers", key_env)
+
+
+async def _crawl(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     missing = page_text.missing_packages()
     if missing:
         return False, f"{', '.join(missing)} not installed; run: {install_hint('web')}"
@@ -151,20 +206,22 @@ async def _crawl(config: ToolsConfig) -> tuple[bool, str]:
         parts.append(f"also allowed: {', '.join(crawl.allow_hosts)}")
     if not crawl.summarizer:
         return True, "; ".join([*parts, "no summariser: pages are shown as they are"])
-    ok, text = await _chat(crawl.summarizer)
+    ok, text = await chat_answers(crawl.summarizer, seconds)
     return ok, "; ".join([*parts, f"summaries by {text}"])
 
 
-async def _visual(config: ToolsConfig) -> tuple[bool, str]:
+async def _visual(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     visual = config.visual_inspector
     if not visual.chat:
         return False, "no model is configured: each call will say so"
-    ok, text = await _chat(visual.chat)
+    ok, text = await chat_answers(visual.chat, seconds)
     return ok, f"{text}; files: {visual.folder or 'none'}"
 
 
-async def _mcp(tag: str, config: ToolsConfig) -> tuple[bool, str]:
+async def _mcp(tag: str, config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     tool = McpTool(tag, build(McpConfig, config.mcp[tag], f"config.tools.mcp.{tag}"))
+    # The description may be configured, so that it says nothing of the server.
+    await tool.find(seconds)
     return True, await tool.describe()
 
 

@@ -3,7 +3,8 @@ r"""Measures the paper's code agent on LiveCodeBench or CodeContests.
     python -m coa_jax.evaluate --config=configs/evaluate/code.py:lcb5 --workdir=runs/code-lcb5
 
 Variants: ``lcb5`` (default), ``lcb4``, ``codecontests``; and ``7b`` (default) or ``32b``, which
-differ in temperature, as in ``code.py:lcb4,32b``.
+differ in temperature, as in ``code.py:lcb4,32b``.  ``code.py:lcb5,debug`` is the same in small:
+configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions and private tests (docs/benchmarks.md says where
 from) in /mnt/data; the sandbox for programs.
@@ -21,7 +22,8 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.evaluate.variants import parse_variants
+from coa_jax.evaluate.variants import SIZES, parse_variants
+from coa_jax.learn.variants import in_small
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -35,7 +37,7 @@ TEMPERATURES = {"7b": 0.8, "32b": 0.6}
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark and a size."""
-    name, size = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES))
+    name, size, debug = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES), SIZES)
     trained = load_config(f"configs/rl/code.py:{size}")
     length = {"max_length": 32_768}
     config = complete(
@@ -57,10 +59,17 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "max_tool_calls": 11,
                 "strict": False,
             },
+            "protocol": "code",
         },
     )
     if name.startswith("lcb"):
         config.graders.private_tests = "/mnt/data/livecodebench_testcases"
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
     config.tools = complete(ToolsConfig, trained.tools)
+    if debug:
+        config = in_small(config, "evaluate")
+        benchmark = "livecodebench" if name.startswith("lcb") else name
+        config.tasks = f"{benchmark}:runs/debug/benchmarks/{benchmark}.jsonl"
+        if config.graders.private_tests:
+            config.graders.private_tests = "runs/debug/benchmarks/tests"
     return config

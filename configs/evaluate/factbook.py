@@ -9,6 +9,7 @@ Takes: as long as the stage ``evaluate_rl`` in the ``timings_s`` of a quickstart
 Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took,
 in evaluate/rl/results.json and on the page beside it.  ``--config.samples=8`` gives pass@2, 3, 4
 and 8 and a majority vote as well.  Killed and started again it goes on where it was.
+``factbook.py:debug`` is the same in small: configs/evaluate/tiny.py.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.variants import in_small, parse_variant
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration."""
+    _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(EvaluateConfig, quickstart.evaluate)
     config.rollout.prompt_style = "model"
     config.model, config.stage = "runs/rl/model", "rl"
     config.tools = complete(ToolsConfig, quickstart.tools)
-    return config
+    return in_small(config, "evaluate") if debug else config

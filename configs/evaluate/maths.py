@@ -4,6 +4,7 @@ r"""Measures the paper's code agent on AIME, AMC, MATH500 or OlympiadBench.
 
 Variants: ``aime24`` (default), ``aime25``, ``amc23``, ``math500``, ``olympiad``; and ``7b``
 (default) or ``32b``, which differ in temperature, as in ``maths.py:math500,32b``.
+``maths.py:aime24,debug`` is the same in small: configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=aime:PATH``; the sandbox for programs; the extra ``maths``.
@@ -19,22 +20,26 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.cli import load_config
-from coa_jax.evaluate.variants import parse_variants
+from coa_jax.evaluate.variants import SIZES, parse_variants
 
-FILES = {  # file of the release, samples
-    "aime24": ("aime24.parquet", 16),
-    "aime25": ("aime25.parquet", 16),
-    "amc23": ("amc23.parquet", 16),
-    "math500": ("math500.parquet", 1),
-    "olympiad": ("OlympiadBench.parquet", 1),
+FILES = {  # file of the release, samples, name of the benchmark
+    "aime24": ("aime24.parquet", 16, "aime"),
+    "aime25": ("aime25.parquet", 16, "aime"),
+    "amc23": ("amc23.parquet", 16, "amc"),
+    "math500": ("math500.parquet", 1, "math500"),
+    "olympiad": ("OlympiadBench.parquet", 1, "olympiadbench"),
 }
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark and a size."""
-    name, size = parse_variants(arg, tuple(FILES), ("7b", "32b"))
-    config = load_config(f"configs/evaluate/code.py:{size}")
-    file, config.samples = FILES[name]
+    name, size, debug = parse_variants(arg, tuple(FILES), ("7b", "32b"), SIZES)
+    config = load_config(f"configs/evaluate/code.py:{size},{debug}")
+    file, samples, benchmark = FILES[name]
     config.tasks, config.stage = f"/mnt/data/{file}", name
+    if debug:
+        config.tasks = f"{benchmark}:runs/debug/benchmarks/{benchmark}.jsonl"
+    else:
+        config.samples = samples
     config.graders.private_tests = ""
     return config

@@ -3,7 +3,7 @@ r"""Measures the paper's agent for multi-hop questions on one of its seven sets.
     python -m coa_jax.evaluate --config=configs/evaluate/mhqa.py:hotpotqa --workdir=runs/hotpotqa
 
 Variants: ``nq`` (default), ``triviaqa``, ``popqa``, ``hotpotqa``, ``2wiki``, ``musique``,
-``bamboogle``.
+``bamboogle``.  ``mhqa.py:nq,debug`` is the same in small: configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/mhqa.py, or any served one by ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at ``--config.tools.wiki_url``.
@@ -22,7 +22,8 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.evaluate.variants import parse_variants
+from coa_jax.evaluate.variants import SIZES, parse_variants
+from coa_jax.learn.variants import in_small
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -39,7 +40,7 @@ FILES = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a set."""
-    (name,) = parse_variants(arg, tuple(FILES))
+    name, debug = parse_variants(arg, tuple(FILES), SIZES)
     trained = load_config("configs/rl/mhqa.py")
     config = complete(
         EvaluateConfig,
@@ -59,6 +60,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "max_tool_calls": 7,
             },
             "endpoint": {"opening": "<think>"},
+            "protocol": "mhqa",
         },
     )
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
@@ -66,4 +68,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         ToolsConfig,
         {"names": ("wiki_search",), "top_k": 3, "wiki_url": "http://localhost:8002/retrieve"},
     )
+    if debug:
+        config = in_small(config, "evaluate")
+        config.tasks, config.tools.wiki_url = f"{name}:runs/debug/benchmarks/{name}.jsonl", ""
     return config

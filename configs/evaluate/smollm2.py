@@ -9,7 +9,8 @@ Takes: no figure yet; 100 questions in 32 slots are about three times the rollou
 configs/rl/smollm2.py.
 Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took.
 The untouched model has never seen the protocol and the brief prompt does not explain it: a pass@1
-of 0 says nothing about what it knows.
+of 0 says nothing about what it knows.  ``smollm2.py:debug`` is the same in small:
+configs/evaluate/tiny.py.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.variants import in_small, parse_variant
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration."""
+    _, debug = parse_variant(arg)
     trained = load_config("configs/rl/smollm2.py")
     config = complete(
         EvaluateConfig,
@@ -42,4 +45,4 @@ def get_config() -> ml_collections.ConfigDict:
     )
     config.model, config.stage = "runs/smollm2-rl/model", "rl"
     config.tools = complete(ToolsConfig, trained.tools)
-    return config
+    return in_small(config, "evaluate") if debug else config

@@ -2,7 +2,8 @@ r"""Measures the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, with
 
     python -m coa_jax.evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
 
-Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``.
+Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``.  ``web.py:gaia,debug`` is the
+same in small: configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/web.py, or any served one by ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=gaia:PATH``; a judge at ``--config.graders.judge.chat.url``, a model that
@@ -23,7 +24,8 @@ import ml_collections
 from coa_jax.cli import load_config
 from coa_jax.evaluate.exposure import BLOCKED
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.evaluate.variants import parse_variants
+from coa_jax.evaluate.variants import SIZES, parse_variants
+from coa_jax.learn.variants import in_small
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -42,7 +44,7 @@ JUDGE = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark."""
-    (name,) = parse_variants(arg, tuple(FILES))
+    name, debug = parse_variants(arg, tuple(FILES), SIZES)
     trained = load_config("configs/rl/web.py")
     config = complete(
         EvaluateConfig,
@@ -65,6 +67,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "graders": {"judge": {"chat": {**JUDGE, "timeout_s": 60.0}}},
             "best_of": {"n": 0, "chat": JUDGE},
             "endpoint": {"opening": "<think>"},
+            "protocol": "web",
         },
     )
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
@@ -76,4 +79,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "crawl_page": {"blocked": BLOCKED},
         },
     )
+    if debug:
+        config = in_small(config, "evaluate")
+        config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"
+        config.graders.judge.chat.url, config.tools.web_search.provider = "", "local"
     return config

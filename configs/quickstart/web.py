@@ -3,8 +3,8 @@ r"""The whole pipeline in small under the protocol of the web agent.
     bash launch/quickstart.sh --config=configs/quickstart/web.py --workdir=runs/quickstart-web
 
 Needs: 2 CPU cores, 4 GB of memory.  No network: search results and pages are those of the Factbook.
-Takes: 
-Gives: 
+Takes:
+Gives:
 """
 
 from __future__ import annotations

@@ -9,7 +9,13 @@ from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines, publish_all
-from coa_jax.engine.memory import check_memory, engine_memory, free_memory
+from coa_jax.engine.memory import (
+    check_memory,
+    chosen,
+    engine_memory,
+    fitted,
+    free_memory,
+)
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.weights import init_params
@@ -148,3 +154,22 @@ def test_devices_of_a_group_share_what_an_engine_takes():
 
 def test_this_machine_says_what_is_free():
     assert free_memory(jax.devices()[0]) > 10**8
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_for(platform):
+    pod = EngineConfig(slots=64, max_length=32_768, chunk=32, extend_buckets=(256, 4096))
+    fit = fitted(pod, MODEL, platform, 5, 1000, None)
+    assert (fit.slots, fit.max_length) == (5, 1000)
+    assert fit.on_platform(platform).extend_buckets == ((64,) if platform == "cpu" else (256, 4096))
+    assert fit.chunk == (8 if platform == "cpu" else 32)
+    assert "5 of 64 slots, 1,000 of 32,768 positions" in chosen(pod, fit)
+    assert fitted(pod, MODEL, platform, 1, 1000, None).slots == 2  # one slot has other sums
+    free = engine_memory(MODEL, dataclasses.replace(fit, slots=3)).total
+    assert fitted(pod, MODEL, platform, 5, 1000, free).slots == 3
+    assert fitted(pod, MODEL, platform, 5, 1000, 0).slots == 2  # the engine says what helps
+    small = dataclasses.replace(SHAPES, engines=2, slots=2)
+    assert fitted(small, MODEL, platform, 9, 10**6, None) == small
+    assert chosen(small, small).endswith("tokens a chunk")
+    pool = dataclasses.replace(pod, pages=10**6)
+    assert fitted(pool, MODEL, platform, 5, 1000, None).num_pages == 5 * 8

@@ -302,3 +302,36 @@ def test_what_is_written_behind_a_call_is_dropped_and_tool_text_is_not_parsed():
     assert made.answer is None
     assert [s.role for s in made.segments] == ["think", None, "code", "observation", "think"]
     assert json.dumps(made.to_json())
+
+
+# --- contexts that are cut -----------------------------------------------------------------
+
+
+def test_old_steps_are_taken_out_of_a_context_that_is_full(tmp_path):
+    def reply(messages):
+        found = said(messages).count("</wiki_search>")
+        if "<think>last" in said(messages):
+            return f"<think>found</think>\n{END}"
+        name = "last" if found and len(server.seen) > 3 else f"step{len(server.seen)}"
+        plan = "<plan>b</plan>\n" if not said(messages) else ""
+        return f"<think>{name}</think>\n{plan}<wiki_search>river Norrland {name}"
+
+    rollout = dataclasses.replace(
+        CONFIG.rollout, max_tokens=70, max_turn_tokens=20, max_tool_calls=9, cut_context=True
+    )
+    with serving(reply) as server:
+        _, (trace,) = ask(server.url, tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
+        sent = [said(request["messages"]) for request in server.seen]
+    assert trace.answer == "Ume" and trace.metadata["usage"]["cuts"] >= 1
+    last = sent[-1]
+    assert "step1" not in last and "<plan>b</plan>" in last and "river Norrland last" in last
+    assert trace.text.startswith("<think>step1</think>\n<plan>b</plan>")  # the record has all
+    assert trace.tool_calls[0].arguments == "river Norrland step1"
+    assert trace.text.count("</observation>") == len(trace.tool_calls)
+
+
+def test_an_endpoint_that_is_down_ends_it_before_the_first_sample(tmp_path):
+    config = dataclasses.replace(CONFIG, probe_s=60.0)
+    with pytest.raises(UserError, match=r"not ready: endpoint: tiny at http://127\.0\.0\.1:9/v1:"):
+        ask("http://127.0.0.1:9/v1", tmp_path, config)
+    assert not (tmp_path / "traces.jsonl").exists()

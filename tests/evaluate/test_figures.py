@@ -10,7 +10,9 @@ import pytest
 
 from coa_jax.evaluate.exposure import BLOCKED, exposure_of
 from coa_jax.evaluate.figures import blocks, figures, result, table
+from coa_jax.evaluate.metrics import rate
 from coa_jax.evaluate.sample import Measured, sample_of
+from coa_jax.report.benchmark import page
 from coa_jax.trajectory import Reward, StopReason
 from tests.evaluate.made import group, sample, task, trajectory
 
@@ -59,8 +61,17 @@ def test_what_has_no_grade_is_counted_apart_and_in_no_figure():
 
 def test_nothing_graded_gives_figures_without_a_claim():
     found = figures(GROUPS[2:3], 2)
-    assert (found["pass_at_1"], found["ci95"], found["n"]) == (0.0, [0.0, 1.0], 0)
+    assert (found["pass_at_1"], found["ci95"], found["n"]) == (None, [0.0, 1.0], 0)
     assert found["rounds"] == [None, None] and found["costs"]["tokens_per_solved"] is None
+    assert found["mean_value"] is found["format_valid"] is None
+    scaling = {"best-of-2": {**rate([]), "ungraded": 1}}
+    outcome = json.loads(json.dumps(result("gaia", {}, GROUPS[2:3], 2, scaling)))
+    assert blocks(outcome)["gaia"]["pass_at_1"] is None
+    lines = table(outcome).splitlines()
+    assert lines[0] == "gaia: not graded (2 samples are finished)"
+    assert "  by hops: 2 not graded (n 0)" in lines
+    assert "  best-of-2 not graded (n 0, 1 tasks ungraded)" in lines
+    assert "0.000" not in table(outcome)
     assert figures([], 1)["tasks"] == 0
 
 
@@ -89,15 +100,20 @@ def test_a_result_file_holds_no_question_and_no_answer():
 
 
 def test_the_blocks_of_a_run_and_the_table_come_from_the_result_file():
-    scaling = {"majority@2": {"pass_at_1": 0.5, "se": 0.1, "ci95": [0, 1], "n": 3, "ungraded": 1}}
-    outcome = json.loads(json.dumps(result("sft", {}, GROUPS, 2, scaling)))
+    scaling = {"majority@2": {"pass_at_1": 0.5, "se": 0.1, "ci95": [0, 1], "n": 3, "ungraded": 1,
+                              "why": {"no server": 1}}}  # fmt: skip
+    outcome = json.loads(json.dumps(result("sft", {}, GROUPS, 2, scaling, {"too late": 2})))
     both = blocks(outcome)
     assert both["sft"]["n"] == 3 and both["sft_details"]["ungraded"] == 3
     assert both["sft_details"]["pass_at_k"] == {"1": pytest.approx(0.5), "2": 1.0}
     lines = table(outcome).splitlines()
     assert lines[0].startswith("sft: pass@1 0.500 ± 0.289 (95 % ")
     assert "  pass@2 1.000 (n 2)" in lines and "  avg@2 over the rounds 0.667, 0.500" in lines
-    assert "  majority@2 0.500 (n 3, 1 tasks ungraded)" in lines
+    assert "  majority@2 0.500 (n 3, 1 tasks ungraded: no server (1))" in lines
+    assert "  no verdict of the judge: too late (2)" in lines
+    shown = page(outcome)
+    assert "majority@2: 1 without a verdict: no server" in shown
+    assert "judge: 2 without a verdict: too late" in shown
     assert "  code: 3 calls (error 2, ok 1)" in lines
     assert "  ungraded, and in no figure: 2 samples (no verdict)" in lines
 

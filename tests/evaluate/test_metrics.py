@@ -71,7 +71,7 @@ def test_wilson_bounds_are_exact_where_all_or_none_succeed():
 def test_no_trials_say_nothing():
     assert wilson_interval(0, 0) == (0.0, 1.0)
     assert mean_interval([]) == (0.0, 1.0)
-    assert rate([]) == {"pass_at_1": 0.0, "se": None, "ci95": [0.0, 1.0], "n": 0}
+    assert rate([]) == {"pass_at_1": None, "se": None, "ci95": [0.0, 1.0], "n": 0}
     assert at_k([]) == {}
 
 
@@ -110,7 +110,10 @@ def test_rates_are_means_over_tasks_of_means_over_samples(groups):
     kept = [sum(group) / len(group) for group in groups if group]
     found = rate(groups)
     assert found["n"] == len(kept)
-    assert found["pass_at_1"] == pytest.approx(sum(kept) / len(kept) if kept else 0.0)
+    if not kept:
+        assert found["pass_at_1"] is None
+        return
+    assert found["pass_at_1"] == pytest.approx(sum(kept) / len(kept))
     if len(kept) > 1:
         assert found["se"] == pytest.approx(np.std(kept, ddof=1) / len(kept) ** 0.5)
         assert found["se"] == standard_error(kept)

@@ -11,11 +11,13 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import blocks, table
+from coa_jax.evaluate.run import load
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.trajectory import read_trajectories
+from coa_jax.trajectory import Author, SegmentSpan, read_trajectories
+from tests.distill.chat_server import serving
 from tests.evaluate.made import trajectory
 from tests.evaluate.tiny_evaluation import CONFIG, policy_of, results, run
 from tests.tiny_policy import TASKS
@@ -67,11 +69,11 @@ class Stops:
 
     left: int
 
-    def __call__(self, wanted, about):
-        return self.stream(wanted, about)
+    def __call__(self, wanted, about, written):
+        return self.stream(wanted, about, written)
 
-    async def stream(self, wanted, about):
-        async with contextlib.aclosing(policy_of(CONFIG)(wanted, about)) as stream:
+    async def stream(self, wanted, about, written):
+        async with contextlib.aclosing(policy_of(CONFIG)(wanted, about, written)) as stream:
             async for trajectory in stream:
                 if not self.left:
                     raise RuntimeError("killed")
@@ -105,9 +107,9 @@ def test_more_samples_are_added_to_those_that_are_there(whole, tmp_path):
     assert run(tmp_path, one)["figures"]["samples"]["finished"] == 3
     asked = []
 
-    def counting(wanted, about):
+    def counting(wanted, about, written):
         asked.extend(number for each in wanted for number in each.numbers)
-        return policy_of(CONFIG)(wanted, about)
+        return policy_of(CONFIG)(wanted, about, written)
 
     run(tmp_path, policy=counting)
     assert asked == [1, 1, 1]
@@ -130,7 +132,7 @@ def test_samples_of_something_else_are_not_mixed_in(tmp_path):
 
 
 def test_samples_in_which_a_part_of_ours_broke_are_run_again_when_wanted(tmp_path):
-    async def broken(wanted, about):
+    async def broken(wanted, about, written):
         for each in wanted:
             metadata = {**about, "prompt_id": each.index}
             call = ("wiki_search", "q", "not available", "fault")
@@ -254,3 +256,140 @@ def test_a_stage_must_be_able_to_name_a_folder(tmp_path):
 
     with RunDir(tmp_path) as directory, pytest.raises(UserError, match="cannot name a folder"):
         Journal(directory, "../x", {}, {})
+
+
+# --- what an evaluation needs --------------------------------------------------------------
+
+
+def judged(url):
+    judge = JudgeConfig(ChatConfig(url, "judge", attempts=1), attempts=1)
+    return dataclasses.replace(
+        CONFIG, samples=1, probe_s=60.0, graders=GradersConfig(judge=judge, judge_all=True)
+    )
+
+
+def test_a_judge_that_is_down_ends_it_before_the_first_sample(tmp_path):
+    down = judged("http://127.0.0.1:9/v1")
+    with pytest.raises(UserError, match=r"not ready: graders\.judge\.chat: judge at http://127"):
+        run(tmp_path, down, refuse)
+    assert not (tmp_path / "traces.jsonl").exists()
+    with pytest.raises(UserError, match="not ready"):  # no sample binds the settings yet
+        run(tmp_path, down, refuse, name="another policy")
+    outcome = run(tmp_path, dataclasses.replace(down, probe_s=0.0))
+    assert outcome["figures"]["pass_at_1"] is None and outcome["figures"]["n"] == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["sft"]["pass_at_1"] is None
+    assert outcome["figures"]["unjudged"] == {
+        "http://127.0.0.1:9/v1: the server cannot be reached": 3
+    }
+    lines = table(outcome).splitlines()
+    assert lines[0] == "sft: not graded (3 samples are finished)"
+    with serving(lambda m: '{"rationale": "r", "judgement": "correct"}') as server:
+        again = run(tmp_path, judged(server.url), refuse)  # what is sampled stays sampled
+        assert again["figures"]["pass_at_1"] == 1.0
+        url = server.url
+    assert run(tmp_path, judged(url), refuse)["figures"]["pass_at_1"] == 1.0  # nothing is left
+
+
+def test_tasks_that_are_meant_for_a_judge_say_so_where_there_is_none(tmp_path, capsys):
+    tasks = [dataclasses.replace(TASKS[0], metadata={"grader": "judge"})]
+    run(tmp_path, dataclasses.replace(CONFIG, samples=1), tasks=tasks)
+    assert "sft: 1 tasks are meant for a judge, and there is none" in capsys.readouterr().out
+
+
+def test_tasks_for_another_protocol_are_refused(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n')
+    web = dataclasses.replace(CONFIG, tasks=str(path), num_tasks=0, protocol="web")
+    assert [task.protocol for task in load(web)] == ["web"]
+    assert [task.protocol for task in load(dataclasses.replace(web, protocol=""))] == ["generalist"]
+    other = dataclasses.replace(web, tasks=f"{path}:protocol=mhqa")
+    with pytest.raises(UserError, match="1 of 1 tasks are for the protocol mhqa, and"):
+        load(other)
+    path.write_text('{"question": "a", "answer": "b", "protocol": "mhqa"}\n')
+    with pytest.raises(UserError, match=r"for the protocol mhqa, and config\.protocol is web"):
+        load(web)
+
+
+# --- behaviours of the release -------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Says:
+    """A policy that is told what to end with; it keeps what it was asked for."""
+
+    ends: dict
+    asked: list = dataclasses.field(default_factory=list)
+
+    async def __call__(self, wanted, about, written):
+        for each in wanted:
+            for number in each.numbers:
+                self.asked.append((each.task.id, number, each.attempt))
+                text = self.ends.get((each.task.id, each.attempt), "")
+                role = "answer" if text.startswith("<answer>") else "suggested_answer"
+                made = trajectory(None, identity=each.task.id, number=number,
+                                  calls=[("code", "1", "2", "ok")], tokens=4,
+                                  **about, prompt_id=each.index)  # fmt: skip
+                spans = (SegmentSpan(role, Author.POLICY, text, 3, 4),) if text else ()
+                yield dataclasses.replace(
+                    made, question=each.task.question, segments=spans, text=text,
+                    protocol=each.task.protocol,
+                )  # fmt: skip
+
+
+def test_a_sample_without_an_answer_is_run_again_if_that_is_wanted(tmp_path):
+    hot = dataclasses.replace(CONFIG, samples=1, temperature=1.0, attempts=3)
+    ends = {("task-0", 0): "<answer>Ume</answer>", ("task-1", 1): "<answer>Ivo</answer>"}
+    policy = Says(ends)
+    outcome = run(tmp_path, hot, policy)
+    assert policy.asked == [("task-0", 0, 0), ("task-1", 0, 0), ("task-2", 0, 0),
+                            ("task-1", 0, 1), ("task-2", 0, 1), ("task-2", 0, 2)]  # fmt: skip
+    rows = {task["id"]: task["samples"][0] for task in outcome["tasks"]}
+    assert [row["value"] for row in rows.values()] == [1.0, 1.0, 0.0]
+    assert [row.get("attempts") for row in rows.values()] == [None, 2, 3]
+    assert [row["tokens"] for row in rows.values()] == [4, 8, 12]  # what failed cost as well
+    assert [row["calls"] for row in rows.values()] == [{"code": n} for n in (1, 2, 3)]
+    assert outcome["not_plain"] == ["attempts=3"]
+    assert "  no plain pass@1: measured with attempts=3" in table(outcome)
+    assert len(read_trajectories(tmp_path / "traces.jsonl")) == 3
+    assert run(tmp_path, hot, refuse) == outcome
+    with pytest.raises(UserError, match="temperature is 0: each attempt would be the same"):
+        dataclasses.replace(hot, temperature=0.0)
+
+
+@pytest.mark.parametrize("seen", range(1, 6))
+def test_attempts_go_on_where_a_kill_left_them(tmp_path, seen):
+    hot = dataclasses.replace(CONFIG, samples=1, temperature=1.0, attempts=3)
+    ends = {("task-0", 0): "<answer>Ume</answer>", ("task-1", 1): "<answer>Ivo</answer>"}
+    whole = run(tmp_path / "whole", hot, Says(ends))
+
+    async def dies(wanted, about, written):
+        async with contextlib.aclosing(policy(wanted, about, written)) as stream:
+            async for one in stream:
+                if len(policy.asked) > seen:
+                    raise RuntimeError("killed")
+                yield one
+
+    policy = Says(ends)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "parts", hot, dies)
+    rest = Says(ends)
+    assert run(tmp_path / "parts", hot, rest) == whole
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    assert policy.asked[:seen] + rest.asked == [*policy.asked[:seen], *rest.asked]
+    assert len(rest.asked) == 6 - seen
+
+
+def test_the_last_suggestion_counts_as_an_answer_if_that_is_wanted(tmp_path):
+    one = dataclasses.replace(CONFIG, samples=1)
+    ends = {("task-0", 0): "<suggested_answer>Ume</suggested_answer>"}
+    plain = run(tmp_path, one, Says(ends))
+    assert (plain["figures"]["pass_at_1"], plain["not_plain"]) == (0.0, [])
+    assert plain["figures"]["samples"]["without an answer"] == 3
+    promoted = run(tmp_path, dataclasses.replace(one, last_suggestion=True), refuse)
+    assert promoted["figures"]["pass_at_1"] == pytest.approx(1 / 3)
+    assert promoted["figures"]["samples"]["without an answer"] == 2
+    assert promoted["figures"]["format_valid"] == 0.0
+    assert promoted["not_plain"] == ["last_suggestion"]
+    (first, *_) = read_trajectories(tmp_path / "traces.jsonl")
+    assert first.answer is None and first.reward.value == 1.0  # the record stays what it is
+    assert run(tmp_path, one, refuse)["figures"]["pass_at_1"] == 0.0

@@ -30,6 +30,7 @@ CONFIG = EvaluateConfig(
     top_k=0,
     engine=EngineConfig(4, 192, 8, (64,)),
     rollout=RolloutConfig(192, 3, 48),
+    probe_s=0.0,  # tests count what they ask of servers
 )
 MANY = dataclasses.replace(CONFIG, samples=24, temperature=1.2)
 
@@ -37,7 +38,8 @@ MANY = dataclasses.replace(CONFIG, samples=24, temperature=1.2)
 def policy_of(config: EvaluateConfig, load: Callable[[], Model] = tiny_policy.policy) -> Policy:
     tools = list(tiny_policy.tools().values())
     return local_policy(
-        load, config.engine, config.sampling, config.seed, config.rollout, tools
+        load, config.engine, config.sampling, config.seed, config.rollout, tools,
+        tiny_policy.TASKS, config.samples,
     )  # fmt: skip
 
 

@@ -101,8 +101,14 @@ def test_old_and_new_rope_forms_agree():
         ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; the most that is supported is 1"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is not true or false"),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 4.0,
-                              "high_freq_factor": 4.0}},
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
             "low_freq_factor 4 is not below high_freq_factor 4",
         ),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
+from coa_jax.evaluate.metrics import rate
 from coa_jax.report.benchmark import page, write_page
 from tests.evaluate.made import group, outcome
 
@@ -59,7 +60,9 @@ def test_names_cannot_become_markup():
 
 
 def test_nothing_graded_makes_a_page_without_a_claim():
-    assert "<strong>" not in page(json.loads(json.dumps(outcome({"a": [None]}))))
+    scaling = {"majority@2": {**rate([]), "ungraded": 1}}
+    text = page(json.loads(json.dumps(outcome({"a": [None, None]}, scaling=scaling))))
+    assert "<strong>" not in text and "0.000" not in text and text.count("not graded") == 2
 
 
 def test_a_breakdown_has_a_table_for_each_field():

@@ -228,6 +228,7 @@ def test_unfinished_or_odd_summaries_do_not_break_the_page(tmp_path):
     text = "".join(shown.texts)
     assert "mine<" in text and "0.500" in text and "x<y" in text
     assert len(shown.all("tr")) == 3
+    assert "not graded" in text
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def run(wanted, *, tools=None, config=BUDGET, on=None, runner=None):
         return collect(runner or loop, on, tiny_policy.policy().tokenizer, wanted, given, config)
 
 
+def collect_with(model, on, wanted, tools, config):
+    """Trajectories of requests to another policy."""
+    with asyncio.Runner() as loop:
+        return collect(loop, on, model.tokenizer, wanted, tools, config)
+
+
 def tokens_of(groups: list[list[Trajectory]]) -> list[list[list[int]]]:
     return [[t.tokens.tolist() for t in group] for group in groups]
 

@@ -85,7 +85,7 @@ def test_what_fails_on_our_side_is_no_score(server, monkeypatch):
     deaf = judged(server, "/500")
     reward = deaf(TASKS["judge"], finished("Bergen"))
     assert reward.value is None and "judge" not in reward.parts
-    assert deaf.judge.failures == 1
+    assert deaf.judge.no_verdict.total() == 1
 
     async def broken(*arguments):
         raise SandboxError("gone")

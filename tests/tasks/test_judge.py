@@ -121,7 +121,7 @@ def test_a_verdict_in_no_form_is_asked_for_again_and_then_is_none(server, model)
     assert ask(judge, "Oslo") is True
     model.replies = ["hm", "hm", "hm"]
     assert ask(judge, "Oslo") is None
-    assert (judge.failures, len(model.prompts)) == (1, 6)
+    assert (judge.no_verdict.total(), len(model.prompts)) == (1, 6)
 
 
 @pytest.mark.parametrize("path", ["/500", "/hang", "/malformed", "/drop", "/bomb"])

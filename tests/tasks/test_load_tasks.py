@@ -132,3 +132,33 @@ def test_a_missing_generator_package_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match="needs reasoning-gym; run: "):
         load_tasks("arithmetic", "test", 3, seed=987)
+
+
+def test_a_protocol_is_the_row_s_own_then_the_source_s_then_the_caller_s(tmp_path, caplog):
+    path = write(tmp_path / "q.jsonl", {"question": "a", "answer": "b"},
+                 {"question": "c", "answer": "d", "protocol": "web"})  # fmt: skip
+    told = {
+        "generalist": load_tasks(path, "test"),
+        "mhqa": load_tasks(path, "test", protocol="mhqa"),
+        "code": load_tasks(f"{path}:protocol=code", "test", protocol="mhqa"),
+    }
+    for protocol, tasks in told.items():
+        assert [task.protocol for task in tasks] == [protocol, "web"]
+    assert "1 of 2 lines name a protocol of their own (web)" in caplog.text
+    with pytest.raises(UserError, match="protocol 'morse' is unknown"):
+        load_tasks(path, "test", protocol="morse")
+
+
+def test_a_release_row_is_for_the_agent_whose_tools_it_names(tmp_path):
+    def row(**tools):
+        truth = json.dumps({"target": "b", "question": "a"})
+        return {"prompt": [{"role": "user", "content": "a"}], "data_source": "x",
+                "reward_model": {"ground_truth": truth},
+                "extra_info": {"tools_kwargs": tools}}  # fmt: skip
+
+    rows = [row(wiki_search={}), row(web_search={}, crawl_page={}, code=None), row(web_search={})]
+    (tmp_path / "r.json").write_text(json.dumps([*rows, {"question": "a", "answer": "b"}]))
+    for default in ("", "web_wiki"):
+        tasks = load_tasks(str(tmp_path / "r.json"), "test", protocol=default)
+        other = default or "mhqa"
+        assert [task.protocol for task in tasks] == ["mhqa", "web", other, other]

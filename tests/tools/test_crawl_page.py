@@ -179,8 +179,9 @@ def test_the_section_that_a_local_link_names_comes_first(reader):
     told = ask(reader, link).text
     assert told.index("Aland: Area\n1,580 sq km.") < told.index("Aland: Capital\nMariehamn.")
     other = "http://wiki.local/Aland#Nothing_of_this_name"
-    assert ask(reader, other).text.partition("\n")[2] == (
-        ask(reader, "http://wiki.local/Aland").text.partition("\n")[2]
+    assert (
+        ask(reader, other).text.partition("\n")[2]
+        == (ask(reader, "http://wiki.local/Aland").text.partition("\n")[2])
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.settings import build
+from coa_jax.tasks import load_tasks
+from coa_jax.tools import doctor, reach
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
@@ -202,3 +208,87 @@ def test_what_cannot_be_sent_is_a_mistake_of_the_call_and_masks_nothing(body):
     echo = McpTool("echo", McpConfig(command=COMMAND))
     assert ask(echo, body).outcome == "bad_call"
     assert ask(echo, '{"text": "b"}').text == "b"
+
+
+# --- as the documentation says ------------------------------------------------------------
+
+
+@pytest.fixture
+def seaside(tmp_path, monkeypatch):
+    """A folder with the files that docs/tools.md shows, from its text."""
+    text = (ROOT / "docs/tools.md").read_text()
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for name, content in blocks:
+        (tmp_path / name).write_text(content)
+    (questions,) = re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "tides.jsonl").write_text(questions)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "tide_server.py", "seaside.py", "tides.jsonl"
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_the_example_of_the_documentation_works(seaside, capsys):
+    assert doctor.main(["--config", "seaside.py"]) == 0
+    printed = capsys.readouterr().out
+    assert printed in (ROOT / "docs/tools.md").read_text()  # as the page shows it
+    config = load_config("seaside.py")
+    _, tide = make_tools(build(ToolsConfig, config.tools))
+    (task,) = load_tasks(config.tasks, "test")
+    assert ask(tide, '{"port": "Brest"}').text == "The tide at Brest at 0 h is 5 m."
+    assert task.protocol == "seaside" and "</tide>" in get_protocol("seaside").stops
+
+
+SHOW = """
+from absl import flags
+from coa_jax.cli import config_flag, run_main
+from coa_jax.settings import build
+from coa_jax.tools.make import ToolsConfig, make_tools
+def main(argv):
+    tools = build(ToolsConfig, flags.FLAGS.config.tools, "config.tools")
+    print(tools.mcp, [tool.name for tool in make_tools(tools)])
+run_main(main, lambda: config_flag("configs/evaluate/factbook.py"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tide.command=python,tide_server.py", "tide.timeout_s=20"],
+         "{'tide': {'command': 'python,tide_server.py', 'timeout_s': 20}} ['tide']"),
+        (["tide.comand=python"], "error: config.tools.mcp.tide.comand is not a setting"),
+    ],
+)  # fmt: skip
+def test_a_tool_is_configured_on_the_command_line(seaside, arguments, said):
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW, "--config.tools.names=tide",
+         *(f"--config.tools.mcp.{one}" for one in arguments)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert said in done.stdout + done.stderr
+    assert done.returncode == (2 if said.startswith("error") else 0)
+
+
+def test_what_a_server_wrote_before_it_died_is_in_the_error_without_its_keys(monkeypatch):
+    monkeypatch.setenv("TIDE_DB_WORD", "hush-hush-0123")
+    program = (
+        "import os, sys; sys.stderr.write('x' * 100_000 + '\\nopening\\n');"
+        "sys.exit('no tide for ' + os.environ['TIDE_DB_WORD'])"
+    )
+    tool = McpTool("tide", McpConfig((sys.executable, "-c", program), env=("TIDE_DB_WORD",)))
+    with pytest.raises(UserError) as caught:
+        asyncio.run(tool.describe())
+    assert "does not answer: " in str(caught.value) and "hush" not in str(caught.value)
+    assert str(caught.value).endswith("it wrote: opening no tide for [secret]")
+    seen = ask(tool, '{"port": "Brest"}')
+    assert seen.outcome == "fault" and seen.detail["stderr"].endswith("no tide for [secret]")
+
+
+def test_a_described_tool_is_looked_for_on_its_server(seaside):
+    schema = '{"properties": {"port": {"type": "string"}}}'
+    settings = {"command": ("/nonexistent/server",), "description": "d", "schema": schema}
+    config = ToolsConfig(names=("tide",), mcp={"tide": settings})
+    (found,) = asyncio.run(reach.findings(config, made=True))
+    assert not found.ok and "No such file" in found.text

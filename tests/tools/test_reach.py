@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,15 +9,25 @@ import pytest
 
 from coa_jax.tools import doctor, reach
 from tests.tools import fault_server
+from tests.tools.echo_services import body_of
 
 KEY = "doctor-key-0123456789"
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def answering(path):
+    """A page that answers a request with the right key only."""
+    return lambda h: h.json(
+        body_of(path, "text"), 200 if KEY in h.headers.get("authorization", KEY) else 401
+    )
+
+
 @pytest.fixture(scope="module")
 def server():
     with fault_server.running() as server:
-        server.pages["/v1/models"] = lambda h: h.json({"data": []})
+        for path in ("/retrieve", "/run_code", "/v1/chat/completions"):
+            server.pages[path] = answering(path)
+        server.pages["/search"] = lambda h: h.json({"message": "Missing query parameter"}, 400)
         yield server
 
 
@@ -49,8 +58,7 @@ def test_the_defaults_of_this_machine(capsys, monkeypatch):
 
 
 def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
-    patient = dataclasses.replace(reach._QUICK, total_s=60.0, connect_s=60.0, read_s=60.0)
-    monkeypatch.setattr(reach, "_QUICK", patient)  # on a busy machine even this server is slow
+    monkeypatch.setattr(reach, "SECONDS", 60.0)  # on a busy machine even this server is slow
     monkeypatch.setenv("SERPER_API_KEY", KEY)
     chat = {"url": server.url("/v1"), "model": "m", "key_env": "SERPER_API_KEY"}
     tide = {"command": (sys.executable, str(ROOT / "tests/tools/mcp_server.py"))}
@@ -99,6 +107,28 @@ def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypa
     assert all(line.startswith("NOT READY") for line in lines.values())
     assert "cannot be reached" in lines["wiki_search"]
     assert "key SERPER_API_KEY is NOT set" in lines["web_search"]
+
+
+@pytest.mark.parametrize("key", [KEY[::-1], "", KEY])
+def test_a_key_is_tried_and_not_only_looked_for(tmp_path, capsys, server, monkeypatch, key):
+    monkeypatch.setattr(reach, "SECONDS", 60.0)
+    monkeypatch.setenv("SERPER_API_KEY", key)
+    account = lambda h: h.json({"message": "Not enough credits for this account"}, 400)  # noqa: E731
+    wrong = lambda h: h.json({"message": "Unauthorized."}, 403)  # noqa: E731
+    monkeypatch.setitem(server.pages, "/search", account if key == KEY else wrong)
+    chat = {"url": server.url("/v1"), "model": "m", "key_env": "SERPER_API_KEY"}
+    code, lines, _ = run(
+        tmp_path, capsys,
+        {"names": ("wiki_search", "web_search", "crawl_page"), "wiki_url": server.url("/retrieve"),
+         "remote_key_env": "SERPER_API_KEY", "crawl_page": {"summarizer": chat},
+         "web_search": {"provider": "serper", "url": server.url("/search")}},
+    )  # fmt: skip
+    ready = {name for name, line in lines.items() if line.startswith("ready")}
+    assert ready == ({"wiki_search", "crawl_page"} if key == KEY else set()) and code == 1
+    said = {KEY: "status 400", "": "is NOT set", KEY[::-1]: "it refuses the key in SERPER_API_KEY"}
+    assert said[key] in lines["web_search"]
+    told = {"": "the environment variable SERPER_API_KEY is not set"}.get(key, said[key])
+    assert key == KEY or told in lines["crawl_page"]
 
 
 @pytest.mark.parametrize(

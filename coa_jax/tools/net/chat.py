@@ -118,11 +118,43 @@ async def chat(
     return str(secret.redact(await attempts(attempt, limits)))
 
 
+_NO_TEXT = "the model gave no text"
+
+
 def _content(answer: Any) -> str:
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        content = None
+        raise FetchError("malformed", "the answer is no chat completion") from None
     if not isinstance(content, str) or not content.strip():
-        raise FetchError("malformed", "the model gave no text")
+        raise FetchError("malformed", _NO_TEXT)
     return content.strip()
+
+
+async def reach(config: ChatConfig, seconds: float) -> str:
+    """Asks an endpoint for one word: a wrong address, key or model shows now and not in a run.
+
+    Args:
+        config: the endpoint.
+        seconds: for the answer.
+
+    Returns:
+        What is wrong, or "".
+    """
+    short = dataclasses.replace(config, max_tokens=min(config.max_tokens, 16), attempts=1)
+    try:
+        await chat(short, [{"role": "user", "content": "Answer with one word: ready?"}], seconds)
+    except UserError as error:
+        return str(error)
+    except FetchError as error:
+        if error.message == _NO_TEXT:  # a model that thinks first has written none yet
+            return ""
+        return error.message + refusal(error.status, config.key_env)
+    return ""
+
+
+def refusal(status: int | None, key_env: str) -> str:
+    """What an error status says of the key or the name of the model, as an ending of a clause."""
+    if status in (401, 403):
+        return f": it refuses the key in {key_env}" if key_env else ": it asks for a key (key_env)"
+    return ": the address or the name of the model may be wrong" if status == 404 else ""

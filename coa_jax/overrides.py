@@ -1,0 +1,104 @@
+"""What a command line says of the settings of a config: ``--config.KEY=VALUE``."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import functools
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import ml_collections
+from ml_collections.config_flags import config_path
+
+from coa_jax.errors import UserError
+
+_NEW_KEY = re.compile(r"--?config\.((?:\w+\.)*tools\.mcp)\.(\w+)\.(\w+)(?:=(.*))?", re.DOTALL)
+"""A setting of a tool whose name, the part after ``mcp``, a user makes up."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Returns '; did you mean X?' for the nearest known word, or the known words."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) <= 16 else ""
+
+
+def switches(arguments: list[str]) -> list[str]:
+    """Returns the arguments before a lone `--`, after which absl reads no flags."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
+    """Joins settings of tools that the config need not have into one override of their group.
+
+    ml_collections overrides existing settings only.  ``--config.tools.mcp.tide.url=U`` becomes
+    ``--config.tools.mcp={'tide': {'url': 'U'}}`` with the tools of the config beside it.
+    """
+    before = switches(argv)
+    groups: dict[str, dict[str, Any]] = {}
+    rest: list[str] = []
+    given = iter(before)
+    for argument in given:
+        key = _NEW_KEY.fullmatch(argument)
+        if key is None:
+            rest.append(argument)
+            continue
+        group, name, setting = key.group(1, 2, 3)
+        value = key[4] if key[4] is not None else next(given, None)
+        if value is None or value.startswith("--"):
+            raise UserError(f"{argument} needs a value: {argument}=VALUE")
+        if group not in groups:
+            check_key(config, group)
+            node = functools.reduce(operator.getitem, group.split("."), config)
+            groups[group] = node.to_dict()
+        try:
+            read = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            read = value
+        groups[group].setdefault(name, {})[setting] = read
+    joined = [f"--config.{group}={values!r}" for group, values in groups.items()]
+    return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
+
+
+def check_key(config: Any, key: str) -> None:
+    """Raises a UserError if a dotted key (`a.b`, `a[0].b`) is not in the config."""
+    try:
+        parts = config_path.split(key)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--config.{key}: not a key; write --config.name.name=value") from error
+    node, walked = config, "config"
+    for part in parts:
+        if isinstance(node, ml_collections.ConfigDict):
+            if part not in node:
+                hint = suggest(str(part), [str(name) for name in node])
+                raise UserError(f"--config.{key}: {walked} has no key {part!r}{hint}")
+        elif not (isinstance(node, tuple) and isinstance(part, int) and part < len(node)):
+            kind = type(node).__name__
+            raise UserError(f"--config.{key}: {walked} is a value of type {kind}, without keys")
+        node, walked = node[part], f"{walked}.{part}"
+
+
+def wrong_value(message: str) -> str:
+    """Rewrites absl's message for a value of the wrong type into what to write instead.
+
+    >>> wrong_value("flag --config.steps=1e3: invalid literal for int() with base 10: '1e3'")
+    "--config.steps=1e3: an integer is needed; write 1000"
+    """
+    message = message.removeprefix("flag ")
+    faults = "invalid literal for int|could not convert string|Exceeds the limit"
+    found = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
+    if not found:
+        return message
+    switch, text = found[1], found[2]
+    if "convert" in found[3]:
+        return f"{switch}: a number is needed"
+    with contextlib.suppress(ValueError, OverflowError):
+        if float(text).is_integer():
+            return f"{switch}: an integer is needed; write {int(float(text))}"
+    return f"{switch}: an integer is needed"

@@ -1,0 +1,102 @@
+"""Whether the judge, tests and servers of a run are there, found out before the first sample.
+
+A run that only finds out with its first answer has sampled for hours by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.graders import GradersConfig
+from coa_jax.tasks.private_tests import find_private_tests, load_private_tests
+from coa_jax.tools.make import ToolsConfig
+from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.reach import Finding, chat_answers, finding, findings
+
+_NAMED = 3
+"""Questions without tests that a message names."""
+
+
+def check_ready(
+    seconds: float,
+    *,
+    tasks: Sequence[Task] = (),
+    graders: GradersConfig | None = None,
+    tools: ToolsConfig | None = None,
+    chats: Mapping[str, ChatConfig] | None = None,
+) -> None:
+    """Asks everything that a run depends on, at the same time, and refuses a run without it.
+
+    Args:
+        seconds: that each server has to answer; 0 asks nothing.
+        tasks: that will be run or graded; without them a judge that is configured is needed.
+        graders: who grades; None where nothing is left to grade.
+        tools: that were made for the run; None where nothing is left to run.
+        chats: further chat endpoints by the setting that names them.
+
+    Raises:
+        UserError: something is missing; the one line lists all of it.
+    """
+    if not seconds:
+        return
+    found = [*_protocols(tasks, tools), *_tests(tasks, graders)]
+    chats = dict(chats or {})
+    if graders and graders.judge and (not tasks or any(asks_judge(graders, t) for t in tasks)):
+        chats["graders.judge.chat"] = graders.judge.chat
+
+    async def ask() -> list[Finding]:
+        asked = [finding(name, chat_answers(chat, seconds)) for name, chat in chats.items()]
+        servers = findings(tools or ToolsConfig(names=()), seconds, made=True)
+        models, tags = await asyncio.gather(asyncio.gather(*asked), servers)
+        return [*models, *tags]
+
+    missing = [each for each in (*found, *asyncio.run(ask())) if not each.ok]
+    if missing:
+        listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
+        raise UserError(
+            f"not ready: {listed}; mend this, or begin all the same with --config.probe_s=0"
+        )
+
+
+def asks_judge(graders: GradersConfig, task: Task) -> bool:
+    """Whether the answers to a task go to the judge where one is configured."""
+    grader = task.metadata.get("grader", "exact_match")
+    words = grader in ("exact_match", "judge") and task.metadata.get("scorer") != "reasoning_gym"
+    return words and (grader == "judge" or graders.judge_all)
+
+
+def _protocols(tasks: Sequence[Task], tools: ToolsConfig | None) -> list[Finding]:
+    """Protocols whose tools the run has none of: each of their calls would fail."""
+    if tools is None:
+        return []
+    wanted = {name: get_protocol(name).tools for name in dict.fromkeys(t.protocol for t in tasks)}
+    return [
+        Finding("tools.names", False, f"the protocol {name} calls {', '.join(tags)}, of which there"
+                f" are none in {', '.join(tools.names) or 'no tools'}")
+        for name, tags in wanted.items()
+        if tags and not set(tags) & set(tools.names)
+    ]  # fmt: skip
+
+
+def _tests(tasks: Sequence[Task], graders: GradersConfig | None) -> list[Finding]:
+    """Private tests that are not there: the public samples would be taken in their place."""
+    if graders is None or not graders.private_tests:
+        return []
+    ids = [str(task.metadata.get("question_id") or "") for task in tasks]
+    ids = [name for name in ids if name]
+    try:
+        absent = [name for name in ids if find_private_tests(graders.private_tests, name) is None]
+        if ids and not absent:
+            load_private_tests(graders.private_tests, ids[0])
+    except UserError as error:
+        return [Finding("graders.private_tests", False, str(error))]
+    if not absent:
+        return []
+    shown = ", ".join(absent[:_NAMED]) + (", ..." if len(absent) > _NAMED else "")
+    of = f"{len(absent)} of {len(ids)} questions ({shown})"
+    text = f"{graders.private_tests} has no tests for {of}"
+    return [Finding("graders.private_tests", False, text)]

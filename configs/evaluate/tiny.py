@@ -1,0 +1,44 @@
+r"""Measures a policy of one layer on four questions: the smallest evaluation there is.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/tiny.py --workdir=runs/debug/evaluate
+
+Needs: ``bash launch/debug_files.sh``.
+Takes: less than a minute on a CPU core, most of it compilation.
+Gives: every file of a large evaluation, and a pass@1 that means nothing.  The debug forms of the
+other files here (``configs/evaluate/web.py:gaia,debug``) have these sizes, their own settings and a
+few questions in the form of their benchmark; their tools need no network, and no model judges.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.learn.variants import parse_variant
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; ``debug`` is the same."""
+    parse_variant(arg)
+    trained = load_config("configs/rl/tiny.py")
+    config = complete(
+        EvaluateConfig,
+        {
+            "tasks": trained.tasks,
+            "split": "test",
+            "num_tasks": 4,
+            "samples": 2,
+            "seed": 0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "engine": trained.engine,
+            "rollout": trained.rollout,
+        },
+    )
+    config.model, config.stage = trained.model, "debug"
+    config.tools = complete(ToolsConfig, trained.tools)
+    return config

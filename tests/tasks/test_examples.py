@@ -1,0 +1,38 @@
+"""The questions of the debug forms are in the forms that benchmarks are published in."""
+
+from __future__ import annotations
+
+import pytest
+
+from coa_jax.cli import load_config
+from coa_jax.evaluate.run import EvaluateConfig, load
+from coa_jax.settings import build
+from coa_jax.tasks import GradersConfig
+from coa_jax.tasks.examples import write_examples
+from coa_jax.tasks.ready import check_ready
+from coa_jax.tools.make import ToolsConfig
+
+VARIANTS = {
+    "web": ("gaia", "browsecomp", "hle", "webwalker"),
+    "mhqa": ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"),
+    "maths": ("aime24", "aime25", "amc23", "math500", "olympiad"),
+    "code": ("lcb5", "lcb4", "codecontests"),
+}
+
+
+@pytest.mark.parametrize("file", VARIANTS)
+def test_every_benchmark_has_a_debug_form_that_needs_no_network(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_examples(tmp_path / "runs/debug/benchmarks")
+    for variant in VARIANTS[file]:
+        values = load_config(f"configs/evaluate/{file}.py:{variant},debug").to_dict()
+        tools = build(ToolsConfig, values.pop("tools"))
+        assert values.pop("model") == "runs/debug/scratch/model"
+        assert values.pop("stage") == variant
+        config = build(EvaluateConfig, values)
+        large = load_config(f"configs/evaluate/{file}.py:{variant}")
+        assert (config.protocol, config.top_p) == (large.protocol, large.top_p)
+        tasks = load(config)
+        assert {task.protocol for task in tasks} == {config.protocol}
+        check_ready(5.0, tasks=tasks, graders=config.graders, tools=tools)
+    assert isinstance(config.graders, GradersConfig)
