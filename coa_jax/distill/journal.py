@@ -46,7 +46,7 @@ def check_fingerprint(path: Path, there: Mapping[str, Any], now: Mapping[str, An
         UserError: names what differs.
     """
     changed = [
-        f"{key}={there.get(key)!r} there, {now.get(key)!r} now"
+        f"{key}={there.get(key)!r:.300} there, {now.get(key)!r:.300} now"
         for key in sorted({*there, *now})
         if there.get(key) != now.get(key)
     ]

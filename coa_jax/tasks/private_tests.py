@@ -135,7 +135,7 @@ def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
     A list that holds another twice, which holds another twice, ... is small in a pickle only.
     """
     if next(seen) > _NODES or depth > reading.MAX_DEPTH:
-        raise ValueError("the pickle holds too many values, or values nested too deep")
+        raise ValueError("the pickle holds too many values, or values nested too deeply")
     if isinstance(value, _Record):
         fields = {k: v for k, v in vars(value).items() if k != "arguments"}
         if not fields and len(value.arguments) == 1:
