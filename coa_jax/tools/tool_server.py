@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.tools.corpus import join_contents, read_corpus
 from coa_jax.tools.dense import RETRIEVALS, load_retriever
 from coa_jax.tools.encoder import EncoderConfig
@@ -225,9 +226,7 @@ def _serve(options: argparse.Namespace) -> None:
         from coa_jax.web.refusals import RefusalLog
         from coa_jax.web.server import Server, allow_connections, listen, run_until_signal
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"the package {error.name} is missing: bash launch/setup_env.sh serve"
-        ) from error
+        raise missing("tool_server", str(error.name), "serve") from error
     secret, limits, log = Secret(options.key_env), ConnectionLimits(_CONNECTIONS), RefusalLog()
     key = secret.reveal() if options.key_env else None
     check_exposure(options.host, key, "give --key_env too, or --host 127.0.0.1")
