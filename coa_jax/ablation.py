@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import files
-from coa_jax.bounds import Bounded, Count, Items, Name, OneOf, Place, Seed, check
+from coa_jax.bounds import Bounded, Count, Items, Name, OneOf, Place, Seed, check, shown
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import Split, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
@@ -213,7 +213,7 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
         UserError: the arm sets what the runs depend on, which are the same for all arms.
     """
     if not isinstance(arm, Mapping):
-        raise UserError(f"{where} is {arm!r}; it is a group of settings of the filters")
+        raise UserError(f"{where} is {shown(arm)}; it is a group of settings of the filters")
     fixed = next((name for name in _OF_RUNS if name in arm), None)
     if fixed is not None:
         raise UserError(f"{where}.{fixed}: all arms select from the same runs; set config.teacher")

@@ -37,6 +37,9 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
     """
     types = _types(cast(Any, cls))
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
+    if not isinstance(values, Mapping | ConfigDict):
+        inner = ", ".join(known)
+        raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
     for name in values:
         if name not in known:
             told = name if str(name).isidentifier() and len(name) <= 100 else shown(name)
@@ -53,10 +56,6 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
             continue
         value = values[name]
         if dataclasses.is_dataclass(types[name]):
-            if not isinstance(value, Mapping | ConfigDict):
-                inner = ", ".join(f.name for f in dataclasses.fields(types[name]))
-                shorter = shown(value)
-                raise UserError(f"{where}.{name} is {shorter}; it is a group of settings: {inner}")
             value = build(types[name], value, f"{where}.{name}")
         elif types[name] in _LISTS:
             value = _parts(value, types[name], f"{where}.{name}")
