@@ -3,8 +3,11 @@ r"""The whole pipeline in small under the protocol of the web agent.
     bash launch/quickstart.sh --config=configs/quickstart/web.py --workdir=runs/quickstart-web
 
 Needs: 2 CPU cores, 4 GB of memory.  No network: search results and pages are those of the Factbook.
-Takes:
-Gives:
+Takes: 28 minutes on 2 cores that a dozen other programs shared, half of them SFT.
+Gives: on 400 held-out questions of one hop at temperature 1, pass@1 0.000 (95 % 0.000-0.010) before
+SFT, 0.037 (0.023-0.061) after SFT and 0.035 (0.021-0.058) after RL (one run, seed 0): a beginning.
+Most failures are slips in copying an address; more updates (``--config.sft.optimizer.total_steps``)
+make these rarer.
 """
 
 from __future__ import annotations
