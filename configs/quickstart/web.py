@@ -28,7 +28,6 @@ def get_config() -> ml_collections.ConfigDict:
             "distill.tasks": TASKS,
             "policy.vocab_size": 640,
             "sft.row_length": 768,
-            "sft.optimizer.total_steps": 2000,
             "rl.tasks": TASKS,
             "rl.row_length": 768,
             "evaluate.tasks": TASKS,
