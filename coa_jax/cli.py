@@ -40,18 +40,13 @@ from ml_collections.config_flags import config_path
 from coa_jax.errors import UserError
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
+from coa_jax.urls import refuse_urls
 
 # Flags defined by the helpers below belong to the module that calls them (for --help).
 flags.disclaim_key_flags()
 
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
-_URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
-_NAMES_FILES = re.compile(
-    r"(?:--|.*\.)(?:workdir|out|output|copy|model|data|validation|tasks|source|traces|files|corpus"
-    r"|path|cache)"
-)
-"""Flags and settings whose values name files."""
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
@@ -261,28 +256,6 @@ def _is_directory_name(value: str | None) -> bool:
             "shells do not expand ~ behind a flag; write $HOME, or the whole path"
         )
     return True
-
-
-def refuse_urls(values: Mapping[str, Any]) -> None:
-    """Refuses URLs where a file or directory belongs: only local paths work.
-
-    No text with another scheme than http and https can be opened, whatever its name is.  An http
-    address is fine for a service and refused where `_NAMES_FILES` says that a file belongs.
-
-    Args:
-        values: flag with its dashes, or dotted setting (``--config.model``) -> value.
-
-    Raises:
-        UserError: a value is, or holds, a URL that nothing here can open.
-    """
-    for name, value in values.items():
-        for text in value if isinstance(value, tuple | list) else (value,):
-            found = _URL.search(text) if isinstance(text, str) and ".mcp." not in name else None
-            if found and (found[1] not in ("http", "https") or _NAMES_FILES.fullmatch(name)):
-                raise UserError(
-                    f"{name}={text}: no command opens {found[0]} addresses; give a path of this "
-                    "machine (download the files, or mount the bucket)"
-                )
 
 
 def _leaves(config: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from absl import flags
 
-from coa_jax.cli import refuse_urls, run_main
+from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.installed import ROOT, config_files, first_line
+from coa_jax.urls import refuse_urls
 
 
 def copy_configs(target: Path) -> int:

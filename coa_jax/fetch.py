@@ -18,8 +18,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from coa_jax.cli import refuse_urls, run_main
+from coa_jax.cli import run_main
 from coa_jax.errors import UserError
+from coa_jax.urls import refuse_urls
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from coa_jax import cli
 from coa_jax.errors import UserError
 from coa_jax.overrides import join_new_keys
+from coa_jax.urls import refuse_urls
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -203,12 +204,12 @@ def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given,
 def test_a_url_where_a_file_belongs_is_refused(values):
     (name,) = values
     with pytest.raises(UserError, match=r"no command opens \w+:// addresses; give a path") as seen:
-        cli.refuse_urls(values)
+        refuse_urls(values)
     assert str(seen.value).startswith(f"{name}=")
 
 
 def test_addresses_of_services_are_no_files():
-    cli.refuse_urls(
+    refuse_urls(
         {
             "--config.tools.wiki_url": "http://localhost:8000/retrieve",
             "--config.graders.judge.chat.url": "https://judge.example/v1",

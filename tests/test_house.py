@@ -21,7 +21,7 @@ PACKAGE = REPOSITORY / "coa_jax"
 ROOMS = (
     ("errors",),
     ("reading",),
-    ("bounds", "files", "installed", "overrides", "progress"),
+    ("bounds", "files", "installed", "overrides", "progress", "urls"),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings"),
     ("run_dir", "web"),

@@ -3,8 +3,10 @@ r"""The whole pipeline in small under the protocol of the web agent.
     bash launch/quickstart.sh --config=configs/quickstart/web.py --workdir=runs/quickstart-web
 
 Needs: 2 CPU cores, 4 GB of memory.  No network: search results and pages are those of the Factbook.
-Takes:
-Gives:
+Takes: 6 minutes on 2 cores of a Xeon that other programs shared, 4 of them SFT.
+Gives: on 400 held-out questions of one hop at temperature 1, pass@1 0.000 (95 % 0.000-0.010) before
+SFT, 0.338 (0.293-0.385) after SFT and 0.370 (0.324-0.418) after RL (one run, seed 0).  After 1,000
+updates instead of 2,000 it was 0.037 (0.023-0.061): a link must be copied without a slip.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ def get_config() -> ml_collections.ConfigDict:
             "distill.tasks": TASKS,
             "policy.vocab_size": 640,
             "sft.row_length": 768,
-            "sft.optimizer.total_steps": 1000,
             "rl.tasks": TASKS,
             "rl.row_length": 768,
             "evaluate.tasks": TASKS,
