@@ -136,7 +136,8 @@ def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch
     written = []
     outcome = {"tasks": [{"samples": [{"value": 1.0}]}]}
     work = Ablation(config(), tmp_path)
-    monkeypatch.setattr(work, "_sft", lambda seed, name: None)
+    monkeypatch.setattr(work, "base", lambda seed: None)
+    monkeypatch.setattr(type(work.command), "sft_config", lambda *args: None)
     monkeypatch.setattr("coa_jax.ablation.sft.train", lambda *args: None)
     monkeypatch.setattr("coa_jax.ablation.evaluate_model", lambda *args: outcome)
     keep = RunDir.summary

@@ -92,7 +92,8 @@ def command(name: str, folder: Path) -> list[str]:
     start = [sys.executable, "-m", f"coa_jax.{name}"]
     model = folder / "model"
     if name == "ask":
-        return [*start, QUESTION, f"--model={model}", "--max_tokens=192", "--tools=code"]
+        return [*start, QUESTION, f"--model={model}", "--max_tokens=192", "--tools=code",
+                "--prompt_style=brief"]  # fmt: skip
     config = {
         "model": model,
         "tasks": folder / "tasks.jsonl",

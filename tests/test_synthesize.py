@@ -12,7 +12,8 @@ from coa_jax.cli import load_config
 from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.synthesis.drafts import told
 from coa_jax.errors import UserError
-from coa_jax.synthesize import endpoints_of, synthesize
+from coa_jax.settings import build
+from coa_jax.synthesize import Command, endpoints_of, synthesize
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.factbook_facts import facts, solve, split_of
 from coa_jax.tasks.factbook_grammar import understand
@@ -125,7 +126,8 @@ def solver_of(**changes):
     endpoint = {"base_url": "http://a/v1", "key_variable": "KEY_A", "prices": (("m", 1.0, 2.0),)}
     given = {f"endpoint.{key}": value for key, value in (endpoint | {"model": "m"}).items()}
     given |= {f"solver.{key}": value for key, value in changes.items()}
-    solver = endpoints_of(load_config("configs/synthesize/endpoint.py", given))["solver"]
+    config = load_config("configs/synthesize/endpoint.py", given)
+    solver = endpoints_of(build(Command, config))["solver"]
     solver.check("config.solver")
     return solver
 

@@ -53,7 +53,7 @@ def test_a_drawn_workload_is_run_with_its_slow_tool(tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["rollout", "--random=tiny", "--workload={folder}/none.json"], "cannot read"),
+        (["rollout", "--random=tiny", "--workload={folder}/none.json"], "cannot be read"),
         (["decode", "--model={folder}/none"], "does not exist: give a model directory"),
         (["decode", "--random=tiny", "--batch=0"], "--batch=0: give whole numbers from 1"),
         (["workload", "--rollouts=3", "--out={folder}/w.json"], "no multiple of --group_size=4"),

@@ -293,7 +293,7 @@ def test_a_page_shows_who_wrote_what_and_what_is_wrong():
         ({"parts": [["policy", 3]]}, "the text of a part cannot be int"),
         ({"parts": [["nobody", "x"]]}, "a part has the author 'nobody'"),
         ({"parts": [[]]}, "the field 'parts' must hold lists of two texts"),
-        ({"gold": [1931]}, "an accepted answer in 'gold' is not text"),
+        ({"gold": [1931]}, "the field 'gold' cannot be list"),
         ({"answer": None}, "the field 'answer' cannot be NoneType"),
     ],
 )

@@ -98,7 +98,7 @@ for case in sys.argv[1:]:
     cache = [array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(engine._layers)]
     assert sum(cache) == engine_memory(config, shapes, size).cache
     try:
-        Engine(engine.params, config, dataclasses.replace(shapes, slots=10**9))
+        Engine(engine.params, config, dataclasses.replace(shapes, slots=2**24))
     except UserError as error:
         assert (f"on each of {size} devices" in str(error)) == (size > 1)
     else:

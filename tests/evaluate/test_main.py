@@ -40,7 +40,8 @@ def command(files, workdir, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "coa_jax.evaluate", "--config=configs/evaluate/factbook.py",
          f"--workdir={workdir}", f"--config.tasks={files}/tasks.jsonl",
-         f"--config.tools.corpus={files}/corpus.jsonl", *SHAPES, *arguments],
+         f"--config.tools.corpus={files}/corpus.jsonl",
+         "--config.rollout.prompt_style=brief", *SHAPES, *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip

@@ -13,6 +13,7 @@ from coa_jax.learn import rl
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
+from coa_jax.protocol import Prompt
 from coa_jax.settings import build
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
@@ -69,7 +70,7 @@ def test_a_run_grades_as_its_settings_say(monkeypatch):
     monkeypatch.setattr(rl, "sample_share", sample)
     learner = types.SimpleNamespace(engines=(), model=None)
     with pytest.raises(Sampled):
-        rl._sampling(config, learner, None, ())(None, 0, 0)
+        rl._sampling(config, learner, None, Prompt("brief"), ())(None, 0, 0)
 
 
 @pytest.mark.slow

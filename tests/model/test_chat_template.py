@@ -40,7 +40,10 @@ def test_templates_are_rendered_as_transformers_renders_them():
     [
         ("{% for i in range(99999) %}" * 6 + "{% endfor %}" * 6, "more than 1 seconds"),
         ("{{ 'x' * 10**10 }}", "MemoryError"),
-        ("{% set ns = namespace(x='a') %}" + "{% set ns.x = ns.x ~ ns.x %}" * 99, "MemoryError"),
+        (
+            "{% set ns = namespace(x='a') %}" + "{% set ns.x = ns.x ~ ns.x %}" * 99,
+            "MemoryError|MiB",
+        ),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than 1,048,576"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{% if %}", "TemplateSyntaxError"),

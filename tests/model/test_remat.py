@@ -96,7 +96,7 @@ def test_attention_block_computes_no_product_of_attention_again():
 
 def test_names_and_flags():
     assert (policy_name(False), policy_name(True), policy_name("dots")) == ("none", "full", "dots")
-    with pytest.raises(UserError, match="remat is 'some': use one of none, dots"):
+    with pytest.raises(UserError, match="remat is 'some'; give one of none, dots"):
         policy_name("some")
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import pack, prompt_ids, trajectory_example
+from coa_jax.learn.batch import pack, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.cut import KEPT, kept_spans
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, DistilledRecord, SegmentSpan, StopReason
 from tests import tiny_policy
@@ -76,7 +77,7 @@ def searching():
 
 def run(searching, config):
     model, engine = searching
-    prompt = prompt_ids(model.tokenizer, TASK.protocol, TASK.question, "brief")
+    prompt = prompt_ids(model.tokenizer, TASK, Prompt("brief"))
     request = Request(TASK, prompt, 7, 0, (0,), GREEDY)
     ((trajectory,),) = collect_with(model, engine, [request], [Says("wiki_search", "seen")], config)
     return prompt, trajectory

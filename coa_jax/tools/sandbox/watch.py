@@ -94,7 +94,7 @@ class Watch:
         limit = self._limits.disk_mb << 20
         if self._scratch.bounded:
             # Empty files take memory of the kernel and no room of the file system.
-            hidden = not self._scratch.path and _private_files(processes) > limit >> 12
+            hidden = not self._scratch.path and _private_files(processes, limit) > limit >> 12
             return "disk" if hidden else ""
         if _disk_usage(self._scratch.path, limit) > limit:
             return "disk"
@@ -244,15 +244,20 @@ def _socket_bytes() -> int:
         return 2 * 212992
 
 
-def _private_files(processes: list[int]) -> int:
-    """Number of files in the private /tmp that processes see."""
+def _private_files(processes: list[int], limit: int) -> int:
+    """Number of files in the private /tmp that processes see.
+
+    A process that is still being isolated sees other file systems; they are larger than ``limit``
+    bytes and do not count.
+    """
     ours, most = os.stat(PRIVATE_TMP).st_dev, 0
     for process in processes:
         path = f"/proc/{process}/root{PRIVATE_TMP}"
         try:
             if os.stat(path).st_dev != ours:
                 space = os.statvfs(path)
-                most = max(most, space.f_files - space.f_ffree)
+                if space.f_blocks * space.f_frsize <= 2 * limit:
+                    most = max(most, space.f_files - space.f_ffree)
         except OSError:
             continue  # it has ended, or has no /tmp yet
     return most
