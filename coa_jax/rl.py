@@ -24,7 +24,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(RLConfig):
-    """The settings of the command: those of the run, and its tools."""
+    """The settings of the command: the settings of the run and of its tools."""
 
     tools: ToolsConfig
 

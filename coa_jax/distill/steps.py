@@ -139,7 +139,7 @@ def printed(observation: str) -> str | None:
 
 
 def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> str:
-    """The first result whose title fits a step and that was not opened before, or ""."""
+    """Returns the first unopened result whose title fits a step, or "" if no result does."""
     assert isinstance(step, Lookup | Inverse | Neighbour)
     relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
     for title, link in _RESULT.findall(observation.content):

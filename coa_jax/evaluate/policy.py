@@ -47,7 +47,7 @@ class Wanted:
 
 
 def attempt_seed(seed: int, attempt: int) -> int:
-    """The seed of an attempt; the first one has that of the evaluation."""
+    """Returns the seed of an attempt; the first attempt has the seed of the evaluation."""
     if not attempt:
         return seed
     named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)

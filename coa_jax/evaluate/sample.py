@@ -150,9 +150,9 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
 
 
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
-    """A trajectory without an answer as if it had answered what it suggested last.
+    """Returns a trajectory whose last suggested answer stands in for a missing answer.
 
-    The release means to count it so, but never does: its requests do not stop at a suggestion.
+    The release intends this rule but never applies it: its requests do not stop at a suggestion.
     """
     if trajectory.answer is not None:
         return trajectory

@@ -53,16 +53,16 @@ _LARGEST = 2**20
 
 
 def read_messages(value: Any) -> Messages:
-    """Reads the prompt of a row: a text, or chat messages of which the last is the user's.
+    """Reads the prompt of a row: a text, or chat messages that end with the user's message.
 
     Raises:
-        ValueError: the value is neither, or a message holds no text.
+        ValueError: the value is neither a text nor such a list, or a message holds no text.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     value = value or []
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
-        raise ValueError("the prompt is no text and no list of messages")
+        raise ValueError("the prompt is neither a text nor a list of messages")
     turns = tuple((turn.get("role"), turn.get("content")) for turn in value)
     roles = [role for role, _ in turns]
     if roles[-1:] != ["user"] or not set(roles[1:]) <= {"user", "assistant"}:

@@ -170,7 +170,7 @@ def _verl_task(
 
 
 def _by_tools(extra: Mapping[str, Any]) -> str:
-    """The protocol whose tools a row of the release names; "" where none has just these."""
+    """Returns the protocol with exactly the tools that a row names; "" if no protocol has them."""
     named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
     known = {"mhqa": {"wiki_search"}, "web": {"web_search", "crawl_page"}, "code": {"code"}}
     known["universal"] = {"web_search", "crawl_page", "code", "visual_inspector"}

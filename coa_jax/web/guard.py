@@ -141,7 +141,7 @@ class Guard:
             if 400 <= status < 499 or status == 503:
                 method = scope["method"] if scope["method"] in _METHODS else "-"
                 client = scope["client"][0] if scope.get("client") else "-"
-                reason = reasons[-1] if reasons else _WORDS.get(status, "")
+                reason = reasons[-1] if reasons else STATUS_WORDS.get(status, "")
                 self._log.note(status, f"{method} {path}", client, reason)
 
     def _check(self, scope: Scope) -> None:
@@ -244,10 +244,11 @@ def _too_large(limit: int) -> Refused:
     return Refused(413, f"the body is too large; the limit is {limit:,} bytes")
 
 
-_WORDS = {
+STATUS_WORDS = {
     404: "there is no such path",
     405: "the path does not take this method",
 }
+"""Why the router of an application refuses a request, by HTTP status."""
 
 
 def body_of(scope: Scope) -> bytearray:

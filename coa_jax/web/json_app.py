@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from coa_jax.web.bodies import parse_json
 from coa_jax.web.errors import ClientGone, Refused
-from coa_jax.web.guard import Guard, Rules, body_of, give_reason, while_connected
+from coa_jax.web.guard import STATUS_WORDS, Guard, Rules, body_of, give_reason, while_connected
 from coa_jax.web.refusals import RefusalLog
 
 
@@ -116,8 +116,7 @@ def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> 
 
     async def unknown(_: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
-        words = {404: "there is no such path", 405: "the path does not take this method"}
-        return error_response(Refused(status, words.get(status, "the request is refused")))
+        return error_response(Refused(status, STATUS_WORDS.get(status, "the request is refused")))
 
     app = Starlette(
         routes=[

@@ -1,4 +1,4 @@
-"""Damage to files: of their bytes, of the values in them, and of what stands in their place."""
+"""Damages files: their bytes, the values in them, and the kind of file at their path."""
 
 from __future__ import annotations
 

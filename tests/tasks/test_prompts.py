@@ -105,7 +105,7 @@ def test_rows_of_sft_data_give_their_common_instructions(tmp_path, row):
         ([verl("Who?"), verl("Why?", system="s")], "its 2 rows have 2 kinds of instructions"),
         ([{"prompt": "Who?", "question": "Who?"}], "no instructions before the question"),
         ([{"question": "Who?"}], "row 1: there is no prompt, and no field"),
-        ([{"prompt": 7}], "row 1: the prompt is no text and no list of messages"),
+        ([{"prompt": 7}], "row 1: the prompt is neither a text nor a list of messages"),
         ([{"prompt": [{"role": "user", "content": None}]}], "row 1: a message of the prompt holds"),
         ([{"prompt": [{"role": "assistant", "content": "x"}]}], "row 1: the prompt has assistant"),
         ([], "no instructions before the question"),

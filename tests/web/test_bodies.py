@@ -1,4 +1,4 @@
-"""JSON bodies: what is parsed, what is refused, and how mistakes are told."""
+"""JSON bodies: accepted texts, refused texts, and the wording of errors."""
 
 from __future__ import annotations
 
