@@ -178,7 +178,7 @@ def test_question_files_may_give_a_prompt(tmp_path):
     prompts = [task.prompt for task in load_tasks(str(file), "train")]
     assert prompts == ["Say who. Who?", f"{RULES}\n\nQuestion: Why?", ""]
     file.write_text(json.dumps({"question": "Who?", "answer": "a", "prompt": {"a": 1}}))
-    with pytest.raises(UserError, match=r"q.jsonl:1: the prompt is no text"):
+    with pytest.raises(UserError, match=r"q.jsonl:1: the prompt is neither a text"):
         load_tasks(str(file), "train")
 
 
