@@ -129,9 +129,11 @@ def ran(batches: int, size: int, code_every: int) -> tuple[list[Census], list[st
 
 
 def test_rollouts_leave_no_task_file_thread_process_or_slot():
+    before = len(psutil.Process().children(recursive=True))  # workers that other tests keep
     counted, outcomes = ran(batches=3, size=20, code_every=10)
     # The first batch starts the server of the sandbox and the threads of the event loop.
     assert counted[0].tasks == 1
+    assert counted[0].processes <= before + 1
     assert [later.counts for later in counted[1:]] == [counted[0].counts] * 2
     assert {"ok", "timeout", "fault"} <= set(outcomes)
 
