@@ -16,6 +16,7 @@ CORE = [
     "numpy>=2.4",
     "scipy>=1.17",
     "ml_dtypes>=0.6",
+    "flax>=0.12.8",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
     "grain>=0.2.18",

@@ -26,12 +26,17 @@ from absl import flags
 from coa_jax import files
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
-from coa_jax.learn.abstract import abstract_params, abstract_state
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
-from coa_jax.learn.step import OptimizerConfig, init_state
+from coa_jax.learn.step import OptimizerConfig, abstract_state, init_state
 from coa_jax.model.api import Model, load_description, load_model, save_model
 from coa_jax.model.card import CARD, read_card
-from coa_jax.model.lora import LoraConfig, merge, split
+from coa_jax.model.config import LoraConfig
+from coa_jax.model.params import (
+    abstract_params,
+    init_adapters,
+    merge_adapters,
+    without_adapters,
+)
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.settings import build
@@ -114,15 +119,13 @@ def _restored(
     """The model of a checkpoint, adapters merged."""
     optimizer = build(OptimizerConfig, config["optimizer"], "config.optimizer")
     lora = build(LoraConfig, config.get("lora", {}), "config.lora")
-    base = None
     if lora.rank:
         whole = load_model(config["model"], mesh=mesh)
-        model, tokenizer = whole.config, whole.tokenizer
-        adapters, base = split(whole.params, model, lora, 0, mesh)
-        state = init_state(adapters, optimizer)
+        model, tokenizer = dataclasses.replace(whole.config, lora=lora), whole.tokenizer
+        state = init_state(init_adapters(model, 0, mesh), optimizer, whole.params)
     else:
         model, tokenizer = load_description(config["model"])
-        state = abstract_state(abstract_params(model, mesh), optimizer, mesh)
+        state = abstract_state(abstract_params(model, mesh), optimizer)
     try:
         restored = checkpoints.restore(step, state)
     except Damaged as error:
@@ -132,7 +135,8 @@ def _restored(
         ) from error
     finally:
         checkpoints.close()
-    return Model(model, merge(base, restored.state.params), tokenizer)
+    params = merge_adapters(model, restored.state.model)
+    return Model(without_adapters(model), params, tokenizer)
 
 
 def _only_phase(workdir: Path) -> str:

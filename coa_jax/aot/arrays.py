@@ -8,31 +8,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from coa_jax.aot.chips import Slice, hosts_of
 from coa_jax.engine.constraint import ConstraintTables
-from coa_jax.engine.layout import abstract_layers, decode_mesh, groups_of, paged_case
+from coa_jax.engine.layout import abstract_pages, decode_mesh, groups_of, paged_case
 from coa_jax.errors import UserError
-from coa_jax.learn.abstract import (
-    abstract_critic,
-    abstract_params,
-    abstract_split,
-    abstract_state,
-)
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.step import TrainState
+from coa_jax.learn.step import TrainState, abstract_state
 from coa_jax.learn.update import critic_optimizer
+from coa_jax.learn.value import critic_config
 from coa_jax.model.attention.causal import Unfolded
-from coa_jax.model.attention.choice import Attention, resolve
-from coa_jax.model.cache import Layer
+from coa_jax.model.attention.choice import resolve
+from coa_jax.model.cache import LayerPages
+from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.lora import LoraBase
+from coa_jax.model.params import (
+    DecodeParams,
+    Params,
+    abstract_params,
+    decode_shardings,
+    select,
+    unstack,
+    without_adapters,
+)
 from coa_jax.model.tokenizer import load_tokenizer
-from coa_jax.model.weights import Params, from_paths, weight_table
-from coa_jax.parallel.mesh import AXES, DECODE_RULES, make_mesh, sharding_for
+from coa_jax.parallel.mesh import AXES, make_mesh, sharding_for
 from coa_jax.protocol import at_level, get_protocol
 from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.constrain import constraint_for
@@ -45,7 +49,7 @@ class Setup:
 
     Attributes:
         config: of the run.
-        model: its architecture.
+        model: the architecture, with the adapters that are trained.
         where: the chips that there are.
         mesh: of training, with the chips that work.
         engine_chips: chips of one engine; 0 without one.
@@ -76,6 +80,8 @@ def set_up(
             not known of which protocols a constraint is.
     """
     sizes, hosts = config.mesh, hosts_of(where, devices)
+    if isinstance(config, SFTConfig | RLConfig):
+        model = dataclasses.replace(model, lora=config.lora)
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices, hosts)
     if not isinstance(config, RLConfig):
         return Setup(config, model, where, mesh, 0)
@@ -122,14 +128,17 @@ def chip_bytes(tree: Any) -> int:
 
 
 def parameters(setup: Setup) -> Params:
-    """Of the model, as training has them."""
-    return abstract_params(setup.model, setup.mesh)
+    """Parameters of the model in training, without adapters."""
+    return abstract_params(without_adapters(setup.model), setup.mesh)
 
 
-def policy(setup: Setup) -> tuple[TrainState, LoraBase | None]:
-    """What is trained, and the model to which it belongs where that is adapters."""
-    params, base = abstract_split(setup.model, setup.config.lora, setup.mesh)
-    return abstract_state(params, setup.config.optimizer, setup.mesh), base
+def policy(setup: Setup) -> TrainState:
+    """The state of training."""
+    params = abstract_params(setup.model, setup.mesh)
+    if not setup.model.lora.rank:
+        return abstract_state(params, setup.config.optimizer)
+    trained, frozen = (select(setup.model, params, adapter=kind) for kind in (True, False))
+    return abstract_state(trained, setup.config.optimizer, frozen)
 
 
 def critic(setup: Setup) -> TrainState | None:
@@ -137,7 +146,9 @@ def critic(setup: Setup) -> TrainState | None:
     config = setup.config
     if isinstance(config, SFTConfig) or not config.chosen.needs_critic:
         return None
-    return abstract_critic(setup.model, critic_optimizer(config), setup.mesh)
+    body = abstract_params(critic_config(setup.model), setup.mesh)
+    head = array(setup.mesh, body["final_norm"]["scale"].shape, jnp.float32)
+    return abstract_state({**body, "value_head": head}, critic_optimizer(config))
 
 
 def reference_bytes(setup: Setup) -> int:
@@ -155,7 +166,7 @@ def training_bytes(setup: Setup) -> int:
 
 
 def sampled_batch(setup: Setup, *stack: int) -> Batch:
-    """Rows as `learn.batch.pack` and `learn.normalise.weigh` leave them.
+    """Rows as `learn.batch.pack` and `learn.objectives.weigh` leave them.
 
     Args:
         setup: of the run.
@@ -214,33 +225,36 @@ def engine_mesh(setup: Setup) -> Mesh:
     return Mesh(group.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def paged_attention(setup: Setup) -> Attention:
-    """As `engine.layout.choose_attention`; what stands for GPUs has the reference only."""
+def engine_compute(setup: Setup) -> Compute:
+    """As `engine.layout.engine_compute`; GPUs are simulated with the reference attention."""
     assert isinstance(setup.config, RLConfig)
     engine, platform = setup.config.engine, "tpu" if setup.where.tpu else "cpu"
     case = paged_case(setup.model, engine, setup.engine_chips, platform)
     wanted = engine.attention if setup.where.tpu else "xla"
-    return Attention(resolve("paged", wanted, case, "engine.attention"), engine_mesh(setup))
+    return Compute(
+        engine.dtype,
+        attention=resolve("paged", wanted, case, "engine.attention"),
+        backend=backend_for("tpu" if setup.where.tpu else "cuda"),
+        mesh=engine_mesh(setup),
+        collectives="none",
+    )
 
 
-def decoding_params(setup: Setup) -> Params:
-    """The policy in the decoding layout."""
+def decoding_params(setup: Setup) -> DecodeParams:
+    """The policy in the layout of decoding."""
     assert isinstance(setup.config, RLConfig)
-    model, dtype, mesh = setup.model, setup.config.engine.dtype, engine_mesh(setup)
-    arrays = {}
-    for spec in weight_table(model):
-        stacked = spec.path[0] == "layers"
-        shape, axes = (spec.shape[1:], spec.axes[1:]) if stacked else (spec.shape, spec.axes)
-        place = sharding_for(mesh, axes, DECODE_RULES, shape)
-        arrays[spec.path] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    params = from_paths(arrays)
-    return {**params, "layers": (params["layers"],) * model.num_layers}
+    model, dtype = without_adapters(setup.model), setup.config.engine.dtype
+    places = decode_shardings(model, engine_mesh(setup))
+    shapes = jax.eval_shape(lambda params: unstack(params, model), parameters(setup))
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place), shapes, places
+    )
 
 
-def pages(setup: Setup) -> tuple[Layer, ...]:
-    """The cache, as `engine.layout.new_layers` allocates it."""
+def pages(setup: Setup) -> tuple[LayerPages, ...]:
+    """The cache, as `engine.layout.new_pages` allocates it."""
     assert isinstance(setup.config, RLConfig)
-    return abstract_layers(setup.model, setup.config.engine, paged_attention(setup))
+    return abstract_pages(setup.model, setup.config.engine, engine_compute(setup))
 
 
 def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:

@@ -20,8 +20,7 @@ from coa_jax.aot.schedule import Machine, play
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
-from coa_jax.model.remat import policy_name
-from coa_jax.model.weights import num_params
+from coa_jax.model.params import num_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +236,7 @@ def advice(
         return head + "lower engine.slots or engine.max_length, or set engine.pages"
     knobs = []
     # What keeps less for a backward pass; scores have none.
-    if worst["name"] in ("train", "critic") and (kept := policy_name(config.remat)) != "full":
+    if worst["name"] in ("train", "critic") and (kept := config.remat) != "full":
         knobs.append(f"set remat to full (it is {kept})")
     if memory.get("temporaries", memory["total"]) > memory["total"] / 2:
         if config.rows > 1:

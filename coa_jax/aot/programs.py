@@ -20,15 +20,14 @@ from coa_jax.engine.layout import decode_mesh, publish_program
 from coa_jax.learn import experience
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import chunked
-from coa_jax.learn.losses import bind, sft_loss, value_loss
+from coa_jax.learn.losses import Loss, PolicyLoss, SFTLoss, ValueLoss
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import TrainState, train_program
-from coa_jax.learn.update import critic_optimizer, policy_loss_of
+from coa_jax.learn.update import critic_optimizer
 from coa_jax.model.attention.causal import STAND_IN
-from coa_jax.model.attention.choice import Attention, Case, resolve
-from coa_jax.model.lora import LoraBase, merge_program
-from coa_jax.model.remat import policy_name
-from coa_jax.model.weights import Params
+from coa_jax.model.attention.choice import Case, resolve
+from coa_jax.model.compute import Compute, backend_for
+from coa_jax.model.params import Params, merge_program, without_adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,34 +78,32 @@ def _training(setup: Setup) -> list[Program]:
         name: str,
         state: TrainState,
         batch: Batch,
-        extra: tuple[Any, ...],
-        base: LoraBase | None,
-        loss_fn: Any,
+        allowed: Any,
+        loss: Loss,
         optimizer: Any,
     ) -> Program:
         return Program(
             name,
             lambda: train_program.lower(
-                state, batch, count, tokens, extra, base,
-                loss_fn=loss_fn, model=setup.model, optimizer=optimizer,
+                state, batch, count, tokens, allowed,
+                loss=loss, model=setup.model, compute=_compute(setup), optimizer=optimizer,
             ),
             updates,
-            arrays.kept_bytes(setup) - chip_bytes((state, base)),
+            arrays.kept_bytes(setup) - chip_bytes(state),
             tuple(mesh.devices.flat),
             (number / updates, _head_turns(setup)),
             number / updates * _attention_flops(setup),
             _mask_bytes(setup),
         )  # fmt: skip
 
-    (policy, base), critic = arrays.policy(setup), arrays.critic(setup)
+    policy, critic = arrays.policy(setup), arrays.critic(setup)
     batch, optimizer = arrays.policy_batch(setup, number), config.optimizer
-    loss_fn, extra = _loss(setup), _allowed(setup)
-    found = [program("train", policy, batch, extra, base, loss_fn, optimizer)]
+    found = [program("train", policy, batch, _allowed(setup), _loss(setup), optimizer)]
     if critic is not None:
         assert isinstance(config, RLConfig)
         batch, optimizer = arrays.critic_batch(setup, number), critic_optimizer(config)
-        loss_fn = bind(value_loss, bound=config.chosen.value_clip, **_options(setup))
-        found.append(program("critic", critic, batch, (), None, loss_fn, optimizer))
+        loss = ValueLoss(config.chosen.value_clip)
+        found.append(program("critic", critic, batch, None, loss, optimizer))
     return found
 
 
@@ -115,10 +112,9 @@ def _scoring(setup: Setup) -> list[Program]:
     config = setup.config
     assert isinstance(config, RLConfig)
     # Later passes have the results of earlier ones in their batch, and do not read them.
-    batch, options = arrays.sampled_batch(setup), _options(setup)
-    scoring = tuple({**options, "temperature": config.temperature}.items())
-    number, extra, kept = arrays.micro_batches(config), _allowed(setup), arrays.kept_bytes(setup)
-    (policy, base), critic = arrays.policy(setup), arrays.critic(setup)
+    batch, compute = arrays.sampled_batch(setup), _compute(setup)
+    number, allowed, kept = arrays.micro_batches(config), _allowed(setup), arrays.kept_bytes(setup)
+    policy, critic = arrays.policy(setup), arrays.critic(setup)
 
     def program(name: str, lower: Any, times: int, params: Params, *turns: float) -> Program:
         lying, devices = kept - chip_bytes(params), tuple(setup.mesh.devices.flat)
@@ -127,26 +123,31 @@ def _scoring(setup: Setup) -> list[Program]:
 
     def score(name: str, times: int, params: Params, shared: Params) -> Program:
         def lower() -> jax.stages.Lowered:
-            return experience.score.lower(params, batch, extra, model=setup.model, options=scoring)
+            return experience.score.lower(
+                params,
+                batch,
+                allowed,
+                model=setup.model,
+                compute=compute,
+                temperature=config.temperature,
+            )
 
         return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
     old, reference = arrays.scores_old(config), config.chosen.needs_reference
-    if base is not None and old:
-        # As `model.lora.attach` does; the model's own arrays are those of the run.
-        attached = {**base.params, "layers": {**base.params["layers"], "lora": policy.params}}
-        found.append(score("score_adapters", 1, attached, base.params))
+    if policy.frozen and old:
+        found.append(score("score_adapters", 1, policy.model, policy.frozen))
         old = False
     if old or reference:
-        params = policy.params if base is None else base.params
+        params = policy.frozen or policy.params
         found.append(score("score", old + reference, params, params))
     if critic is not None:
         found.append(
             program(
                 "values",
                 lambda: experience.score_values.lower(
-                    critic.params, batch, model=setup.model, options=tuple(options.items())
+                    critic.params, batch, model=setup.model, compute=compute
                 ),
                 1,
                 critic.params,
@@ -155,32 +156,37 @@ def _scoring(setup: Setup) -> list[Program]:
     return found
 
 
-def _allowed(setup: Setup) -> tuple[Any, ...]:
-    """What losses and scores read beside every micro-batch."""
+def _allowed(setup: Setup) -> Any:
+    """The table of the constraint, which losses and scores read beside every micro-batch."""
     rules = arrays.tables(setup, setup.mesh)
-    return () if rules is None else (rules.allowed,)
+    return None if rules is None else rules.allowed
 
 
 def _head_turns(setup: Setup) -> int:
     """Chunks of positions whose logits exist at a time; their loop ends by data (`learn.logps`)."""
-    attention = _options(setup)["attention"]
-    _, positions, chunk = chunked(setup.config.rows, setup.config.row_length, attention)
+    _, positions, chunk = chunked(setup.config.rows, setup.config.row_length, _compute(setup))
     return -(-positions // chunk)
 
 
-def _loss(setup: Setup) -> Any:
-    config, options = setup.config, _options(setup)
-    if isinstance(config, RLConfig):
-        return policy_loss_of(config, options["attention"])
-    return bind(sft_loss, **options)
-
-
-def _options(setup: Setup) -> dict[str, Any]:
-    """Of the forward pass."""
+def _loss(setup: Setup) -> Loss:
     config = setup.config
-    # The kernels of GPUs cannot be compiled here.
-    attention = Attention(_kernel(setup) if setup.where.tpu else STAND_IN, setup.mesh)
-    return {"dtype": config.dtype, "remat": config.remat, "attention": attention}
+    if isinstance(config, RLConfig):
+        return PolicyLoss(config.chosen, config.temperature)
+    return SFTLoss()
+
+
+def _compute(setup: Setup) -> Compute:
+    """How training computes."""
+    config = setup.config
+    return Compute(
+        config.dtype,
+        config.remat,
+        # The kernels of GPUs cannot be compiled here.
+        _kernel(setup) if setup.where.tpu else STAND_IN,
+        backend_for("tpu" if setup.where.tpu else "cuda"),
+        setup.mesh,
+        config.mesh.collectives,
+    )
 
 
 def _kernel(setup: Setup) -> str:
@@ -223,7 +229,7 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
         return 0.0
     products = 2
     if backward:
-        products += 7 if policy_name(config.remat) == "none" else 2 + 7
+        products += 7 if config.remat == "none" else 2 + 7
     square = config.rows * float(arrays.attended(config)) ** 2
     heads = model.num_layers * model.num_heads * model.head_dim
     return products * square * heads / setup.mesh.size
@@ -240,17 +246,19 @@ def _publish(setup: Setup) -> list[Program]:
     assert isinstance(setup.config, RLConfig)
     params = arrays.parameters(setup)
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
-    program = publish_program(setup.model, setup.config.engine.dtype, mesh)
+    program = publish_program(without_adapters(setup.model), setup.config.engine.dtype, mesh)
     devices = tuple(mesh.devices.flat)
-    policy, base = arrays.policy(setup)
+    policy = arrays.policy(setup)
     # The old parameters of the engines are gone by then.
     kept = arrays.kept_bytes(setup) - chip_bytes(arrays.decoding_params(setup))
-    if base is None:
+    if not policy.frozen:
         lying = kept - chip_bytes(policy.params)
         return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
-    beside = arrays.kept_bytes(setup) - chip_bytes((policy.params, base))
+    beside = arrays.kept_bytes(setup) - chip_bytes(policy.model)
     return [
-        Program("merge", lambda: merge_program.lower(base, policy.params), 1, beside, devices),
+        Program(
+            "merge", lambda: merge_program.lower(setup.model, policy.model), 1, beside, devices
+        ),
         Program("publish", lambda: program.lower(params), 1, kept, devices),
     ]
 
@@ -258,9 +266,9 @@ def _publish(setup: Setup) -> list[Program]:
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     """The largest programs of an engine, on the chips of one."""
     engine = engine.on_platform("tpu")
-    mesh, attention = arrays.engine_mesh(setup), arrays.paged_attention(setup)
+    mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
-    options = {"config": setup.model, "dtype": engine.dtype, "attention": attention}
+    options = {"config": without_adapters(setup.model), "compute": compute}
     kept = arrays.kept_bytes(setup)
     rules = arrays.tables(setup, mesh)
     lying = kept - chip_bytes((params, layers))
@@ -306,7 +314,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
         ),
         Program(
             "fork",
-            lambda: programs.copy_pages.lower(layers, copies, copies, attention=attention),
+            lambda: programs.copy_pages.lower(layers, copies, copies, compute=compute),
             0,
             kept - chip_bytes(layers),
             devices,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from coa_jax.errors import UserError
 from coa_jax.files import write_json
-from coa_jax.model.products import project
+from coa_jax.model.ops import einsum
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -96,7 +96,7 @@ def read_bandwidth(megabytes: int = 512) -> float:
     columns = 4096
     matrix = jnp.ones((megabytes * 2**18 // columns, columns), jnp.float32)
     vector = jnp.ones((columns,), jnp.float32)
-    product = jax.jit(lambda m, v: project("ij,j->i", m, v, "float32"))
+    product = jax.jit(lambda m, v: einsum("ij,j->i", m, v, "float32"))
     return matrix.nbytes / best_seconds(lambda: product(matrix, vector))
 
 
@@ -109,7 +109,7 @@ def peak_flops(dtype: str, size: int = 0) -> float:
     """
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
     x, y = (jax.random.normal(jax.random.key(i), (size, size)).astype(dtype) for i in (0, 1))
-    product = jax.jit(lambda x, y: project("ij,jk->ik", x, y, dtype))
+    product = jax.jit(lambda x, y: einsum("ij,jk->ik", x, y, dtype))
     return 2 * size**3 / best_seconds(lambda: product(x, y))
 
 

@@ -11,8 +11,8 @@ from absl import flags
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import Params, init_params
 from coa_jax.model.shapes import ARCHITECTURES
-from coa_jax.model.weights import Params, init_params
 
 # Flags defined by the helper below belong to the command that calls it (for --help).
 flags.disclaim_key_flags()

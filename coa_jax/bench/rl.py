@@ -53,8 +53,7 @@ from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
 from coa_jax.learn.update import update
-from coa_jax.model.api import Model
-from coa_jax.model.attention.causal import choose
+from coa_jax.model.compute import training_compute
 from coa_jax.model.remat import POLICIES
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Reward, Trajectory
@@ -176,8 +175,8 @@ def measure(
         remat=remat,
         steps=steps + 1,
     )
-    model = Model(subject.config, subject.params, subject.tokenizer)
-    chosen = choose(attention, subject.config, config.dtype)
+    model = subject.config
+    compute = training_compute(model, dtype=config.dtype, remat=remat, attention=attention)
     state = init_state(subject.params, config.optimizer)
     engines = make_engines(state.params, subject.config, shapes, kind=MeteredEngine)
     order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
@@ -193,7 +192,7 @@ def measure(
         groups = graded([trajectories[i] for i in order], config.group_size)
         times.append(time.perf_counter())
         # The statistics are on the host when it returns, so the step is done.
-        state, _, stats = update(config, state, model, groups, attention=chosen)
+        state, _, stats = update(config, state, model, groups, compute)
         times.append(time.perf_counter())
         publish_s, rollout_s, update_s = np.diff(times).tolist()
         step_s = times[-1] - times[0]

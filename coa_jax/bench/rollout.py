@@ -58,6 +58,7 @@ from coa_jax.engine.group import make_engines
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.logps import token_logps
+from coa_jax.model.compute import local_compute
 from coa_jax.rollout.loop import run_episodes
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Trajectory
@@ -142,7 +143,7 @@ def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -
     # A multiple of 128, for which the forward pass leaves out keys that no query may see.
     length = -(-max(len(t.tokens) for t in trajectories) // 128) * 128
     score = jax.jit(
-        functools.partial(token_logps, dtype=dtype, remat=False), static_argnames=("config",)
+        functools.partial(token_logps, compute=local_compute(dtype)), static_argnames=("config",)
     )
     gaps = []
     for batch in split_rows(pack([trajectory_example(t, 0.0) for t in trajectories], length), 1):

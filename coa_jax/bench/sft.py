@@ -12,6 +12,7 @@ object; what is measured in each step is given as its median, smallest and large
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -30,12 +31,13 @@ from coa_jax.bench.measure import (
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.cli import run_main
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
-from coa_jax.model.attention.causal import choose
+from coa_jax.model.compute import training_compute
+from coa_jax.model.config import LoraConfig
 from coa_jax.model.costs import train_flops
-from coa_jax.model.lora import LoraConfig, split
-from coa_jax.model.remat import POLICIES, Remat, policy_name
+from coa_jax.model.params import split_trained
+from coa_jax.model.remat import POLICIES
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
@@ -52,7 +54,7 @@ def measure(
     length: int,
     rows: int,
     dtype: str,
-    remat: Remat,
+    remat: str,
     steps: int,
     attention: str = "auto",
     lora_rank: int = 0,
@@ -72,10 +74,10 @@ def measure(
         pack(random_examples(subject.config.vocab_size, batch, length), length), rows
     )
     optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
-    chosen = choose(attention, subject.config, dtype)
-    loss_fn = bind(sft_loss, dtype=dtype, remat=remat, attention=chosen)
-    params, base = split(subject.params, subject.config, LoraConfig(lora_rank), seed=0)
-    state = init_state(params, optimizer)
+    model = dataclasses.replace(subject.config, lora=LoraConfig(lora_rank))
+    compute = training_compute(model, dtype=dtype, remat=remat, attention=attention)
+    trained, frozen = split_trained(subject.params, model, seed=0)
+    state = init_state(trained, optimizer, frozen)
     compile_count()
     compiled, seconds = 0, []
     for step in range(steps + 1):
@@ -85,7 +87,7 @@ def measure(
         began = time.perf_counter()
         # The statistics are on the host when it returns, so the step is done.
         state, stats = train_step(
-            state, batches, loss_fn=loss_fn, model=subject.config, optimizer=optimizer, base=base
+            state, batches, loss=SFTLoss(), model=model, compute=compute, optimizer=optimizer
         )
         seconds.append(time.perf_counter() - began)
     compiled, memory = compile_count() - compiled, peak_memory_mb()
@@ -100,9 +102,9 @@ def measure(
         "length": length,
         "rows": rows,
         "dtype": dtype,
-        "remat": policy_name(remat),
+        "remat": remat,
         "lora_rank": lora_rank,
-        "attention": chosen.implementation,
+        "attention": compute.attention,
         "steps": steps,
         "first_step_s": round(seconds[0], 2),
         "step_s": spread(measured),

@@ -17,7 +17,7 @@ from coa_jax.engine.pages import PageTable
 from coa_jax.engine.sampling import sample_key
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig, warn_of_positions
-from coa_jax.model.weights import Params
+from coa_jax.model.params import DecodeParams, Params
 
 
 class Engine:
@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(
         self,
-        params: Params,
+        params: Params | DecodeParams,
         model: ModelConfig,
         config: EngineConfig,
         stop_tokens: Sequence[int] = (),
@@ -55,7 +55,7 @@ class Engine:
         self.model, self.config = model, config
         check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
         self.publish(params)
-        self._attention = layout.choose_attention(model, config, self.params)
+        self.compute = layout.engine_compute(model, config, self.params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)
         self._token = np.zeros(slots, np.int32)
@@ -74,16 +74,16 @@ class Engine:
         self.extended_tokens = 0  # computed by `extend` so far, padding included
         self.row_steps = 0  # rows times steps of all decoding so far
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
-        self._layers = layout.new_layers(self.params, model, config, self._attention)
+        self._pages = layout.new_pages(self.params, model, config, self.compute)
 
-    def publish(self, params: Params) -> None:
+    def publish(self, params: Params | DecodeParams) -> None:
         """Takes new parameters over.
 
         Args:
             params: those of training, whose devices make one group; or what `layout.publish` made
                 of them for the devices of this engine.
         """
-        if not isinstance(params["layers"], tuple):
+        if not isinstance(params, DecodeParams):
             (params,) = layout.publish(params, self.model, self.config)
         self.params = params
 
@@ -218,15 +218,14 @@ class Engine:
             slots[row] = slot
             tokens[row, : len(ids)] = ids
             positions[row, : len(ids)] = np.arange(start, start + len(ids))
-        self._layers = programs.extend(
+        self._pages = programs.extend(
             self.params,
-            self._layers,
+            self._pages,
             self.pages.table[slots],
             tokens,
             positions,
             config=self.model,
-            dtype=config.dtype,
-            attention=self._attention,
+            compute=self.compute,
         )
         self.extended_tokens += bucket
 
@@ -257,9 +256,7 @@ class Engine:
         padded = np.zeros((2, self._copy_rows), np.int32)
         padded[1] = self.pages.pages  # beyond the pool: not copied
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
-        self._layers = programs.copy_pages(
-            self._layers, padded[0], padded[1], attention=self._attention
-        )
+        self._pages = programs.copy_pages(self._pages, padded[0], padded[1], compute=self.compute)
 
     def decode(self) -> programs.Chunk:
         """Decodes one chunk in the active slots; blocks until it is there.
@@ -294,7 +291,7 @@ class Engine:
         )
         arguments = (
             self.params,
-            self._layers,
+            self._pages,
             self.pages.table[padded],
             state,
             np.asarray(self.stop_tokens or (-1,), np.int32),
@@ -304,14 +301,13 @@ class Engine:
         return arguments, {
             "config": self.model,
             "capacity": max(self.config.chunk, 32),
-            "dtype": self.config.dtype,
-            "attention": self._attention,
+            "compute": self.compute,
         }
 
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
         """A chunk of the given slots in the program of ``rows`` rows."""
         arguments, static = self._decode_arguments(slots, rows)
-        self._layers, state, chunk = programs.decode_chunk(*arguments, **static)
+        self._pages, state, chunk = programs.decode_chunk(*arguments, **static)
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
         self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
         if rule is not None:

@@ -13,7 +13,7 @@ from coa_jax.engine.constraint import Constraint
 from coa_jax.engine.engine import Engine, check_shapes
 from coa_jax.engine.memory import check_room
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import Params
+from coa_jax.model.params import DecodeParams, Params
 
 E = TypeVar("E", bound=Engine)
 
@@ -52,12 +52,12 @@ def make_engines(
     ]
 
 
-def copies(engines: Sequence[Engine]) -> list[Params]:
+def copies(engines: Sequence[Engine]) -> list[DecodeParams]:
     """The parameters of engines that `make_engines` made, one for each group."""
     return list({id(engine.params): engine.params for engine in engines}.values())
 
 
-def take_copies(engines: Sequence[Engine], parts: Sequence[Params]) -> None:
+def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
     """Gives engines what `copies` returned or `layout.publish` made, one for each group."""
     count, rest = divmod(len(engines), len(parts))
     if rest:
@@ -74,5 +74,5 @@ def publish_all(engines: Sequence[Engine], params: Params) -> None:
     first = engines[0]
     tensor = len(jax.tree.leaves(first.params)[0].devices())
     for engine in engines:
-        engine.params = {}
+        engine.params = DecodeParams({}, ())
     take_copies(engines, layout.publish(params, first.model, first.config, tensor))

@@ -27,11 +27,11 @@ from jax.sharding import (
 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve
-from coa_jax.model.cache import Layer, init_layers, layer_axes
+from coa_jax.model.attention.choice import Case, platform_of, resolve
+from coa_jax.model.cache import LayerPages, init_layers, layer_axes
+from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import decode_shardings
-from coa_jax.model.weights import Params, output_major, unstack_layers
+from coa_jax.model.params import DecodeParams, Params, decode_shardings, unstack
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
 
 
@@ -118,14 +118,14 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
 
 def publish(
     params: Params, model: ModelConfig, config: EngineConfig, tensor: int = 0
-) -> list[Params]:
+) -> list[DecodeParams]:
     """Copies training parameters into the decoding layout, one for each group of this process.
 
-    With several processes, all of them call this.  For several slots on one CPU device the weights
-    are `products.OutputMajor`.
+    With several processes, all of them call this.  For several slots on one CPU device kernels have
+    their outputs first, see `DecodeParams`.
 
     Args:
-        params: stacked, on one device or on a training mesh.
+        params: parameters of training without adapters, on one device or on a mesh.
         model: the architecture.
         config: of the engines that will have the copies.
         tensor: see `decode_mesh`.
@@ -134,7 +134,7 @@ def publish(
     mesh = _mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
-        outputs_first = device.platform == "cpu" and config.slots > 1
+        outputs_first = backend_for(device.platform) == "cpu" and config.slots > 1
         return [publish_program(model, dtype, None, outputs_first)(params)]
     return cut(publish_program(model, dtype, decode_mesh(mesh, tensor))(params), model)
 
@@ -145,7 +145,7 @@ def group_size(params: Params, tensor: int = 0) -> int:
     return 1 if mesh is None else tensor or int(mesh.shape["tensor"])
 
 
-def cut(everywhere: Params, model: ModelConfig) -> list[Params]:
+def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
     """The copies that the groups of this process have, without copying them.
 
     Args:
@@ -162,7 +162,9 @@ def cut(everywhere: Params, model: ModelConfig) -> list[Params]:
     ]
 
 
-def join(parts: Sequence[Params], model: ModelConfig, mesh: Mesh | None, tensor: int) -> Params:
+def join(
+    parts: Sequence[DecodeParams], model: ModelConfig, mesh: Mesh | None, tensor: int
+) -> DecodeParams:
     """One tree of the copies of all groups, as it was before `cut`, without copying them.
 
     Args:
@@ -194,21 +196,19 @@ def publish_program(
         model: the architecture.
         dtype: of the copies.
         mesh: see `decode_mesh`; None on one device.
-        outputs_first: of the weights, see `products.OutputMajor`; on one device.
+        outputs_first: see `DecodeParams`; on one device.
     """
 
-    def program(params: Params) -> Params:
-        params = unstack_layers(params, model)
-        if outputs_first:
-            params = output_major(params)
-        return jax.tree.map(lambda x: x.astype(dtype), params)
+    def program(params: Params) -> DecodeParams:
+        copies = unstack(params, model, outputs_first)
+        return jax.tree.map(lambda x: x.astype(dtype), copies)
 
     if mesh is None:
         return jax.jit(program)
     return jax.jit(program, out_shardings=_places(model, mesh))
 
 
-def _places(model: ModelConfig, mesh: Mesh) -> Params:
+def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
     """Where the copies of all groups of a `decode_mesh` lie."""
     names = _split_axes(mesh)
     size = math.prod(mesh.shape[name] for name in names)
@@ -241,7 +241,7 @@ def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
     )
 
 
-def replicated(params: Params) -> Sharding:
+def replicated(params: DecodeParams) -> Sharding:
     """All of an array on every device of the parameters."""
     mesh = _mesh_of(params)
     if mesh is None:
@@ -250,17 +250,24 @@ def replicated(params: Params) -> Sharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def choose_attention(model: ModelConfig, config: EngineConfig, params: Params) -> Attention:
-    """The implementation of attention over the cache, where the parameters are.
+def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParams) -> Compute:
+    """How an engine computes where its parameters are.
 
     Raises:
-        UserError: the one that the config names cannot run there, or not in these dtypes.
+        UserError: the attention that the config names cannot run there, or not in these dtypes.
     """
     mesh = _mesh_of(params)
     platform, capability = platform_of(next(iter(jax.tree.leaves(params)[0].devices())))
     split = mesh.shape["tensor"] if mesh is not None else 1
     case = paged_case(model, config, split, platform, capability)
-    return Attention(resolve("paged", config.attention, case, "engine.attention"), mesh)
+    return Compute(
+        config.dtype,
+        attention=resolve("paged", config.attention, case, "engine.attention"),
+        backend=backend_for(platform),
+        mesh=mesh,
+        collectives="none",
+        outputs_first=params.outputs_first,
+    )
 
 
 def paged_case(
@@ -287,26 +294,26 @@ def paged_case(
     )
 
 
-def new_layers(
-    params: Params, model: ModelConfig, config: EngineConfig, attention: Attention
-) -> tuple[Layer, ...]:
+def new_pages(
+    params: DecodeParams, model: ModelConfig, config: EngineConfig, compute: Compute
+) -> tuple[LayerPages, ...]:
     """Empty pages on the devices of the parameters, split by key/value heads as these are."""
-    return _new_layers(model, config, attention)(params)
+    return _new_pages(model, config, compute)(params)
 
 
-def abstract_layers(
-    model: ModelConfig, config: EngineConfig, attention: Attention
-) -> tuple[Layer, ...]:
-    """What `new_layers` returns as shapes and, on a mesh, places."""
-    dtype, mesh = config.cache_dtype or config.dtype, attention.mesh
+def abstract_pages(
+    model: ModelConfig, config: EngineConfig, compute: Compute
+) -> tuple[LayerPages, ...]:
+    """Shapes and, on a mesh, places of what `new_pages` returns."""
+    dtype, mesh = config.cache_dtype or config.dtype, compute.mesh
     shapes = jax.eval_shape(
-        lambda: init_layers(model, config.num_pages, config.page_size, dtype, attention)
+        lambda: init_layers(model, config.num_pages, config.page_size, dtype, compute)
     )
     if mesh is None:
         return shapes
-    axes = list(layer_axes(model, attention, mesh.shape["tensor"]))
+    axes = list(layer_axes(model, compute, mesh.shape["tensor"]))
     while axes and axes[-1] is None:
-        axes.pop()  # as programs name the sharding of what they return
+        axes.pop()  # as programs name the sharding of their results
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         place = sharding_for(mesh, axes[: x.ndim], DECODE_RULES, x.shape)
@@ -316,20 +323,20 @@ def abstract_layers(
 
 
 @functools.lru_cache
-def _new_layers(model: ModelConfig, config: EngineConfig, attention: Attention) -> Any:
+def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> Any:
     dtype, places = config.cache_dtype or config.dtype, None
 
-    def program(params: Params) -> tuple[Layer, ...]:
-        return init_layers(model, config.num_pages, config.page_size, dtype, attention)
+    def program(params: DecodeParams) -> tuple[LayerPages, ...]:
+        return init_layers(model, config.num_pages, config.page_size, dtype, compute)
 
-    if attention.mesh is not None:
-        places = jax.tree.map(lambda x: x.sharding, abstract_layers(model, config, attention))
+    if compute.mesh is not None:
+        places = jax.tree.map(lambda x: x.sharding, abstract_pages(model, config, compute))
     # Unless the parameters stay arguments, JAX does not tie the cache to their devices, and
     # compiles a program anew that meets first a new cache and then one that a program has returned.
     return jax.jit(program, keep_unused=True, out_shardings=places)
 
 
-def _mesh_of(params: Params) -> Mesh | None:
+def _mesh_of(params: Params | DecodeParams) -> Mesh | None:
     """The mesh of several devices on which parameters lie; None for one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import Params, num_params
+from coa_jax.model.params import DecodeParams, Params, num_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,9 @@ def free_memory(device: jax.Device) -> int | None:
         return None
 
 
-def check_room(params: Params, model: ModelConfig, config: EngineConfig, tensor: int) -> None:
+def check_room(
+    params: Params | DecodeParams, model: ModelConfig, config: EngineConfig, tensor: int
+) -> None:
     """Refuses an engine that does not fit on the devices of this process that have parameters.
 
     Args:
@@ -180,7 +182,7 @@ def check_room(params: Params, model: ModelConfig, config: EngineConfig, tensor:
     free = [count for count in map(free_memory, devices) if count is not None]
     # All CPU devices have the same memory.
     shared = len(devices) if any(device.platform == "cpu" for device in devices) else 1
-    published = isinstance(params["layers"], tuple)
+    published = isinstance(params, DecodeParams)
     least = min(free) // shared if free else None
     check_memory(model, config, least, tensor, published=published)
 

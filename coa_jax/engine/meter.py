@@ -49,13 +49,13 @@ class MeteredEngine(Engine):
         """See `Engine`; waits for the device, so that its work is not taken for decoding."""
         with self._clock("extend_s"):
             super().extend(feeds)
-            jax.block_until_ready(self._layers)
+            jax.block_until_ready(self._pages)
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """See `Engine` and `extend`."""
         with self._clock("extend_s"):
             super().fork(source, targets, length)
-            jax.block_until_ready(self._layers)
+            jax.block_until_ready(self._pages)
 
     def decode(self) -> Chunk:
         """See `Engine`."""

@@ -8,20 +8,20 @@ successor.  Setting ``length`` back is therefore all it takes to forget tokens.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from coa_jax.engine.constraint import ConstraintTables, allowed_tokens
 from coa_jax.engine.sampling import sample
-from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.model.cache import Cache, Layer, cache_size, page_axis
+from coa_jax.model.cache import Cache, LayerPages, cache_size, page_axis
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
-from coa_jax.model.weights import Params
+from coa_jax.model.params import DecodeParams
 
-Layers = tuple[Layer, ...]
+Pages = tuple[LayerPages, ...]
+"""Keys and values of all layers."""
 
 
 class DecodeState(NamedTuple):
@@ -64,17 +64,17 @@ class Chunk(NamedTuple):
     active: jax.Array
 
 
-_Carry = tuple[jax.Array, Layers, DecodeState, Chunk]
+_Carry = tuple[jax.Array, Pages, DecodeState, Chunk]
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "capacity", "dtype", "attention"),
-    donate_argnames=("layers",),
+    static_argnames=("config", "capacity", "compute"),
+    donate_argnames=("pages",),
 )
 def decode_chunk(
-    params: Params,
-    layers: Layers,
+    params: DecodeParams,
+    pages: Pages,
     table: jax.Array,
     state: DecodeState,
     stop: jax.Array,
@@ -83,9 +83,8 @@ def decode_chunk(
     *,
     config: ModelConfig,
     capacity: int,
-    dtype: Any = jnp.float32,
-    attention: Attention = REFERENCE,
-) -> tuple[Layers, DecodeState, Chunk]:
+    compute: Compute,
+) -> tuple[Pages, DecodeState, Chunk]:
     """Decodes up to ``steps`` (at most ``capacity``) tokens in every active row.
 
     The number of steps is data: one program serves every chunk size.  It ends early when no row
@@ -93,18 +92,20 @@ def decode_chunk(
     lets nothing follow.
 
     Args:
-        params: decoding layout.
-        layers: pages, donated.
+        params: parameters in the layout of decoding.
+        pages: keys and values of earlier tokens, donated.
         table: int32 ``[B, C]``, see `model.cache.Cache`.
         state: the rows.
         stop: int32 ``[E]``, tokens that end a sequence.
         steps: int32 scalar.
-        tables: of the constraint, where the state has a ``rule``.
-        config, capacity, dtype: static.
-        attention: static, the paged implementation whose layout the pages have.
+        tables: tables of the constraint, where the state has a ``rule``.
+        config: the architecture, without adapters.
+        capacity: tokens for which a row of the result has room.
+        compute: how to compute; its attention is the implementation whose layout the pages have.
     """
+    decoder, layers = params.bind(config)
     rows = state.token.shape[0]
-    size = cache_size(attention, Cache(layers, table))
+    size = cache_size(compute, Cache(pages, table))
     chunk = Chunk(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         logps=jnp.zeros((rows, capacity), jnp.float32),
@@ -113,26 +114,27 @@ def decode_chunk(
     )
 
     def step(carry: _Carry) -> _Carry:
-        index, layers, state, chunk = carry
+        index, pages, state, chunk = carry
         live = state.active
         # An idle row feeds a token at a position outside the cache, which is not written.
         positions = jnp.where(live, state.length - 1, size)[:, None]
-        hidden, cache = forward(
-            params,
-            config,
-            state.token[:, None],
-            positions,
-            cache=Cache(layers, table),
-            dtype=dtype,
-            attention=attention,
+        hidden, cache = decoder(
+            state.token[:, None], positions, compute, layers=layers, cache=Cache(pages, table)
         )
         assert cache is not None
-        logits = unembed(params, config, hidden[:, 0], dtype)
+        logits = decoder.logits(hidden[:, 0], compute)
         allowed = None
         if tables is not None and state.rule is not None:
             allowed = allowed_tokens(tables.allowed, state.rule, config.vocab_size)
         token, logp = sample(
-            logits, state.key, state.length, state.temperature, state.top_p, state.top_k, allowed
+            logits,
+            state.key,
+            state.length,
+            state.temperature,
+            state.top_p,
+            state.top_k,
+            allowed,
+            compute=compute,
         )
         token = jnp.where(live, token, state.token)
         length = state.length + live
@@ -154,54 +156,45 @@ def decode_chunk(
         index, _, state, _ = carry
         return (index < jnp.minimum(steps, capacity)) & jnp.any(state.active)
 
-    start = (jnp.int32(0), layers, state, chunk)
-    _, layers, state, chunk = jax.lax.while_loop(goes_on, step, start)
-    return layers, state, chunk
+    start = (jnp.int32(0), pages, state, chunk)
+    _, pages, state, chunk = jax.lax.while_loop(goes_on, step, start)
+    return pages, state, chunk
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "dtype", "attention"), donate_argnames=("layers",)
-)
+@functools.partial(jax.jit, static_argnames=("config", "compute"), donate_argnames=("pages",))
 def extend(
-    params: Params,
-    layers: Layers,
+    params: DecodeParams,
+    pages: Pages,
     table: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
     *,
     config: ModelConfig,
-    dtype: Any = jnp.float32,
-    attention: Attention = REFERENCE,
-) -> Layers:
+    compute: Compute,
+) -> Pages:
     """Writes the keys and values of given tokens into the cache.
 
     A row is a block of tokens that follow each other.  Several rows may be blocks of one sequence:
     a layer writes all rows before it attends, so later ones see earlier ones.
 
     Args:
-        params: decoding layout.
-        layers: pages, donated.
+        params, pages, config, compute: see `decode_chunk`.
         table: int32 ``[R, C]``, that of each row's sequence.
         tokens: int32 ``[R, T]``.
         positions: int32 ``[R, T]``; a position outside the cache is padding.
-        config, dtype, attention: static, see `decode_chunk`.
     """
-    cache = Cache(layers, table)
-    _, filled = forward(
-        params, config, tokens, positions, cache=cache, dtype=dtype, attention=attention
-    )
-    assert filled is not None
-    return filled.layers
+    decoder, layers = params.bind(config)
+    _, cache = decoder(tokens, positions, compute, layers=layers, cache=Cache(pages, table))
+    assert cache is not None
+    return cache.layers
 
 
-@functools.partial(jax.jit, static_argnames="attention", donate_argnames=("layers",))
-def copy_pages(
-    layers: Layers, sources: jax.Array, targets: jax.Array, attention: Attention = REFERENCE
-) -> Layers:
+@functools.partial(jax.jit, static_argnames="compute", donate_argnames=("pages",))
+def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Compute) -> Pages:
     """Copies pages ``sources [R]`` to ``targets [R]``; a target beyond the pool is none."""
-    before = (slice(None),) * page_axis(attention)
+    before = (slice(None),) * page_axis(compute)
 
     def copy(buffer: jax.Array) -> jax.Array:
         return buffer.at[(*before, targets)].set(buffer[(*before, sources)], mode="drop")
 
-    return jax.tree.map(copy, layers)
+    return jax.tree.map(copy, pages)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.model.products import row_sum
+from coa_jax.model.compute import REFERENCE, Compute
 
-_BLOCK = 128
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry
 
@@ -36,42 +35,6 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def _blocks(weights: jax.Array) -> jax.Array:
-    """``[B, V]`` as ``[B, ceil(V / _BLOCK), _BLOCK]``, with zeros at the end."""
-    rows, vocab = weights.shape
-    return jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
-
-
-def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The index at which the cumulative sum of ``weights [B, V]`` passes ``uniform [B]`` of it.
-
-    Two levels: sums of blocks find the block, a cumulative sum within it finds the index.  That
-    is one pass over the vocabulary, where Gumbel noise needs V random numbers a row.
-    """
-    rows = weights.shape[0]
-    padded = _blocks(weights)
-    blocks = row_sum(padded)
-    sums = jnp.cumsum(blocks, axis=-1)
-    target = uniform * sums[:, -1]
-    block = _first_passed(sums, target, blocks > 0)
-    lane = jnp.arange(rows)
-    rest = target - jnp.where(block > 0, sums[lane, block - 1], 0.0)
-    chosen = padded[lane, block]
-    offset = _first_passed(jnp.cumsum(chosen, axis=-1), rest, chosen > 0)
-    # Where the weights are not numbers nothing has weight: the caller sees it by the logarithm.
-    return jnp.minimum(block * _BLOCK + offset, weights.shape[1] - 1)
-
-
-def _first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
-    """The first of ``sums [B, N]`` above ``target [B]``; if there is none, the last with weight.
-
-    Rounding may let a sum grow, or shrink, where nothing is added.  Only what has weight is taken.
-    """
-    passed = has_weight & (sums > target[:, None])
-    last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
-    return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
-
-
 @jax.named_scope("sample")
 def sample(
     logits: jax.Array,
@@ -81,8 +44,12 @@ def sample(
     top_p: jax.Array,
     top_k: jax.Array,
     allowed: jax.Array | None = None,
+    *,
+    compute: Compute = REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one token a row.
+    """Draws one token a row, by the inverse of the cumulative distribution.
+
+    That takes one uniform number a row, where Gumbel noise takes V of them.
 
     Args:
         logits: float32 ``[B, V]``.
@@ -92,6 +59,7 @@ def sample(
         temperature: float32 ``[B]``; 0, or less than a normal number, takes the largest logit.
         top_p, top_k: see `filter_logits`.
         allowed: bool ``[B, V]``, tokens that may be drawn, at least one a row; None for all.
+        compute: backend of the sums over the vocabulary; static.
 
     Returns:
         Tokens int32 ``[B]`` and their log-probabilities float32 ``[B]`` under the distribution
@@ -106,7 +74,7 @@ def sample(
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(greedy, 1.0, temperature)[:, None]
     weights = jnp.exp(scaled)
-    log_z = jnp.log(row_sum(row_sum(_blocks(weights))))
+    log_z = jnp.log(compute.ops.row_sum(weights))
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
     kept = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
     # A greedy row draws the first of its largest: on CPUs an argmax costs as much as all else here.
@@ -117,7 +85,7 @@ def sample(
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
 
     uniform = jnp.where(greedy, 0.0, jax.vmap(draw)(keys, positions))
-    tokens = inverse_cdf(weights, uniform).astype(jnp.int32)
+    tokens = compute.ops.inverse_cdf(weights, uniform).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - log_z
 

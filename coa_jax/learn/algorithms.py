@@ -45,9 +45,11 @@ class Algorithm(Bounded):
         name: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++, reinforce++_baseline or ppo.
         advantage: ``group`` standard scores, ``mean`` or ``leave_one_out`` baselines within a
             group, ``batch`` whitened over the step, ``batch_baseline`` the same after the group's
-            mean is taken off, ``gae`` with a critic; see `learn.advantages` and `learn.gae`.
-        loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; see `learn.surrogates`.
-        normalise: ``token``, ``sequence`` or ``constant``; see `learn.normalise`.
+            mean is taken off, ``gae`` with a critic; see `objectives.group_advantages` and
+            `objectives.gae`.
+        loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; see
+            `objectives.surrogate`.
+        normalise: ``token``, ``sequence`` or ``constant``; see `objectives.weigh`.
         learn_from: ``signal``: only groups whose rewards differ, sampling on until there are enough
             and keeping what is left over for the next step; ``all`` groups otherwise.
         clip_low: ratios below ``1 - clip_low`` stop pushing a token further down.
@@ -57,7 +59,8 @@ class Algorithm(Bounded):
             rises faster, at the price of variety and so of pass@k (Xiong et al. 2025, arXiv
             2504.11343; Zhu et al. 2025, arXiv 2506.01347).
         loss_length: tokens by which ``constant`` divides a sequence's sum.
-        kl: estimator of the divergence from the policy that the run began with, see `learn.kl`.
+        kl: estimator of the divergence from the policy that the run began with, see
+            `objectives.kl_estimate`.
         kl_in: where its penalty goes, into the ``loss`` or into the ``reward`` of each token.
         kl_coef: its factor; 0 for none, which also saves the frozen copy of the parameters.
         entropy_coef: factor of the entropy bonus; 0 for none.

@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         logp: float32 ``[R, T]``, sampling log-probabilities.
         advantage: float32 ``[R, T]``.
         rule: int32 ``[R, T]``, see `Example`; None where nothing is constrained.
-        weight: float32 ``[R, T]``, of the tokens' losses, see `learn.normalise`; None for 1.
+        weight: float32 ``[R, T]``, of the tokens' losses, see `objectives.weigh`; None for 1.
         old_logp: float32 ``[R, T]``, log-probabilities of the trainer before a step's updates.
         ref_logp: float32 ``[R, T]``, log-probabilities of the policy that the run began with.
         value: float32 ``[R, T]``, the critic's values before a step's updates.

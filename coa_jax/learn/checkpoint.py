@@ -343,6 +343,12 @@ class Checkpoints:
         """Compares names, shapes and dtypes, which are read without the arrays."""
         there = _leaves(ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name))
         here = _leaves(abstract)
+        if "params.embed" in there:
+            raise UserError(
+                f"{self.directory}: checkpoint {step} has the parameters of an earlier version of "
+                "coa_jax, which this version does not read: export it with that version, or start "
+                "in another workdir"
+            )
         for key in sorted(there.keys() | here.keys()):
             old, new = there.get(key, "nothing"), here.get(key, "nothing")
             if old != new:
@@ -385,7 +391,10 @@ def _passing(error: Exception) -> bool:
 
 
 def _plain(tree: Any) -> Any:
-    return tree._asdict() if hasattr(tree, "_asdict") else tree
+    """A tree as it is saved: without the frozen parameters, which the model's files hold."""
+    if not hasattr(tree, "_asdict"):
+        return tree
+    return {name: part for name, part in tree._asdict().items() if name != "frozen"}
 
 
 def _leaves(tree: Any) -> dict[str, str]:

@@ -17,45 +17,49 @@ from jax.typing import ArrayLike
 
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.gae import gae, whiten
-from coa_jax.learn.kl import kl_estimate
 from coa_jax.learn.logps import token_logps
+from coa_jax.learn.objectives import gae, kl_estimate, whiten
 from coa_jax.learn.value import token_values
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
-from coa_jax.model.weights import Params
+from coa_jax.model.params import Params
 from coa_jax.parallel.placement import put_batch
 
 Parts = Sequence[Sequence[Batch]]
 """The micro-batches of each update of a step."""
 
 
-@functools.partial(jax.jit, static_argnames=("model", "options"))
+@functools.partial(jax.jit, static_argnames=("model", "compute", "temperature"))
 def score(
     params: Params,
     batch: Batch,
-    extra: tuple[jax.Array, ...] = (),
+    allowed: jax.Array | None = None,
     *,
     model: ModelConfig,
-    options: tuple[tuple[str, Any], ...],
+    compute: Compute,
+    temperature: float = 1.0,
 ) -> jax.Array:
-    """Log-probabilities of the tokens that are learned, float32 ``[R, T]``; others are 0.
-
-    ``options`` are those of `token_logps`.
-    """
-    allowed = extra[0] if extra else None
+    """Log-probabilities of the tokens that are learned, float32 ``[R, T]``; others are 0."""
     logps, _ = token_logps(
-        params, model, batch, allowed=allowed, mask=batch.mask, entropy=False, **dict(options)
+        params,
+        model,
+        batch,
+        compute,
+        temperature=temperature,
+        allowed=allowed,
+        mask=batch.mask,
+        entropy=False,
     )
     return logps
 
 
-@functools.partial(jax.jit, static_argnames=("model", "options"))
+@functools.partial(jax.jit, static_argnames=("model", "compute"))
 def score_values(
-    params: Params, batch: Batch, *, model: ModelConfig, options: tuple[tuple[str, Any], ...]
+    params: Params, batch: Batch, *, model: ModelConfig, compute: Compute
 ) -> jax.Array:
-    """Values of a batch's tokens under a critic; ``options`` of `token_values`."""
-    return token_values(params, model, batch, **dict(options))
+    """Values of a batch's tokens under a critic, float32 ``[R, T]``."""
+    return token_values(params, model, batch, compute)
 
 
 def complete_experience(
@@ -67,8 +71,8 @@ def complete_experience(
     critic: Params | None,
     reference: Params | None,
     temperature: float,
-    options: dict[str, Any],
-    extra: tuple[jax.Array, ...] = (),
+    compute: Compute,
+    allowed: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[list[list[Batch]], dict[str, float]]:
     """Fills in what the algorithm reads.
@@ -81,8 +85,8 @@ def complete_experience(
         policy: parameters before the step's updates.
         critic, reference: parameters, where the algorithm needs them.
         temperature: of sampling.
-        options: dtype, remat and attention of the forward passes.
-        extra: the table of the constraint, if the batches were sampled under one.
+        compute: how to compute the forward passes.
+        allowed: table of the constraint, if the batches were sampled under one.
         mesh: over which rows are split while they are scored.
 
     Returns:
@@ -92,7 +96,7 @@ def complete_experience(
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
     # With one update the parameters are the old policy's, and the loss computes what it needs.
     score_old = algorithm.old_logp == "trainer" and (len(parts) > 1 or in_reward)
-    scoring = tuple({**options, "temperature": temperature}.items())
+    settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}
 
     def each(parts: Parts, change: Callable[[Batch], Batch]) -> list[list[Batch]]:
         return [[change(batch) for batch in batches] for batches in parts]
@@ -102,13 +106,13 @@ def complete_experience(
 
     filled = [list(batches) for batches in parts]
     if score_old:
-        old = functools.partial(score, policy, extra=extra, model=model, options=scoring)
+        old = functools.partial(score, policy, allowed=allowed, **settings)
         filled = each(filled, lambda b: b._replace(old_logp=here(old, b)))
     if reference is not None:
-        ref = functools.partial(score, reference, extra=extra, model=model, options=scoring)
+        ref = functools.partial(score, reference, allowed=allowed, **settings)
         filled = each(filled, lambda b: b._replace(ref_logp=here(ref, b)))
     if critic is not None:
-        value = functools.partial(score_values, critic, model=model, options=tuple(options.items()))
+        value = functools.partial(score_values, critic, model=model, compute=compute)
         filled = each(filled, lambda b: b._replace(value=here(value, b)))
     if not algorithm.per_token:
         return filled, {}

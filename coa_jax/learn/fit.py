@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 from absl import logging
@@ -16,6 +16,7 @@ from coa_jax.learn.batch import Batch
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
 from coa_jax.learn.flops import sequence_lengths
+from coa_jax.learn.losses import Loss
 from coa_jax.learn.metrics import memory, train_speed
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
@@ -23,11 +24,11 @@ from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
 from coa_jax.model.attention.choice import implementations
-from coa_jax.model.config import DTYPES, warn_of_positions
-from coa_jax.model.lora import LoraBase
+from coa_jax.model.compute import Compute, training_compute
+from coa_jax.model.config import DTYPES, ModelConfig, warn_of_positions
+from coa_jax.model.params import split_trained
 from coa_jax.model.peft_io import save_trained
 from coa_jax.model.remat import POLICIES
-from coa_jax.model.weights import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.progress import progress
@@ -76,20 +77,31 @@ class FitConfig(Bounded):
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
 
+def compute_of(config: FitConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Compute:
+    """How a run computes, see `training_compute`."""
+    return training_compute(
+        model,
+        dtype=config.dtype,
+        remat=config.remat,
+        attention=config.attention,
+        mesh=mesh,
+        collectives=config.mesh.collectives,
+    )
+
+
 def fit(
     config: FitConfig,
     run: RunDir,
     output: Path,
     model: Model,
-    base: LoraBase | None = None,
     *,
-    loss_fn: Any,
+    loss: Loss,
+    compute: Compute,
     batches_from: Callable[[int], tuple[list[Batch], int]],
     epoch: int,
     longest: int,
     phase: str = "sft",
     validate: Callable[[TrainState], float] | None = None,
-    mesh: jax.sharding.Mesh | None = None,
 ) -> None:
     """Updates, metrics and checkpoints, and in the end the model.
 
@@ -99,21 +111,22 @@ def fit(
         config: settings.
         run: where metrics and checkpoints go; a run that was interrupted goes on.
         output: directory of the model.
-        model: what the run begins with; its parameters, those that are trained, are donated.
-        base: the model whose adapters they are; None where all is trained.
-        loss_fn: of an update.
+        model: what the run begins with, without adapters even if its architecture has them: they
+            are made here.  Its parameters are donated.
+        loss: loss of an update.
+        compute: how to compute; rows are split over its mesh.
         batches_from: micro-batches of the update that begins at a cursor, on the host, and the
             cursor of the next.
         epoch: examples of one pass.
         longest: tokens of the longest sequence, whose positions begin anew in every one of a row.
         phase: name in metrics and checkpoints.
         validate: a figure of held-out data.
-        mesh: over which rows are split.
     """
     warn_of_positions(model.config, longest, "row_length")
-    check_rows(model.config, config.rows, config.row_length, config.dtype, mesh)
-    state, cursor, checkpoints = _resume(config, run, model.params, phase)
+    check_rows(model.config, config.rows, config.row_length, config.dtype, compute.mesh)
+    state, cursor, checkpoints = _resume(config, run, model, compute.mesh, phase)
     total, step = config.optimizer.total_steps, int(state.step)
+    adapters = bool(model.config.lora.rank)
     watch = Watch(run.rows(phase))
     with (
         contextlib.closing(checkpoints),
@@ -133,18 +146,17 @@ def fit(
                 state, stats = train_step(
                     state,
                     batches,
-                    loss_fn=loss_fn,
+                    loss=loss,
                     model=model.config,
+                    compute=compute,
                     optimizer=config.optimizer,
-                    base=base,
-                    mesh=mesh,
                     capacity=-(-config.batch_size // config.rows),
                 )
             step += 1
             stats["epoch"] = cursor / epoch
             lengths = sequence_lengths(batches)
             stats |= train_speed(
-                model.config, lengths, stats["tokens"], clock.seconds["update"], base is not None
+                model.config, lengths, stats["tokens"], clock.seconds["update"], adapters
             )
             if validate is not None and (step % config.validate_every == 0 or step == total):
                 with clock("validation"):
@@ -163,11 +175,11 @@ def fit(
                 raise error
     if step < total:
         end_run(step, total)
-    save_trained(model, state.params, base, config.model, output)
+    save_trained(dataclasses.replace(model, params=state.model), config.model, output)
 
 
 def _resume(
-    config: FitConfig, run: RunDir, params: Params, phase: str
+    config: FitConfig, run: RunDir, model: Model, mesh: jax.sharding.Mesh | None, phase: str
 ) -> tuple[TrainState, int, Checkpoints]:
     checkpoints = Checkpoints(
         run.checkpoints / phase,
@@ -175,7 +187,8 @@ def _resume(
         config.keep_best,
         wait_seconds=config.mesh.wait_seconds,
     )
-    state, cursor = init_state(params, config.optimizer), 0
+    trained, frozen = split_trained(model.params, model.config, config.seed, mesh)
+    state, cursor = init_state(trained, config.optimizer, frozen), 0
     restored = checkpoints.newest(state)
     if restored is not None:
         state, cursor = restored.state, int(restored.extra["cursor"])

@@ -21,7 +21,7 @@ import numpy as np
 
 from coa_jax.learn.batch import Batch
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import weight_table
+from coa_jax.model.params import specs, without_adapters
 
 # Dense bf16 FLOP/s of a device as JAX names it, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -56,8 +56,8 @@ def train_flops(
     """
     matrices = sum(
         np.prod(spec.shape, dtype=np.float64)
-        for spec in weight_table(model)
-        if spec.path[0] == "layers" and not spec.path[-1].endswith(("norm", "bias"))
+        for path, spec in specs(without_adapters(model)).items()
+        if path[0] == "layers" and path[-1] == "kernel"
     )
     tokens = np.asarray(lengths, np.float64)
     heads = model.num_kv_heads * model.num_groups

@@ -16,11 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import Mesh
 
 from coa_jax.engine.constraint import allowed_tokens
-from coa_jax.model.products import project, row_sum
-from coa_jax.parallel.mesh import constrain
+from coa_jax.model.compute import Compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +26,21 @@ class Head:
     """What is static of a head.
 
     Attributes:
-        dtype: of the operands of products.
+        compute: how to compute.
         tied: whether its weight is the embedding ``[V, D]`` and not ``[D, V]``.
         temperature: divides the logits.
         entropy: whether to compute it.
-        mesh: over which rows and vocabulary are split; None on one device.
     """
 
-    dtype: str
+    compute: Compute
     tied: bool
     temperature: float = 1.0
     entropy: bool = False
-    mesh: Mesh | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the matmul operands."""
+        return self.compute.dtype
 
     def logits(
         self, hidden: jax.Array, weight: jax.Array, may: jax.Array | None = None
@@ -50,8 +51,8 @@ class Head:
         a low temperature would otherwise make too large for their differences to be exact.
         """
         spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
-        z = project(spec, hidden, weight, self.dtype)
-        z = constrain(z, self.mesh, "batch", None, "vocab")
+        z = self.compute.ops.einsum(spec, hidden, weight, self.dtype)
+        z = self.compute.constrain(z, "batch", None, "vocab")
         if self.temperature == 1.0:
             return z
         largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
@@ -69,13 +70,14 @@ class Head:
         self, dz: jax.Array, hidden: jax.Array, weight: jax.Array, dw: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """The gradients of a chunk of hidden states, and of the weight, added to ``dw [D, V]``."""
-        # XLA of jaxlib 0.10.2 returns rubbish on CPUs where it fuses a maximum, exp and a single
-        # product of it, which is what a frozen head would have here (docs/findings.md).
-        dz = jax.lax.optimization_barrier(dz if self.temperature == 1.0 else dz / self.temperature)
-        dh = project("rcv,vd->rcd" if self.tied else "rcv,dv->rcd", dz, weight, self.dtype)
+        ops = self.compute.ops
+        # XLA of jaxlib 0.10.2 returns wrong values on CPUs where it fuses a maximum, exp and a
+        # single matmul of the result, as a frozen head has here.
+        dz = ops.materialize(dz if self.temperature == 1.0 else dz / self.temperature)
+        dh = ops.einsum("rcv,vd->rcd" if self.tied else "rcv,dv->rcd", dz, weight, self.dtype)
         if dw is not None:
             # The other way round, XLA would begin with a transposed copy of all logits' gradients.
-            dw = dw + project("rcd,rcv->dv", hidden, dz, self.dtype)
+            dw = dw + ops.einsum("rcd,rcv->dv", hidden, dz, self.dtype)
         return dh, dw
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
@@ -104,7 +106,7 @@ def _pick(z: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _softmax_parts(
-    z: jax.Array, may: jax.Array | None = None
+    ops: Any, z: jax.Array, may: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The largest of logits ``[..., V]``, ``[..., 1]``; exp of the distances to it; their sum.
 
@@ -114,23 +116,8 @@ def _softmax_parts(
     powers = jnp.exp(z - largest)
     if may is not None:
         powers = jnp.where(may, powers, 0.0)
-    return largest, *_with_sum(powers)
-
-
-def _with_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is added up over the last axis, and the sum.
-
-    XLA is slow at adding up what it computes meanwhile on CPUs: there it is computed first.
-    """
-
-    def one_after_another(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = jax.lax.optimization_barrier(x)
-        return x, row_sum(x)
-
-    result: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
-        x, cpu=one_after_another, default=lambda x: (x, jnp.sum(x, axis=-1))
-    )
-    return result
+    powers = ops.materialize(powers)
+    return largest, powers, ops.row_sum(powers)
 
 
 # --- log-probabilities and entropies -------------------------------------------------------
@@ -173,20 +160,20 @@ def _score(
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `score`, with the logarithms of the softmax's denominators."""
-    weight = weight.astype(head.dtype)
+    ops, weight = head.compute.ops, weight.astype(head.dtype)
 
     def body(k: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, y, rule = _at((hidden, targets, rules), k)
         may = head.may(allowed, rule, weight)
         z = head.logits(h, weight, may)
-        largest, powers, total = _softmax_parts(z, may)
+        largest, powers, total = _softmax_parts(ops, z, may)
         log_total = jnp.log(total)
         denominator = log_total + largest[..., 0]
         logp = _pick(z if may is None else jnp.where(may, z, -jnp.inf), y) - denominator
         entropy = jnp.zeros_like(logp)
         if head.entropy:
             # Neither term is below 0, so nothing cancels where one token has all of the mass.
-            entropy = log_total - _with_sum(powers * (z - largest))[1] / total
+            entropy = log_total - ops.row_sum(ops.materialize(powers * (z - largest))) / total
         values = (logp, entropy, denominator)
         return tuple(_put(x, value, k) for x, value in zip(out, values, strict=True))
 
@@ -270,7 +257,7 @@ def _weighted_fwd(head: Head, *primals: Any) -> tuple[jax.Array, Any]:
         h, y, factor = _at((hidden, targets, factors), k)
         z = head.logits(h, cast)
         # One exponential for the loss and the gradient.
-        largest, powers, total_power = _softmax_parts(z)
+        largest, powers, total_power = _softmax_parts(head.compute.ops, z)
         log_sum = jnp.log(total_power) + largest[..., 0]
         total = out[0] + jnp.sum((_pick(z, y) - log_sum) * factor)
         dz = factor[..., None] * (_is(y, z.shape[-1]) - powers / total_power[..., None])

@@ -22,8 +22,8 @@ import numpy as np
 
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import rope_frequencies
-from coa_jax.model.weights import Params
+from coa_jax.model.params import Params, flatten, nest
+from coa_jax.model.rope import rope_frequencies
 
 _FAST = 12
 """Rotary pairs that tell positions apart."""
@@ -60,7 +60,7 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
             f"an induction circuit has {len(slow)} slow rotary dimensions and room for {size}: "
             "change rope_theta or hidden_size, or set induction to False"
         )
-    embed = np.array(params["embed"])
+    embed = np.array(params["embed"]["embedding"])
     embed[:, tokens:] = 0.0
     # One norm for all: the constant must be the same after normalisation, or attention by distance
     # would prefer some tokens.
@@ -69,13 +69,18 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     embed *= norm / lengths
     embed[:, -1] = norm / 2
     places = (np.arange(tokens, tokens + size), np.arange(tokens + size, tokens + 2 * size))
-    qkv, out = np.array(params["layers"]["qkv"]), np.array(params["layers"]["out"])
+    attn = params["layers"]["attn"]
+    qkv, out = np.array(attn["qkv"]["kernel"]), np.array(attn["out"]["kernel"])
     code = _orthonormal(rng, tokens, size)  # what a position remembers of a token
     for head in range(n):
         _previous_token_heads(config, qkv, out, head, code, places, norm / n)
         _match_heads(qkv, out, head, code, places, slow, rng, norm / n)
-    layers = {**params["layers"], "qkv": jnp.asarray(qkv), "out": jnp.asarray(out)}
-    return {**params, "embed": jnp.asarray(embed), "layers": layers}
+    replaced = {
+        ("embed", "embedding"): embed,
+        ("layers", "attn", "qkv", "kernel"): qkv,
+        ("layers", "attn", "out", "kernel"): out,
+    }
+    return nest({path: jnp.asarray(replaced.get(path, x)) for path, x in flatten(params)})
 
 
 def _previous_token_heads(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,10 +18,9 @@ from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import init_state
 from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.api import load_model
-from coa_jax.model.attention.causal import choose
-from coa_jax.model.lora import merge, split
+from coa_jax.model.compute import training_compute
+from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.model.weights import Params
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.trajectory import Trajectory
@@ -30,8 +30,8 @@ class Learner:
     """The policy, what it is learned with, the engines that sample from it, and the position.
 
     Attributes:
-        model: architecture and tokenizer; its parameters are used up.
-        base: the model whose adapters are trained; None where all is.
+        model: architecture, with the adapters that are trained, and tokenizer; its parameters are
+            used up.
         engines: of this process; they sample with the policy after ``policy_step`` steps.
         state, critic: what is trained.
         step: steps that have been learned.
@@ -51,14 +51,23 @@ class Learner:
         """
         self._config, self._checkpoints = config, checkpoints
         self._mesh = training_mesh(config.mesh, config.rows)
-        self.model = model = load_model(config.model, mesh=self._mesh)
+        loaded = load_model(config.model, mesh=self._mesh)
+        architecture = dataclasses.replace(loaded.config, lora=config.lora)
+        self.model = model = dataclasses.replace(loaded, config=architecture)
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
-        self._attention = choose(config.attention, model.config, config.dtype, self._mesh)
+        self._compute = training_compute(
+            model.config,
+            dtype=config.dtype,
+            remat=config.remat,
+            attention=config.attention,
+            mesh=self._mesh,
+            collectives=config.mesh.collectives,
+        )
         # Before the state, whose updates take the parameters' memory.
         self.critic = critic_state(config, model.params)
-        params, self.base = split(model.params, model.config, config.lora, config.seed, self._mesh)
-        self._reference = reference_params(config, model.params, self.base)
-        self.state = init_state(params, config.optimizer)
+        self._reference = reference_params(config, model.params)
+        trained, frozen = split_trained(model.params, model.config, config.seed, self._mesh)
+        self.state = init_state(trained, config.optimizer, frozen)
         self.step = self.cursor = self.policy_step = 0
         self.surplus: list[list[Trajectory]] = []
         self.total = config.optimizer.total_steps // config.updates
@@ -70,8 +79,8 @@ class Learner:
         if self._constraint is not None:
             print(f"constraint: {self._constraint}", flush=True)
         self.engines = make_engines(
-            merge(self.base, self.state.params),
-            model.config,
+            merge_adapters(model.config, self.state.model),
+            without_adapters(model.config),
             config.engine,
             eos_ids(model.tokenizer),
             self._constraint,
@@ -96,7 +105,9 @@ class Learner:
         self.publish()
         if "sampler" in restored.more:
             self.policy_step = self.step - 1
-            take_copies(self.engines, cut(restored.more["sampler"], self.model.config))
+            take_copies(
+                self.engines, cut(restored.more["sampler"], without_adapters(self.model.config))
+            )
 
     def _still_learnable(self, extra: dict[str, Any]) -> list[list[Trajectory]]:
         """The groups that a checkpoint kept, without those that other settings have sampled."""
@@ -122,7 +133,7 @@ class Learner:
 
     def publish(self) -> None:
         """Gives the engines the policy as it is now."""
-        publish_all(self.engines, merge(self.base, self.state.params))
+        publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
         self.policy_step = self.step
 
     def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
@@ -130,12 +141,10 @@ class Learner:
         self.state, self.critic, stats = update(
             self._config,
             self.state,
-            self.model,
+            self.model.config,
             groups,
-            self._mesh,
-            self._attention,
+            self._compute,
             self._constraint,
-            self.base,
             critic=self.critic,
             reference=self._reference,
         )
@@ -156,11 +165,10 @@ class Learner:
         extra = {"cursor": self.cursor, "surplus": surplus}
         self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
 
-    def _sampler(self) -> Params:
+    def _sampler(self) -> DecodeParams:
         """The parameters of the engines of all processes."""
-        return join(
-            copies(self.engines), self.model.config, self._mesh, self._config.mesh.decode_tensor
-        )
+        model = without_adapters(self.model.config)
+        return join(copies(self.engines), model, self._mesh, self._config.mesh.decode_tensor)
 
 
 def group_rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:

@@ -16,12 +16,9 @@ import jax.numpy as jnp
 
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.head import Head, score, weighted_sum
-from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward
-from coa_jax.model.remat import Remat
-from coa_jax.model.weights import Params
-from coa_jax.parallel.mesh import constrain
+from coa_jax.model.params import Params, bind
 
 CHUNK, SHARED_CHUNK = 512, 2048
 """Defaults of ``vocab_chunk``: positions on one device whose logits exist at a time.  Of several
@@ -32,10 +29,8 @@ def token_logps(
     params: Params,
     config: ModelConfig,
     batch: Batch,
+    compute: Compute,
     *,
-    dtype: Any,
-    remat: Remat,
-    attention: Attention = REFERENCE,
     temperature: float = 1.0,
     vocab_chunk: int = 0,
     allowed: jax.Array | None = None,
@@ -50,7 +45,7 @@ def token_logps(
     Args:
         params, config: the policy.
         batch: rows to score.
-        dtype, remat, attention: see `model.forward.forward`.
+        compute: how to compute.
         temperature: divides the logits.
         vocab_chunk: positions on one device whose logits exist at a time; 0 for the default.
         allowed: see above.
@@ -63,12 +58,11 @@ def token_logps(
     """
     if (allowed is None) != (batch.rule is None):
         raise ValueError("a constrained batch needs the table of its constraint, and no other one")
-    hidden, order = _hidden(params, config, batch, dtype, remat, attention, mask, vocab_chunk)
+    hidden, weight, order = _hidden(params, config, batch, compute, mask, vocab_chunk)
     rules = None if batch.rule is None else _arrange(order, jnp.asarray(batch.rule)[:, 1:])
     targets = _arrange(order, jnp.asarray(batch.tokens)[:, 1:])
     allowed = None if allowed is None else jnp.asarray(allowed)
-    head = Head(jnp.dtype(dtype).name, "head" not in params, temperature, entropy, attention.mesh)
-    weight = params["embed"] if head.tied else params["head"]
+    head = Head(compute, config.tie_embeddings, temperature, entropy)
     logps, entropies = score(head, hidden, weight, targets, rules, allowed, order.live)
     return _restore(order, logps, batch), _restore(order, entropies, batch)
 
@@ -78,10 +72,8 @@ def weighted_logp_sum(
     config: ModelConfig,
     batch: Batch,
     weights: Any,
+    compute: Compute,
     *,
-    dtype: Any,
-    remat: Remat,
-    attention: Attention = REFERENCE,
     vocab_chunk: int = 0,
 ) -> jax.Array:
     """Sum of ``weights [R, T]``, which are constants, times the tokens' log-probabilities.
@@ -89,9 +81,8 @@ def weighted_logp_sum(
     The same as with `token_logps`, but the weights are known when the logits are there: gradients
     are made of them at once, and the logits need not be computed again in the backward pass.
     """
-    hidden, order = _hidden(params, config, batch, dtype, remat, attention, weights, vocab_chunk)
-    head = Head(jnp.dtype(dtype).name, "head" not in params, mesh=attention.mesh)
-    weight = params["embed"] if head.tied else params["head"]
+    hidden, weight, order = _hidden(params, config, batch, compute, weights, vocab_chunk)
+    head = Head(compute, config.tie_embeddings)
     targets, factors = (_arrange(order, jnp.asarray(x)[:, 1:]) for x in (batch.tokens, weights))
     factors = jnp.where(_counted(order), factors, 0.0)
     return weighted_sum(head, hidden, weight, targets, factors, order.live)
@@ -116,22 +107,20 @@ class _Order(NamedTuple):
     live: jax.Array
 
 
-def chunked(
-    rows: int, length: int, attention: Attention, vocab_chunk: int = 0
-) -> tuple[int, int, int]:
+def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> tuple[int, int, int]:
     """The form of a batch of ``rows`` of ``length`` tokens in front of the head.
 
     Returns:
         Rows R, positions P of each, and positions C of a chunk; there are ceil(P / C) chunks.
     """
-    if attention.one_device:
+    if compute.one_device:
         rows, positions, each = 1, rows * (length - 1), 1
         vocab_chunk = vocab_chunk or CHUNK
     else:
         # Rows lie on different devices: each device has a chunk's share of all of its own.
-        assert attention.mesh is not None
+        assert compute.mesh is not None
         positions = length - 1
-        each = -(-rows // (attention.mesh.size // attention.mesh.shape["tensor"]))
+        each = -(-rows // (compute.mesh.size // compute.mesh.shape["tensor"]))
         vocab_chunk = vocab_chunk or SHARED_CHUNK
     return rows, positions, min(max(vocab_chunk // each, 1), positions)
 
@@ -140,30 +129,26 @@ def _hidden(
     params: Params,
     config: ModelConfig,
     batch: Batch,
-    dtype: Any,
-    remat: Remat,
-    attention: Attention,
+    compute: Compute,
     mask: Any,
     vocab_chunk: int,
-) -> tuple[jax.Array, _Order]:
-    """Final hidden states in chunks ``[K, R, C, D]``, and the order in which they are."""
-    hidden, _ = forward(
-        params,
-        config,
+) -> tuple[jax.Array, jax.Array, _Order]:
+    """Final hidden states in chunks ``[K, R, C, D]``, the weight of the head, and the order."""
+    decoder = bind(config, params)
+    hidden, _ = decoder(
         batch.tokens,
         batch.positions,
-        batch.segment_ids,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
+        compute,
+        segment_ids=batch.segment_ids,
         unfolded=batch.unfolded,
     )
+    weight = decoder.embed.embedding if decoder.head is None else decoder.head.kernel
     wanted = jnp.ones(batch.tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
     rows, length = batch.tokens.shape
-    rows, positions, chunk = chunked(rows, length, attention, vocab_chunk)
+    rows, positions, chunk = chunked(rows, length, compute, vocab_chunk)
     order = _sort(wanted[:, 1:].reshape(rows, positions), chunk)
-    chunks = _arrange(order, constrain(hidden, attention.mesh, "batch", None, None)[:, :-1])
-    return constrain(chunks, attention.mesh, None, "batch", None, None), order
+    chunks = _arrange(order, compute.constrain(hidden, "batch", None, None)[:, :-1])
+    return compute.constrain(chunks, None, "batch", None, None), weight[...], order
 
 
 def _sort(wanted: jax.Array, chunk: int) -> _Order:

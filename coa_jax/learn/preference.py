@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import grain
 import jax
@@ -23,17 +23,15 @@ from coa_jax.bounds import Count, OneOf, Place, Positive, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import score
-from coa_jax.learn.fit import FitConfig, fit
+from coa_jax.learn.fit import FitConfig, compute_of, fit
 from coa_jax.learn.logps import token_logps
-from coa_jax.learn.losses import Stats, bind
+from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
 from coa_jax.model.api import load_model
-from coa_jax.model.attention.causal import choose
-from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
-from coa_jax.model.remat import Remat
-from coa_jax.model.weights import Params
+from coa_jax.model.params import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
@@ -82,18 +80,17 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     model = load_model(config.model, mesh=mesh)
     reference = jax.tree.map(jnp.copy, model.params)  # updates take the memory of the others
     stream = grain.MapDataset.source(pairs).seed(config.seed).shuffle().repeat()
-    attention = choose(config.attention, model.config, config.dtype, mesh)
-    options = {"dtype": config.dtype, "remat": config.remat, "attention": attention}
+    compute = compute_of(config, model.config, mesh)
 
     def batches_from(cursor: int) -> tuple[list[Batch], int]:
         end = cursor + config.batch_size
         chosen = [stream[index] for index in range(cursor, end)]
         batches = pair_batches(chosen, config.row_length, config.rows)
-        scoring = tuple(options.items())
         processes.meet("scores of the reference", config.mesh.wait_seconds)
 
         def scored(batch: Batch) -> Batch:
-            logps = score(reference, put_batch(batch, mesh), model=model.config, options=scoring)
+            placed = put_batch(batch, mesh)
+            logps = score(reference, placed, model=model.config, compute=compute)
             return batch._replace(ref_logp=to_host(logps))
 
         return [scored(batch) for batch in batches], end
@@ -103,12 +100,12 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
-        loss_fn=bind(dpo_loss, beta=config.beta, **options),
+        loss=DPOLoss(config.beta),
+        compute=compute,
         batches_from=batches_from,
         epoch=len(pairs),
         longest=max(len(trajectory.tokens) for pair in pairs for trajectory in pair),
         phase="dpo",
-        mesh=mesh,
     )
 
 
@@ -147,7 +144,7 @@ def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
     """Micro-batches with one pair a row.
 
     ``advantage`` is 1 at the tokens of the preferred sequence and -1 at those of the other one;
-    ``weight`` makes the loss a mean over pairs, see `learn.normalise`.
+    ``weight`` makes the loss a mean over pairs, see `objectives.weigh`.
     """
     packed = [
         pack([trajectory_example(chosen, 1.0), trajectory_example(rejected, -1.0)], length)
@@ -161,22 +158,27 @@ def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
     ]
 
 
-def dpo_loss(
-    params: Params,
-    config: ModelConfig,
-    batch: Batch,
-    *,
-    beta: float,
-    dtype: Any,
-    remat: Remat,
-    attention: Attention = REFERENCE,
-) -> tuple[jax.Array, Stats]:
-    """Loss of the pairs of a micro-batch; see `dpo_objective`."""
-    logp, _ = token_logps(
-        params, config, batch,
-        dtype=dtype, remat=remat, attention=attention, mask=batch.mask, entropy=False,
-    )  # fmt: skip
-    return dpo_objective(logp, batch, beta)
+@dataclasses.dataclass(frozen=True)
+class DPOLoss:
+    """Loss of the pairs of a micro-batch; see `dpo_objective`.
+
+    Attributes:
+        beta: see `DPOConfig`.
+    """
+
+    beta: float
+
+    def __call__(
+        self,
+        params: Params,
+        model: ModelConfig,
+        batch: Batch,
+        compute: Compute,
+        allowed: jax.Array | None = None,
+    ) -> tuple[jax.Array, Stats]:
+        """See `losses.Loss`."""
+        logp, _ = token_logps(params, model, batch, compute, mask=batch.mask, entropy=False)
+        return dpo_objective(logp, batch, self.beta)
 
 
 def dpo_objective(logp: jax.Array, batch: Batch, beta: float) -> tuple[jax.Array, Stats]:

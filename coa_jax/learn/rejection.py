@@ -20,10 +20,9 @@ from coa_jax.bounds import Between, Count, Place, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, record_example, trajectory_example
 from coa_jax.learn.data import fitting_records, next_batches
-from coa_jax.learn.fit import FitConfig, fit
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.fit import FitConfig, compute_of, fit
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.model.api import load_model
-from coa_jax.model.attention.causal import choose
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.records import ProtocolName, iterate_records, read_records
 from coa_jax.run_dir import RunDir
@@ -76,7 +75,6 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         print(f"{len(kept)} records of {config.data}", flush=True)
         examples += [record_example(model.tokenizer, record, prompt) for record in kept]
     stream = grain.MapDataset.source(examples).seed(config.seed).shuffle().repeat()
-    attention = choose(config.attention, model.config, config.dtype, mesh)
 
     def batches_from(cursor: int) -> tuple[list[Batch], int]:
         return next_batches(
@@ -92,12 +90,12 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
-        loss_fn=bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention),
+        loss=SFTLoss(),
+        compute=compute_of(config, model.config, mesh),
         batches_from=batches_from,
         epoch=len(examples),
         longest=max(len(example.tokens) for example in examples),
         phase="rft",
-        mesh=mesh,
     )
 
 

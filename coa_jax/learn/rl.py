@@ -94,8 +94,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             _loop(config, learner, run, batches, profile, stop, bar)
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
-    model = dataclasses.replace(learner.model, card=card)
-    save_trained(model, learner.state.params, learner.base, config.model, output)
+    model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
+    save_trained(model, config.model, output)
 
 
 def _loop(
@@ -219,7 +219,7 @@ def _describe(
             lengths,
             stats.get("tokens", 0.0),
             seconds,
-            adapters=learner.base is not None,
+            adapters=bool(learner.model.config.lora.rank),
         ),
         **memory(),
         **clock.report(),

@@ -11,8 +11,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.attention.choice import implementations
-from coa_jax.model.config import DTYPES
-from coa_jax.model.lora import LoraConfig
+from coa_jax.model.config import DTYPES, LoraConfig
 from coa_jax.model.remat import POLICIES
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -52,7 +51,7 @@ class RLConfig(Bounded):
         graders: what a right answer is, and who says so; see docs/grading.md.
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
-        lora: adapters to train in place of the whole model, see `model.lora`.
+        lora: adapters to train in place of the whole model.
         rollouts_ahead: 0 samples every batch with the newest policy.  1 samples the next batch
             while a batch is learned, with the policy before that update: rollouts and updates
             overlap, and the ratio to the sampler's log-probabilities, clipped as ``algorithm``

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,15 @@ from coa_jax.bounds import OneOf, Place, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.learn.data import example_stream, fitting_records, next_batches
-from coa_jax.learn.fit import FitConfig, fit
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.fit import FitConfig, compute_of, fit
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import TrainState
 from coa_jax.model.api import load_model
-from coa_jax.model.attention.causal import choose
 from coa_jax.model.card import CARD
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.lora import LoraBase, LoraConfig, attach, split
-from coa_jax.model.weights import Params
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import Params
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.protocol import Level
 from coa_jax.records import ProtocolName, read_records
@@ -51,7 +50,7 @@ class SFTConfig(FitConfig):
             explain; "" for that of each record.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
             `augment.rename`; 0 unless the policy starts from nothing.
-        lora: adapters to train in place of the whole model, see `model.lora`.
+        lora: adapters to train in place of the whole model.
     """
 
     data: Place
@@ -89,7 +88,9 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
     warn_of_prompts(records, prompt, "records", "config.prompt_style")
     card = make_card(prompt, records)
     run.keep_json(f"sft-{CARD}", card)
-    model = dataclasses.replace(load_model(config.model, mesh=mesh), card=card)
+    model = load_model(config.model, mesh=mesh)
+    architecture = dataclasses.replace(model.config, lora=config.lora)
+    model = dataclasses.replace(model, config=architecture, card=card)
     fitting = functools.partial(
         fitting_records, model.tokenizer, prompt=prompt, length=config.row_length
     )
@@ -99,9 +100,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         held_out, _ = fitting(held_out, source=config.validation)
         validation = [record_example(model.tokenizer, r, prompt) for r in held_out]
         longest = max(longest, *(len(example.tokens) for example in validation))
-    params, base = split(model.params, model.config, config.lora, config.seed, mesh)
-    attention = choose(config.attention, model.config, config.dtype, mesh)
-    loss_fn = bind(sft_loss, dtype=config.dtype, remat=config.remat, attention=attention)
+    compute = compute_of(config, model.config, mesh)
     stream = example_stream(
         model.tokenizer,
         kept,
@@ -122,49 +121,38 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         )
 
     def validate(state: TrainState) -> float:
-        return mean_loss(state, base, validation, config, model.config, loss_fn, mesh)
+        return mean_loss(state, validation, config, model.config, compute)
 
     fit(
         config,
         run,
         output,
-        dataclasses.replace(model, params=params),
-        base,
-        loss_fn=loss_fn,
+        model,
+        loss=SFTLoss(),
+        compute=compute,
         batches_from=batches_from,
         epoch=len(kept),
         longest=longest,
         validate=validate if validation else None,
-        mesh=mesh,
     )
 
 
 def mean_loss(
     state: TrainState,
-    base: LoraBase | None,
     examples: Sequence[Example],
     config: SFTConfig,
     model: ModelConfig,
-    loss_fn: Any,
-    mesh: jax.sharding.Mesh | None = None,
+    compute: Compute,
 ) -> float:
     """Mean loss over the policy's tokens of all examples."""
     total, count = jnp.zeros(()), 0.0
     for batch in split_rows(pack(examples, config.row_length), config.rows):
-        placed = put_batch(batch, mesh)
-        total = _add_loss(total, state.params, base, placed, loss_fn=loss_fn, model=model)
+        placed = put_batch(batch, compute.mesh)
+        total += _loss(state.model, placed, model=model, compute=compute)
         count += float(np.sum(batch.mask))
     return float(total) / max(count, 1.0)
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn", "model"))
-def _add_loss(
-    total: jax.Array,
-    params: Params,
-    base: LoraBase | None,
-    batch: Batch,
-    *,
-    loss_fn: Any,
-    model: ModelConfig,
-) -> jax.Array:
-    return total + loss_fn(attach(base, params), model, batch)[0]
+@functools.partial(jax.jit, static_argnames=("model", "compute"))
+def _loss(params: Params, batch: Batch, *, model: ModelConfig, compute: Compute) -> jax.Array:
+    return SFTLoss()(params, model, batch, compute)[0]

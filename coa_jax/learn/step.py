@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from coa_jax.bounds import Between, Bounded, Count, Natural, Positive, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, stack
-from coa_jax.learn.losses import Stats
+from coa_jax.learn.losses import Loss
+from coa_jax.learn.objectives import Stats
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.lora import LoraBase, attach
-from coa_jax.model.weights import Params
+from coa_jax.model.params import Params, join
 from coa_jax.parallel.placement import put_batch
 
 
@@ -32,19 +33,26 @@ class TrainState(NamedTuple):
     """All that a run needs to go on.
 
     Attributes:
-        params: float32 master parameters that are trained: all of a model, layers stacked, or
-            its adapters (see `model.lora`).
-        opt_state: of the optimiser.
+        params: float32 master parameters that are trained: all of a model, or its adapters.
+        frozen: the other parameters of a model whose adapters are trained, else an empty dict.
+            Checkpoints leave them out.
+        opt_state: state of the optimiser.
         step: int32 scalar, updates so far, those that were skipped among them.
         skipped: int32 scalar, updates that were skipped, see `train_step`.
         skipped_in_a_row: int32 scalar, how many of the last ones were.
     """
 
     params: Params
+    frozen: Params
     opt_state: Any
     step: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+
+    @property
+    def model(self) -> Params:
+        """All parameters of the model, trained and frozen."""
+        return join(self.params, self.frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +98,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
     def decays(params: Params) -> Any:
         def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-            name = path[-1].key
-            return not (name.endswith("norm") or name.endswith("bias"))
+            return path[-1].key not in ("scale", "bias")
 
         return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -108,57 +115,78 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def init_state(params: Params, optimizer: OptimizerConfig) -> TrainState:
+def init_state(
+    params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
+) -> TrainState:
     """State before the first update; the moments of a parameter lie where it lies.
 
     Nothing but the parameters says where: moments are zeros that read none of them, and JAX would
     put all of them on the first device, and compile again for the second update.
     """
+    _, places, rest = _opt_state(params, optimizer)
+    opt_state = jax.jit(make_optimizer(optimizer).init, out_shardings=places)(params)
+    counters = (jax.device_put(jnp.zeros((), jnp.int32), rest) for _ in range(3))
+    return TrainState(params, frozen or {}, opt_state, *counters)
+
+
+def abstract_state(
+    params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
+) -> TrainState:
+    """Shapes and places of what `init_state` returns, from those of the parameters."""
+
+    def placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    shapes, places, rest = _opt_state(params, optimizer)
+    counters: list[Any] = [jax.ShapeDtypeStruct((), jnp.int32, sharding=rest) for _ in range(3)]
+    return TrainState(params, frozen or {}, jax.tree.map(placed, shapes, places), *counters)
+
+
+def _opt_state(params: Params, optimizer: OptimizerConfig) -> tuple[Any, Any, Sharding]:
+    """Shapes and places of the optimiser's state, and the place of counters: everywhere."""
     transformation = make_optimizer(optimizer)
     first = jax.tree.leaves(params)[0].sharding
-    # Counters are everywhere.
     rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    shapes = jax.eval_shape(transformation.init, params)
     places = optax.tree_map_params(
         transformation,
         lambda _, parameter: parameter.sharding,
-        jax.eval_shape(transformation.init, params),
+        shapes,
         params,
         transform_non_params=lambda _: rest,
     )
-    opt_state = jax.jit(transformation.init, out_shardings=places)(params)
-    counters = (jax.device_put(jnp.zeros((), jnp.int32), rest) for _ in range(3))
-    return TrainState(params, opt_state, *counters)
+    return shapes, places, rest
 
 
 def gradient_sums(
     params: Params,
+    frozen: Params,
     batches: Batch,
     number: jax.Array,
-    extra: tuple[jax.Array, ...] = (),
-    base: LoraBase | None = None,
+    allowed: jax.Array | None = None,
     *,
-    loss_fn: Any,
+    loss: Loss,
     model: ModelConfig,
+    compute: Compute,
 ) -> tuple[Params, Stats]:
     """Gradients and statistics, summed over the first ``number`` micro-batches of a stack.
 
     Args:
-        params: by which the loss is differentiated.
+        params: parameters by which the loss is differentiated.
+        frozen: the other parameters.
         batches: arrays ``[M, R, T]``.
         number: int32, how many there are.
-        extra: arrays that the loss reads beside every micro-batch.
-        base: what adapters belong to; None where all is trained.
-        loss_fn, model: see `train_step`.
+        allowed, loss, model, compute: see `train_step`.
     """
 
-    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
-        return loss_fn(attach(base, params), model, batch, *extra)
+    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
+        return loss(join(params, frozen), model, batch, compute, allowed)
 
     def batch_at(i: jax.Array | int) -> Batch:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
     def add(i: jax.Array, total: tuple[Params, Stats]) -> tuple[Params, Stats]:
-        gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i))
+        gradients, stats = jax.grad(loss_of, has_aux=True)(params, batch_at(i))
         sums, seen = total
         merged = {
             name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
@@ -166,7 +194,7 @@ def gradient_sums(
         }
         return jax.tree.map(jnp.add, sums, gradients), merged
 
-    names = jax.eval_shape(lambda: loss(params, batch_at(0))[1])
+    names = jax.eval_shape(lambda: loss_of(params, batch_at(0))[1])
     start = (
         jax.tree.map(jnp.zeros_like, params),
         {name: jnp.zeros((), jnp.float32) for name in names},
@@ -175,23 +203,30 @@ def gradient_sums(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("loss_fn", "model", "optimizer"), donate_argnames=("state",)
+    jax.jit, static_argnames=("loss", "model", "compute", "optimizer"), donate_argnames=("state",)
 )
 def train_program(
     state: TrainState,
     batches: Batch,
     number: jax.Array,
     count: jax.Array,
-    extra: tuple[jax.Array, ...] = (),
-    base: LoraBase | None = None,
+    allowed: jax.Array | None = None,
     *,
-    loss_fn: Any,
+    loss: Loss,
     model: ModelConfig,
+    compute: Compute,
     optimizer: OptimizerConfig,
 ) -> tuple[TrainState, Stats]:
     """The program of `train_step`; ``count`` is the number of tokens that have a loss."""
     sums, stats = gradient_sums(
-        state.params, batches, number, extra, base, loss_fn=loss_fn, model=model
+        state.params,
+        state.frozen,
+        batches,
+        number,
+        allowed,
+        loss=loss,
+        model=model,
+        compute=compute,
     )
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
@@ -207,6 +242,7 @@ def train_program(
     )
     new = TrainState(
         params,
+        state.frozen,
         opt_state,
         state.step + 1,
         state.skipped + ~good,
@@ -228,12 +264,11 @@ def train_step(
     state: TrainState,
     batches: Sequence[Batch],
     *,
-    loss_fn: Any,
+    loss: Loss,
     model: ModelConfig,
+    compute: Compute,
     optimizer: OptimizerConfig,
-    extra: tuple[jax.Array, ...] = (),
-    base: LoraBase | None = None,
-    mesh: Mesh | None = None,
+    allowed: jax.Array | None = None,
     capacity: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
     """One update from micro-batches of one shape.
@@ -244,12 +279,11 @@ def train_step(
     Args:
         state: donated.
         batches: at least one, on the host; only tokens with mask 1 count.
-        loss_fn: ``(params, model, batch, *extra) -> (sum, stats of sums)``; a statistic whose name
-            ends in ``max`` is a maximum, and one must be ``loss``.
-        model, optimizer: static.
-        extra: arrays that the loss reads beside every micro-batch.
-        base: what the adapters of ``state`` belong to; None where all is trained.
-        mesh: over which rows are split.
+        loss: the loss, static.
+        model: the architecture, static.
+        compute: how to compute; rows are split over its mesh; static.
+        optimizer: settings of the optimiser, static.
+        allowed: table of the constraint under which the batches were sampled; None without one.
         capacity: micro-batches that the program has room for: the most that a step of the run can
             have.  By default, and where there are more, the next power of two from 4 on, so that
             few programs are compiled.
@@ -264,13 +298,13 @@ def train_step(
     count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
     state, stats = train_program(
         state,
-        put_batch(stack(batches, capacity), mesh),
+        put_batch(stack(batches, capacity), compute.mesh),
         np.int32(number),
         np.float32(max(count, 1.0)),
-        extra,
-        base,
-        loss_fn=loss_fn,
+        allowed,
+        loss=loss,
         model=model,
+        compute=compute,
         optimizer=optimizer,
     )
     values = {name: value.item() for name, value in jax.device_get(stats).items()}

@@ -5,40 +5,25 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.engine.constraint import Constraint
-from coa_jax.learn.advantages import group_advantages
 from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import complete_experience
 from coa_jax.learn.groups import rewards
-from coa_jax.learn.losses import bind, policy_loss, value_loss
-from coa_jax.learn.normalise import weigh
+from coa_jax.learn.losses import PolicyLoss, ValueLoss
+from coa_jax.learn.objectives import group_advantages, weigh
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
 from coa_jax.learn.value import init_critic
-from coa_jax.model.api import Model
-from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.model.lora import LoraBase, attach
-from coa_jax.model.weights import Params
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import Params
 from coa_jax.parallel.placement import replicate
 from coa_jax.trajectory import Trajectory
-
-
-def policy_loss_of(config: RLConfig, attention: Attention = REFERENCE) -> Any:
-    """The loss that a run's training step is compiled with."""
-    return bind(
-        policy_loss,
-        algorithm=config.chosen,
-        temperature=config.temperature,
-        dtype=config.dtype,
-        remat=config.remat,
-        attention=attention,
-    )
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:
@@ -57,27 +42,24 @@ def critic_state(config: RLConfig, params: Params) -> TrainState | None:
     return init_state(init_critic(params), critic_optimizer(config))
 
 
-def reference_params(
-    config: RLConfig, params: Params, base: LoraBase | None = None
-) -> Params | None:
-    """Parameters that updates do not touch; None where there is no KL penalty.
+def reference_params(config: RLConfig, params: Params) -> Params | None:
+    """A copy of the parameters for the KL penalty, which updates do not touch.
 
-    Adapters leave those of their model as they are, else it is a copy.
+    None where there is no penalty, and where adapters are trained: the reference is then the rest
+    of the model (`TrainState.frozen`).
     """
-    if not config.chosen.needs_reference:
+    if not config.chosen.needs_reference or config.lora.rank:
         return None
-    return jax.tree.map(jnp.copy, params) if base is None else base.params
+    return jax.tree.map(jnp.copy, params)
 
 
 def update(
     config: RLConfig,
     state: TrainState,
-    model: Model,
+    model: ModelConfig,
     groups: Sequence[Sequence[Trajectory]],
-    mesh: jax.sharding.Mesh | None = None,
-    attention: Attention = REFERENCE,
+    compute: Compute,
     constraint: Constraint | None = None,
-    base: LoraBase | None = None,
     *,
     critic: TrainState | None = None,
     reference: Params | None = None,
@@ -90,13 +72,11 @@ def update(
     Args:
         config: of the run.
         state, critic: donated.
-        model: its architecture is read.
+        model: the architecture.
         groups: graded trajectories; those without a value do not learn.
-        mesh: over which rows are split.
-        attention: implementation.
-        constraint: under which all of them were sampled, if they were.
-        base: the model whose adapters the state holds; None where all is trained.
-        reference: parameters of the policy that the run began with, where the KL penalty needs it.
+        compute: how to compute; rows are split over its mesh.
+        constraint: constraint under which all trajectories were sampled; None without one.
+        reference: see `reference_params`.
 
     Returns:
         The policy's state, the critic's, and statistics.
@@ -113,21 +93,24 @@ def update(
             parts.append(batches)
     if not parts:
         return state, critic, {}
-    extra = () if constraint is None else (replicate(constraint.tables.allowed, mesh),)
+    allowed = None
+    if constraint is not None:
+        allowed = replicate(constraint.tables.allowed, compute.mesh)
+    if algorithm.needs_reference and config.lora.rank:
+        reference = state.frozen
     capacity = -(-config.groups * config.group_size // config.rows)
-    options = {"dtype": config.dtype, "remat": config.remat, "attention": attention}
     began = time.perf_counter()
     parts, figures = complete_experience(
         algorithm,
         parts,
-        model.config,
-        attach(base, state.params),
+        model,
+        state.model,
         critic=None if critic is None else critic.params,
         reference=reference,
         temperature=config.temperature,
-        options=options,
-        extra=extra,
-        mesh=mesh,
+        compute=compute,
+        allowed=allowed,
+        mesh=compute.mesh,
     )
     figures["time/score"] = time.perf_counter() - began
     figures |= _spread_of_advantages(parts)
@@ -137,12 +120,11 @@ def update(
         state, stats = train_step(
             state,
             [batch._replace(value=None, returns=None) for batch in batches],
-            loss_fn=policy_loss_of(config, attention),
-            model=model.config,
+            loss=PolicyLoss(algorithm, config.temperature),
+            model=model,
+            compute=compute,
             optimizer=config.optimizer,
-            extra=extra,
-            base=base,
-            mesh=mesh,
+            allowed=allowed,
             capacity=capacity,
         )
         of_policy.append(stats)
@@ -150,10 +132,10 @@ def update(
             critic, values = train_step(
                 critic,
                 [b._replace(rule=None, weight=None, old_logp=None, ref_logp=None) for b in batches],
-                loss_fn=bind(value_loss, bound=algorithm.value_clip, **options),
-                model=model.config,
+                loss=ValueLoss(algorithm.value_clip),
+                model=model,
+                compute=compute,
                 optimizer=critic_optimizer(config),
-                mesh=mesh,
                 capacity=capacity,
             )
             of_critic.append(values)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coa_jax.learn.batch import Batch
-from coa_jax.model.attention.choice import REFERENCE, Attention
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward
-from coa_jax.model.weights import Params
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import Params, bind
 
 
 def init_critic(params: Params) -> Params:
@@ -23,38 +22,37 @@ def init_critic(params: Params) -> Params:
     """
     body = {name: value for name, value in params.items() if name != "head"}
     copies = jax.tree.map(jnp.copy, body)
-    norm = params["final_norm"]
+    norm = params["final_norm"]["scale"]
     head = jnp.zeros(norm.shape, jnp.float32)
     if isinstance(norm.sharding, NamedSharding):
         head = jax.device_put(head, NamedSharding(norm.sharding.mesh, PartitionSpec()))
     return {**copies, "value_head": head}
 
 
-def token_values(
-    params: Params,
-    config: ModelConfig,
-    batch: Batch,
-    *,
-    dtype: Any,
-    remat: bool,
-    attention: Attention = REFERENCE,
-) -> jax.Array:
+def critic_config(model: ModelConfig) -> ModelConfig:
+    """The architecture of a critic's body: the policy's, without an output head and adapters."""
+    return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
+
+
+def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
     """Value of the state in which every token was written, given the tokens before it.
+
+    Args:
+        params: parameters of a critic.
+        model: architecture of the policy.
+        batch: rows of tokens.
+        compute: how to compute.
 
     Returns:
         float32 ``[R, T]``; index 0 of a row is 0.
     """
-    hidden, _ = forward(
-        params,
-        config,
+    body = {name: value for name, value in params.items() if name != "value_head"}
+    hidden, _ = bind(critic_config(model), body)(
         batch.tokens,
         batch.positions,
-        batch.segment_ids,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
+        compute,
+        segment_ids=batch.segment_ids,
         unfolded=batch.unfolded,
     )
-    head = params["value_head"]
-    values = jnp.einsum("rtd,d->rt", hidden[:, :-1], head, precision="highest")
+    values = jnp.einsum("rtd,d->rt", hidden[:, :-1], params["value_head"], precision="highest")
     return jnp.pad(values, ((0, 0), (1, 0)))

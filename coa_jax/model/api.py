@@ -14,16 +14,15 @@ import numpy as np
 
 from coa_jax.errors import UserError
 from coa_jax.model.card import read_card
+from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import DTYPES, ModelConfig
 from coa_jax.model.export import write_model
-from coa_jax.model.forward import forward, unembed
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
+from coa_jax.model.params import Params, bind, param_dtype, shardings
 from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.model.tokenizer import gguf_tokenizer, load_tokenizer
-from coa_jax.model.weights import Params
-from coa_jax.parallel.mesh import sharding_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +61,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     source, config, tokenizer = _open(Path(path))
-    if mesh is None:
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        params = load_params(source, config, jnp.dtype(dtype), lambda spec: device)
-    else:
-        params = load_params(
-            source, config, jnp.dtype(dtype), lambda s: sharding_for(mesh, s.axes, shape=s.shape)
-        )
+    params = load_params(source, config, jnp.dtype(dtype), shardings(config, mesh))
     return Model(config, params, tokenizer, read_card(path))
 
 
@@ -99,11 +92,13 @@ def _open(path: Path) -> tuple[TensorSource, ModelConfig, Any]:
     return source, config, tokenizer
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def _logits(params: Params, config: ModelConfig, tokens: jax.Array, dtype: str) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = forward(params, config, tokens, positions, dtype=dtype)
-    return unembed(params, config, hidden, dtype=dtype)
+@functools.partial(jax.jit, static_argnames=("config", "compute"))
+def _logits(
+    params: Params, tokens: jax.Array, *, config: ModelConfig, compute: Compute
+) -> jax.Array:
+    decoder = bind(config, params)
+    hidden, _ = decoder(tokens, jnp.arange(tokens.shape[1]), compute)
+    return decoder.logits(hidden, compute)
 
 
 def logits(model: Model, tokens: Any) -> jax.Array:
@@ -135,8 +130,9 @@ def logits(model: Model, tokens: Any) -> jax.Array:
             f"tokens[{row}][{column}] is {ids[row, column]}, outside the vocabulary of "
             f"{model.config.vocab_size}: use the tokenizer that belongs to the model"
         )
-    dtype = str(model.params["embed"].dtype)
-    return _logits(model.params, model.config, jnp.asarray(ids, jnp.int32), dtype)
+    compute = local_compute(str(param_dtype(model.params)))
+    tokens = jnp.asarray(ids, jnp.int32)
+    return _logits(model.params, tokens, config=model.config, compute=compute)
 
 
 def save_model(
@@ -164,7 +160,7 @@ def save_model(
     Raises:
         UserError: the directory is not empty, or cannot be written (permissions, full disk).
     """
-    dtype = dtype or str(model.params["embed"].dtype)
+    dtype = dtype or str(param_dtype(model.params))
     if dtype not in (*DTYPES, "float16"):
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     write_model(

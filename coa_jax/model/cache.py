@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.attention import paged
-from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.attention.causal import Attend
+from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
 
 
@@ -38,7 +39,7 @@ class LayerCache(NamedTuple):
     value_scales: jax.Array | None = None
 
 
-Layer = LayerCache | paged.Pages
+LayerPages = LayerCache | paged.Pages
 """Pages of one layer in the layout of the reference or of a kernel."""
 
 
@@ -51,34 +52,51 @@ class Cache(NamedTuple):
             sequence's last page does not matter, so long as it is the number of some page.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerPages, ...]
     table: jax.Array
 
+    def attention(self, pages: LayerPages, positions: jax.Array, compute: Compute) -> Attend:
+        """Attention of one layer, which first writes the new keys and values to its pages.
 
-def cache_size(attention: Attention, cache: Cache) -> int:
+        Args:
+            pages: of the layer.
+            positions: int32 ``[B, T]``.
+            compute: the implementation whose layout the pages have.
+        """
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerPages]:
+            with jax.named_scope("write"):
+                written = write(pages, self.table, k, v, positions, compute)
+            with jax.named_scope("attend"):
+                return attend_to(written, q, self.table, positions, compute), written
+
+        return attend
+
+
+def cache_size(compute: Compute, cache: Cache) -> int:
     """Positions that a sequence may have; a token at or beyond that is padding."""
     first = cache.layers[0]
     if isinstance(first, LayerCache):
         return cache.table.shape[1] * first.values.shape[2]
-    return cache.table.shape[1] * paged.page_size(attention.implementation, first)
+    return cache.table.shape[1] * paged.page_size(compute.attention, first)
 
 
-def page_axis(attention: Attention) -> int:
+def page_axis(compute: Compute) -> int:
     """The axis of all buffers of a layer along which its pages lie."""
-    return 1 if attention.implementation == "pallas_gpu" else 0
+    return 1 if compute.attention == "pallas_gpu" else 0
 
 
 def layer_axes(
-    config: ModelConfig, attention: Attention, tensor: int
+    config: ModelConfig, compute: Compute, tensor: int
 ) -> tuple[str | None, str | None, str | None, str | None]:
     """Logical axes of the buffers of a layer; of scales, which have fewer, the first ones.
 
     Heads that ``tensor`` devices cannot split stay together, whatever axis they are part of.
     """
     heads = None if config.num_kv_heads % tensor else "kv_heads"
-    if attention.implementation == "xla":
+    if compute.attention == "xla":
         return (None, heads, None, None)
-    return paged.pool_axes(attention.implementation, heads)
+    return paged.pool_axes(compute.attention, heads)
 
 
 def init_layers(
@@ -86,14 +104,14 @@ def init_layers(
     pages: int,
     page_size: int,
     dtype: Any = jnp.float32,
-    attention: Attention = REFERENCE,
-) -> tuple[Layer, ...]:
+    compute: Compute = REFERENCE,
+) -> tuple[LayerPages, ...]:
     """Empty pages of all layers in an implementation's layout; of ``int8`` also their scales."""
     heads, width = config.num_kv_heads, config.head_dim
 
-    def layer() -> Layer:
-        if attention.implementation != "xla":
-            name = attention.implementation
+    def layer() -> LayerPages:
+        if compute.attention != "xla":
+            name = compute.attention
             return paged.init_pages(name, pages, page_size, heads, width, dtype)
         keys = jnp.zeros((pages, heads, width, page_size), dtype)
         values = jnp.zeros((pages, heads, page_size, width), dtype)
@@ -106,19 +124,19 @@ def init_layers(
 
 
 def write(
-    layer: Layer,
+    layer: LayerPages,
     table: jax.Array,
     k: jax.Array,
     v: jax.Array,
     positions: jax.Array,
-    attention: Attention = REFERENCE,
-) -> Layer:
+    compute: Compute,
+) -> LayerPages:
     """Puts new keys and values ``[B, T, N, K]`` at their positions ``[B, T]``.
 
     Those outside the cache are dropped.
     """
     if not isinstance(layer, LayerCache):
-        return paged.write_pages(attention.implementation, layer, table, k, v, positions)
+        return paged.write_pages(compute.attention, layer, table, k, v, positions)
     pages, page_size = layer.keys.shape[0], layer.keys.shape[3]
     index, offset = jnp.divmod(positions, page_size)
     inside = index < table.shape[1]
@@ -148,36 +166,23 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
 
 
-def attend(
-    q: jax.Array,
-    layer: Layer,
-    table: jax.Array,
-    positions: jax.Array,
-    dtype: Any,
-    attention: Attention = REFERENCE,
+def attend_to(
+    layer: LayerPages, q: jax.Array, table: jax.Array, positions: jax.Array, compute: Compute
 ) -> jax.Array:
     """Attention of new tokens to all positions up to their own.
 
     Args:
+        layer: pages that already hold the keys and values of the new tokens.
         q: ``[B, T, N, G, K]``.
-        layer: already holds the keys and values of the new tokens.
         table: int32 ``[B, C]``.
-        positions: int32 ``[B, T]``; of a token outside the cache the result means nothing.
-        dtype: of the operands of products.
-        attention: the implementation whose layout the layer has.
+        positions: int32 ``[B, T]``; the result of a token outside the cache means nothing.
+        compute: the implementation whose layout the pages have.
 
     Returns:
         float32, like q.
     """
     if not isinstance(layer, LayerCache):
-        return paged.attend_paged(attention, q, layer, table, positions, dtype)
-    return _attend(q, layer, table, positions, dtype)
-
-
-def _attend(
-    q: jax.Array, layer: LayerCache, table: jax.Array, positions: jax.Array, dtype: Any
-) -> jax.Array:
-    """`attend` as the reference does it."""
+        return paged.attend_paged(compute, q, layer, table, positions)
 
     def part(buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int) -> jax.Array:
         values = buffer.at[page].get(mode="promise_in_bounds")
@@ -192,4 +197,4 @@ def _attend(
             part(layer.values, layer.value_scales, page, 3),
         )
 
-    return paged.walk(q, read, table, layer.keys.shape[3], positions, dtype)
+    return paged.walk(compute, q, read, table, layer.keys.shape[3], positions)

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Annotated, Literal
 
 from absl import logging
+
+from coa_jax.bounds import Bounded, Items, Natural, OneOf, Positive
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
 DTYPES = ("float32", "bfloat16")
 """Names of the dtypes of parameters and of the operands of products."""
+
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Names of the projections of a layer that may have adapters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(Bounded):
+    """Low-rank adapters, which are trained beside parameters that stay as they are.
+
+    Attributes:
+        rank: rank of every adapter; 0 trains the whole model instead.
+        alpha: results of adapters are multiplied by ``alpha / rank``.
+        projections: projections that have adapters, of `PROJECTIONS`.
+    """
+
+    rank: Natural = 0
+    alpha: Positive = 32.0
+    projections: Annotated[
+        tuple[Annotated[str, OneOf(*PROJECTIONS)], ...], Items(1, len(PROJECTIONS))
+    ] = PROJECTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +67,7 @@ class ModelConfig:
         qkv_bias: whether q, k and v projections have a bias (Qwen2).
         qk_norm: whether queries and keys are normalised per head (Qwen3).
         max_position: positions that the weights were trained for.
+        lora: adapters beside the kernels; their rank is 0 where there are none.
     """
 
     architecture: Architecture
@@ -61,6 +85,7 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     max_position: int = 4096
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import num_params
+from coa_jax.model.params import num_params
 
 
 def product_params(config: ModelConfig) -> int:

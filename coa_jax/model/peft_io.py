@@ -11,32 +11,33 @@ import numpy as np
 
 from coa_jax.files import write_json
 from coa_jax.model.api import Model, save_model
+from coa_jax.model.config import LoraConfig
 from coa_jax.model.export import to_host
-from coa_jax.model.lora import LoraBase, LoraConfig, merge
+from coa_jax.model.params import Params, merge_adapters, select, without_adapters
 from coa_jax.model.safetensors_io import write_safetensors
-from coa_jax.model.weights import Params
 
-_HF_NAMES = {
-    **{name: f"self_attn.{name}_proj" for name in "qkvo"},
-    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+_PEFT = {
+    **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
+    **{name: ("mlp", f"{name}_lora", f"mlp.{name}_proj") for name in ("gate", "up", "down")},
 }
+"""Projection -> where its adapter is in a layer, and PEFT's name of the module."""
 
 
-def save_trained(
-    model: Model, params: Params, base: LoraBase | None, source: str, output: Path
-) -> None:
+def save_trained(model: Model, source: str, output: Path) -> None:
     """Writes the model, adapters merged, to ``output``, and adapters to ``output`` + ``-adapters``.
 
     Args:
-        model: what was trained; its parameters are not read.
-        params, base: see `lora.split`.
-        source: what the run was given as its model, for the adapters' configuration.
+        model: with adapters, if its architecture has any.
+        source: path or name of the model that the run began with, for the adapters' configuration.
         output: directory to create or replace.
     """
-    whole = dataclasses.replace(model, params=merge(base, params))
-    save_model(whole, output, overwrite=True)
-    if base is not None:
-        write_adapters(output.with_name(f"{output.name}-adapters"), params, base.lora, source)
+    merged = merge_adapters(model.config, model.params)
+    config = without_adapters(model.config)
+    save_model(dataclasses.replace(model, config=config, params=merged), output, overwrite=True)
+    if model.config.lora.rank:
+        adapters = select(model.config, model.params, adapter=True)
+        folder = output.with_name(f"{output.name}-adapters")
+        write_adapters(folder, adapters, model.config.lora, source)
 
 
 def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: str) -> None:
@@ -57,10 +58,12 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
 def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
     """Adapters under PEFT's names and in its shapes: A ``[rank, in]``, B ``[out, rank]``."""
     tensors = {}
-    for name, adapter in adapters.items():
+    for part, key, name in _PEFT.values():
+        if (adapter := adapters["layers"].get(part, {}).get(key)) is None:
+            continue
         a, b = to_host(adapter["a"]), to_host(adapter["b"])
         for layer in range(a.shape[0]):
-            prefix = f"base_model.model.model.layers.{layer}.{_HF_NAMES[name]}"
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = a[layer].reshape(-1, a.shape[-1]).T
             tensors[f"{prefix}.lora_B.weight"] = b[layer].reshape(b.shape[1], -1).T
     return tensors
@@ -78,5 +81,5 @@ def adapter_config(lora: LoraConfig, source: str) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [_HF_NAMES[name].split(".")[1] for name in lora.projections],
+        "target_modules": [f"{name}_proj" for name in lora.projections],
     }

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-
-from coa_jax.bounds import OneOf, check
-
-Remat = bool | str
-"""A name of `POLICIES`; False is ``none`` and True ``full``."""
 
 ATTENTION = "attention"
 """Name of what attention keeps for its backward pass beside its arguments."""
 
-MLP = "mlp"
+MLP_PRODUCT = "mlp"
 """Name of what the down projection multiplies."""
 
 OPERANDS = "operands"
@@ -29,7 +24,7 @@ POLICIES: dict[str, Any] = {
     "none": None,
     "dots": _POLICIES.save_from_both_policies(
         _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names(ATTENTION, MLP, OPERANDS),
+        _POLICIES.save_only_these_names(ATTENTION, MLP_PRODUCT, OPERANDS),
     ),
     "weight_dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "offload": _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
@@ -54,19 +49,8 @@ computed again with each of them.
 """
 
 
-def policy_name(remat: Remat, where: str = "remat") -> str:
-    """The name of a policy.
-
-    Raises:
-        UserError: there is no such policy.
-    """
-    if isinstance(remat, bool):
-        return "full" if remat else "none"
-    return check(remat, Annotated[str, OneOf(*POLICIES)], where)
-
-
-def rematerialize(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A layer that keeps for its backward pass what the policy says."""
-    policy = POLICIES[name := policy_name(remat)]
-    # Inside a scan nothing can be merged across the two passes, so it need not be prevented.
+def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A layer that keeps for its backward pass what a policy of `POLICIES` says."""
+    policy = POLICIES[name]
+    # Within a scan XLA merges nothing across the two passes, so there is nothing to prevent.
     return layer if name == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)

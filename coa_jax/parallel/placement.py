@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ class MeshConfig(Bounded):
         data, fsdp, tensor: see `make_mesh`; -1 takes what is left of the devices.
         decode_tensor: devices over which an engine splits the model, 0 for ``tensor``; a process
             has an engine for every so many of its devices.
+        collectives: how the matmuls of training are split, see `model.collectives`.
         wait_seconds: how long a process waits where all meet for the last one to arrive.
     """
 
@@ -33,6 +34,7 @@ class MeshConfig(Bounded):
     fsdp: Axis = 1
     tensor: Axis = 1
     decode_tensor: Natural = 0
+    collectives: Literal["compiler", "manual"] = "compiler"
     wait_seconds: Seconds = 1800.0
 
 

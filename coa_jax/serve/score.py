@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
-from coa_jax.model.weights import Params
+from coa_jax.model.params import DecodeParams
 
 TOP = 20
 _CHUNK = 64
@@ -36,12 +36,14 @@ class Scored:
     top: tuple[tuple[int, float], ...]
 
 
-def score(params: Params, config: ModelConfig, dtype: str, ids: Sequence[int]) -> list[Scored]:
+def score(
+    params: DecodeParams, config: ModelConfig, compute: Compute, ids: Sequence[int]
+) -> list[Scored]:
     """Scores a text in one pass.  Texts are padded to a power of two, each compiled once."""
     length = max(_CHUNK, 1 << (len(ids) - 1).bit_length())
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(ids)] = ids
-    found = jax.device_get(_score(params, tokens, config=config, dtype=dtype))
+    found = jax.device_get(_score(params, tokens, config=config, compute=compute))
     logps, ranks, top, top_logps = (part[: len(ids) - 1] for part in found)
     scored = [Scored(int(ids[0]), None, 0, ())]
     for token, logp, rank, best, values in zip(ids[1:], logps, ranks, top, top_logps, strict=True):
@@ -50,15 +52,20 @@ def score(params: Params, config: ModelConfig, dtype: str, ids: Sequence[int]) -
     return scored
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def _score(params: Params, tokens: jax.Array, *, config: ModelConfig, dtype: str) -> Any:
+@functools.partial(jax.jit, static_argnames=("config", "compute"))
+def _score(
+    params: DecodeParams, tokens: jax.Array, *, config: ModelConfig, compute: Compute
+) -> Any:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = forward(params, config, tokens, positions, dtype=dtype)
+    # The engine's choice is an implementation of attention over a cache, and here is none.
+    compute = dataclasses.replace(compute, attention="xla")
+    decoder, layers = params.bind(config)
+    hidden, _ = decoder(tokens, positions, compute, layers=layers)
     chunks = hidden[0].reshape(-1, _CHUNK, hidden.shape[-1])
     targets = jnp.roll(tokens[0], -1).reshape(-1, _CHUNK)
 
     def chunk(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        logps = jax.nn.log_softmax(unembed(params, config, pair[0], dtype), axis=-1)
+        logps = jax.nn.log_softmax(decoder.logits(pair[0], compute), axis=-1)
         own = jnp.take_along_axis(logps, pair[1][:, None], axis=-1)
         ranks = 1 + jnp.sum(logps > own, axis=-1)
         values, ids = jax.lax.top_k(logps, min(TOP, config.vocab_size))

@@ -156,7 +156,7 @@ class Service:
         Call it within `scoring`.
         """
         engine, loop = self.engines[0], asyncio.get_running_loop()
-        arguments = engine.params, engine.model, engine.config.dtype, ids
+        arguments = engine.params, engine.model, engine.compute, ids
         if not self.healthy:
             raise Refused(503, "the server is shutting down")
         try:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from coa_jax.model.products import project
+from coa_jax.model.ops import einsum
 from coa_jax.model.remat import ATTENTION
 
 _BLOCK = 128
@@ -36,7 +36,7 @@ def attend_causally(
         q: float32 ``[B, T, N, G, K]``.
         k, v: float32 ``[B, T, N, K]``.
         mask: bool ``[B, T, T]``, which keys a query sees: itself, and none after itself.
-        dtype: of the operands of products.
+        dtype: dtype of the matmul operands.
 
     Returns:
         float32, like q.
@@ -56,7 +56,7 @@ def _fwd(
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        out = project("bnqs,bnsk->bnqk", _flat(weights), values[:, :, :end], dtype)
+        out = einsum("bnqs,bnsk->bnqk", _flat(weights), values[:, :, :end], dtype)
         outs.append(out.reshape(*total.shape[:-1], -1) / total)
         sums.append((largest + jnp.log(total))[..., 0])
     attended = checkpoint_name(jnp.concatenate(outs, axis=3), ATTENTION)
@@ -78,12 +78,12 @@ def _bwd(dtype: Any, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
         scores = _scores(scaled, keys, mask, start, end, dtype)
         weights = jnp.exp(scores - log_sums[block][..., None])
         above = _flat(d_out[block])
-        slope = project("bnqk,bnsk->bnqs", above, values[:, :, :end], dtype)
+        slope = einsum("bnqk,bnsk->bnqs", above, values[:, :, :end], dtype)
         d_scores = _flat(weights * (slope.reshape(weights.shape) - inner[block][..., None]))
-        d_query = project("bnqs,bnsk->bnqk", d_scores, keys[:, :, :end], dtype)
+        d_query = einsum("bnqs,bnsk->bnqk", d_scores, keys[:, :, :end], dtype)
         d_queries.append(d_query.reshape(*weights.shape[:-1], -1))
-        d_key = project("bnqs,bnqk->bnsk", d_scores, _flat(scaled[block]), dtype)
-        d_value = project("bnqs,bnqk->bnsk", _flat(weights), above, dtype)
+        d_key = einsum("bnqs,bnqk->bnsk", d_scores, _flat(scaled[block]), dtype)
+        d_value = einsum("bnqs,bnqk->bnsk", _flat(weights), above, dtype)
         d_keys = d_keys.at[:, :, :end].add(d_key)
         d_values = d_values.at[:, :, :end].add(d_value)
     d_q = _length_first(jnp.concatenate(d_queries, axis=3)) * scaled.shape[-1] ** -0.5
@@ -118,6 +118,6 @@ def _scores(
 ) -> jax.Array:
     """Masked scores ``[B, N, G, t, end]`` of a block."""
     queries = scaled[:, :, :, start:end]
-    scores = project("bnqk,bnsk->bnqs", _flat(queries), keys[:, :, :end], dtype)
+    scores = einsum("bnqk,bnsk->bnqs", _flat(queries), keys[:, :, :end], dtype)
     seen = mask[:, None, None, start:end, :end]
     return jnp.where(seen, scores.reshape(*queries.shape[:-1], -1), _MASKED)

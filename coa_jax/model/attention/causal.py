@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.attention.blocked import attend_causally
-from coa_jax.model.attention.choice import Attention, Case, platform_of, resolve, split_over
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.attention.choice import split_over
+from coa_jax.model.compute import Compute
 from coa_jax.model.remat import ATTENTION, OPERANDS
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""A function of rotated q ``[B, T, N, G, K]``, and k and v ``[B, T, N, K]``, all float32.  Its
+results are the attended values, float32 like q, and the layer's pages where there is a cache."""
 
 
 class Unfolded(NamedTuple):
@@ -40,78 +42,52 @@ class Unfolded(NamedTuple):
     back: Any
 
 
-def choose(
-    wanted: str, model: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None
-) -> Attention:
-    """Resolves the setting ``attention`` of a training run for the devices it runs on.
-
-    Raises:
-        UserError: what was asked for is unknown or cannot run there.
-    """
-    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
-    platform, capability = platform_of(device)
-    case = Case(
-        platform=platform,
-        dtype=jnp.dtype(dtype).name,
-        num_kv_heads=model.num_kv_heads,
-        num_groups=model.num_groups,
-        head_dim=model.head_dim,
-        capability=capability,
-    )
-    return Attention(resolve("causal", wanted, case, "config.attention"), mesh)
-
-
 def causal_attention(
-    attention: Attention,
+    compute: Compute,
     shape: tuple[int, ...],
     segment_ids: Any,
-    dtype: Any,
     unfolded: Unfolded | None = None,
 ) -> Attend:
-    """Attention for all layers of a pass; what they have in common is computed here once.
+    """Attention for all layers of a pass; the mask, which they share, is computed once.
 
     Args:
-        attention: the implementation.
+        compute: implementation, dtype and mesh.
         shape: ``(B, T)``.
-        segment_ids: int32 ``[B, T]``; a token sees earlier ones of its own segment only.  None
+        segment_ids: int32 ``[B, T]``; a token sees earlier tokens of its own segment only.  None
             means one segment a row.
-        dtype: of the operands of products.
         unfolded: takes the place of ``segment_ids`` where sequences of a row share a prompt.
-
-    Returns:
-        A function of rotated q ``[B, T, N, G, K]``, k and v ``[B, T, N, K]`` (float32) whose
-        float32 result is like q.
     """
+    dtype = compute.dtype
     unfold = fold = lambda x: x
     if unfolded is not None:
         shape, segment_ids = unfolded.places.shape, unfolded.segment_ids
-        unfold = _taker(attention.mesh, unfolded.places)
-        fold = _taker(attention.mesh, unfolded.back)
-    if attention.implementation == "xla":
+        unfold = _taker(compute.mesh, unfolded.places)
+        fold = _taker(compute.mesh, unfolded.back)
+    if compute.attention == "xla":
         steps = jnp.arange(shape[1])
         mask = jnp.broadcast_to(steps[:, None] >= steps, (shape[0], steps.size, steps.size))
         if segment_ids is not None:
             mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             q, k, v = (unfold(checkpoint_name(x, OPERANDS)) for x in (q, k, v))
-            return fold(attend_causally(q, k, v, mask, dtype))
+            return fold(attend_causally(q, k, v, mask, dtype)), None
 
         return attend
     kernel = split_over(
-        attention.mesh,
-        functools.partial(_KERNELS[attention.implementation], interpret=attention.interpret),
+        compute.mesh,
+        functools.partial(_KERNELS[compute.attention], interpret=compute.interpret),
         ("batch", None, "kv_heads", None, None),
         ("batch", None, "kv_heads", None),
         ("batch", None, "kv_heads", None),
         ("batch", None),
     )
 
-    def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         # Scaled before it is rounded, as in the reference.
         q = q * q.shape[-1] ** -0.5
         q, k, v = (unfold(checkpoint_name(x.astype(dtype), OPERANDS)) for x in (q, k, v))
-        return fold(kernel(q, k, v, segment_ids)).astype(jnp.float32)
+        return fold(kernel(q, k, v, segment_ids)).astype(jnp.float32), None
 
     return attend_with_kernel
 

@@ -40,32 +40,6 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """How attention is computed; static.
-
-    Attributes:
-        implementation: a name of `implementations`, never ``auto``: see `resolve`.
-        mesh: over which kernels are split by batch and heads; None on one device.  XLA splits the
-            reference itself.
-        interpret: runs a kernel's calls on a CPU, to check them: those of Pallas are interpreted,
-            cuDNN and ``ragged_paged`` are replaced by what JAX has for the same interface.
-    """
-
-    implementation: str = "xla"
-    mesh: Mesh | None = None
-    interpret: bool = False
-
-    @property
-    def one_device(self) -> bool:
-        """Whether the compiler is told nothing about places: no mesh, or one of a single device."""
-        return self.mesh is None or self.mesh.size == 1
-
-
-REFERENCE = Attention()
-"""Attention as XLA compiles it, exact in float32."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """What attention will be computed on and of.
 

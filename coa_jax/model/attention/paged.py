@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.attention.choice import Attention, split_over
-from coa_jax.model.products import project, row_sum
+from coa_jax.model.attention.choice import split_over
+from coa_jax.model.compute import Compute
 
 _MASKED = -1e30
 """Score of a key that a query may not see; finite, so that nothing becomes NaN."""
@@ -98,12 +98,11 @@ def write_pages(
 
 
 def attend_paged(
-    attention: Attention,
+    compute: Compute,
     q: jax.Array,
     pages: Pages,
     table: jax.Array,
     positions: jax.Array,
-    dtype: Any,
 ) -> jax.Array:
     """Attention of new tokens, already written, to all positions up to their own.
 
@@ -111,28 +110,27 @@ def attend_paged(
     the reference: there the products count, not the reading.
 
     Args:
-        attention: the implementation, whose layout the pool has.  A mesh splits the heads over
-            ``tensor``; pages and sequences stay whole.
+        compute: implementation, whose layout the pool has, and dtype.  A mesh splits the heads
+            over ``tensor``; pages and sequences stay whole.
         q: rotated queries ``[B, T, N, G, K]``.
         pages: the pool.
         table: int32 ``[B, C]``; behind a sequence's last page stands any page.
         positions: int32 ``[B, T]``: of a row consecutive, then padding at or beyond ``C * S``.  A
             padding token's result is finite and means nothing.
-        dtype: of the operands of products.
 
     Returns:
         float32, like q.
     """
-    name, count = attention.implementation, q.shape[1]
+    name, count = compute.attention, q.shape[1]
     if name == "pallas_gpu" and count > 1:
         keys, values = pages
 
         def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.moveaxis(keys[:, page], (0, 3), (1, 2)), jnp.moveaxis(values[:, page], 0, 1)
 
-        return walk(q, read, table, page_size(name, pages), positions, dtype)
-    kernel = functools.partial(_KERNELS[name], interpret=attention.interpret)
-    mesh = attention.mesh
+        return walk(compute, q, read, table, page_size(name, pages), positions)
+    kernel = functools.partial(_KERNELS[name], interpret=compute.interpret)
+    mesh = compute.mesh
     split = mesh is None or q.shape[2] % mesh.shape["tensor"] == 0
     heads = "kv_heads" if split else None
     queries, pool = (None, None, heads, None, None), pool_axes(name, heads)
@@ -140,62 +138,52 @@ def attend_paged(
     # A row of padding reads no more than a row that just begins.
     start = positions[:, 0]
     start = jnp.where(start < table.shape[1] * page_size(name, pages), start, 0)
-    q = (q * q.shape[-1] ** -0.5).astype(dtype)
+    q = (q * q.shape[-1] ** -0.5).astype(compute.dtype)
     return run(q, table, start + count, *pages).astype(jnp.float32)
 
 
-_GROUP = 8
-"""Sequences that `walk` takes together on CPUs: their pages stay in a processor's cache from the
-copy to the products, and no sequence is gone over further than the longest of its group."""
-
-
 def walk(
+    compute: Compute,
     q: jax.Array,
     read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     table: jax.Array,
     size: int,
     positions: jax.Array,
-    dtype: Any,
 ) -> jax.Array:
-    """`attend_paged` by plain products: over the pages of all sequences in step, as far as the
-    longest one reaches, with a running softmax.  One page of each sequence is read at a time.
+    """`attend_paged` by matmuls with a running softmax.
+
+    The loop takes the pages of all sequences in step, one page of each sequence at a time, as far
+    as the longest sequence reaches.
 
     Args:
+        compute: dtype and backend.
         q: rotated queries ``[B, T, N, G, K]``.
         read: int32 ``[B]``, a page of each sequence -> keys ``[B, N, K, S]``, values
             ``[B, N, S, K]``.
         table: int32 ``[B, C]``.
         size: S.
         positions: int32 ``[B, T]``.
-        dtype: of the operands of products.
 
     Returns:
         float32, like q.
     """
 
-    def whole(q: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
-        return _walk(q, read, table, size, positions, dtype)
+    def attend(q: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+        return _walk(compute, q, read, table, size, positions)
 
-    def in_groups(*rows: jax.Array) -> jax.Array:
-        groups = [x.reshape(-1, _GROUP, *x.shape[1:]) for x in rows]
-        return jax.lax.map(lambda group: whole(*group), groups).reshape(q.shape)
-
-    if len(q) <= _GROUP or len(q) % _GROUP:
-        return whole(q, table, positions)
-    result: jax.Array = jax.lax.platform_dependent(
-        q, table, positions, cpu=in_groups, default=whole
-    )
+    result: jax.Array = compute.ops.over_rows(attend, q, table, positions)
     return result
 
 
 def _walk(
+    compute: Compute,
     q: jax.Array,
     read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     table: jax.Array,
     size: int,
     positions: jax.Array,
-    dtype: Any,
 ) -> jax.Array:
+    ops, dtype = compute.ops, compute.dtype
     b, t, n, g, width = q.shape
     # The queries of a group are rows of one product with their head's keys.
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
@@ -209,12 +197,12 @@ def _walk(
         largest, total, attended = carry
         k, v = read(table[:, index])
         visible = index * size + jnp.arange(size) <= ends
-        scores = jnp.where(visible, project("bnqk,bnks->bnqs", q, k, dtype), _MASKED)
+        scores = jnp.where(visible, ops.einsum("bnqk,bnks->bnqs", q, k, dtype), _MASKED)
         larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - larger)
         keep = jnp.exp(largest - larger)
-        total = total * keep + row_sum(weights)[..., None]
-        new = project("bnqs,bnsk->bnqk", weights, v, dtype)
+        total = total * keep + ops.row_sum(weights)[..., None]
+        new = ops.einsum("bnqs,bnsk->bnqk", weights, v, dtype)
         return larger, total, attended * keep + new
 
     empty = jnp.zeros((b, n, g * t, 1), jnp.float32)

@@ -1,13 +1,14 @@
-"""Products of a layer on a mesh, whose sums over devices leave each device its part.
+"""Matmuls of a layer on a mesh, by sharding constraints or with collectives that are written out.
 
-Between two products each device has its part of the rows' tokens and of the weights.  A product
-that widens (queries, keys and values; gate and up) needs the tokens of a tensor group and gives
-each of its devices a part of the outputs; one that narrows (out, down) gives partial sums of all
+Between two matmuls each device has its part of the rows' tokens and of the kernels.  A matmul that
+widens (queries, keys and values; gate and up) needs the tokens of a tensor group and gives each of
+its devices a part of the outputs.  A matmul that narrows (out, down) gives partial sums of all
 tokens, of which each device wants those of its own tokens.  Gradients take the same way back, and
-those of weights are sums over all rows, of which each device wants its part of the weight.  Told
-no more than where arrays lie, XLA adds up everything on every device and throws most of it away, or
-adds one part after another to a sum that is larger than what it is made of.  So the movements are
-written out here, those over ``tensor`` as in "Reducing Activation Recomputation in Large
+gradients of kernels are sums over all rows, of which each device wants its part.
+
+`compiler` states where arrays lie and leaves the collectives to XLA.  `manual` writes the
+collectives out, because XLA for TPUs adds up everything on every device and discards most of it, or
+lets the next matmul wait: those over ``tensor`` as in "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv 2205.05198, section 4.2.2), those over ``fsdp`` as in "ZeRO" (arXiv
 1910.02054, stage 3).
 
@@ -26,57 +27,40 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from coa_jax.model.products import Weight, multiply, product
-from coa_jax.parallel.mesh import constrain, gather, sharding_for
+from coa_jax.model.compute import Compute
+from coa_jax.model.ops import product
+from coa_jax.parallel.mesh import gather, sharding_for
 
 STREAM = ("batch", "length", None)
-"""Logical axes of the residual stream.  Without them the compiler would split it as the weights
-are, along D, and add up partial logits of all devices."""
+"""Logical axes of the residual stream.  XLA would otherwise split it along D, as the kernels are,
+and add up partial logits of all devices."""
 
 Axes = tuple[str | None, ...]
 
 
-def widen(x: jax.Array, w: Weight, dtype: Any, mesh: Mesh | None, axes: Axes) -> jax.Array:
-    """``x [B, T, D]`` times ``w [D, ...]``, float32 ``[B, T, ...]``.
+def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute) -> jax.Array:
+    """``x [B, T, *I]`` times a kernel of a training mesh, float32 ``[B, T, *O]``.
 
     Args:
-        x: split as `STREAM`.
-        w: weight, split as ``axes`` say.
-        dtype: of the operands.
-        mesh: None where nothing is split.
-        axes: logical axes of the weight; its outputs are split as it is.
+        x: split as `STREAM` where I is D, else as the kernel's input axes.
+        w: ``[*I, *O]``, split as ``axes`` say; I or O is D.
+        axes: logical names of the kernel's axes.
+        inputs: number of axes of I.
+        compute: mesh, strategy and dtype.
     """
-    if mesh is None:
-        return multiply(x, w, dtype)
-    assert isinstance(w, jax.Array)
-    if split := _split(mesh, axes, w, x, dtype):
-        return _widen(split, x, w)
-    w = gather(w.astype(dtype), mesh, axes, ("embed",))
-    whole = gather(x, mesh, STREAM, ("length",))
-    return constrain(multiply(whole, w, dtype), mesh, "batch", None, *axes[1:])
-
-
-def narrow(x: jax.Array, w: Weight, dtype: Any, mesh: Mesh | None, axes: Axes) -> jax.Array:
-    """``x [B, T, ...]`` times ``w [..., D]``, float32 ``[B, T, D]``, split as `STREAM`.
-
-    Args:
-        x: split as the weight along the axes that both have.
-        w: weight, split as ``axes`` say.
-        dtype: of the operands.
-        mesh: None where nothing is split.
-        axes: logical axes of the weight.
-    """
-    contracted = len(axes) - 1
-    flat = x.reshape(*x.shape[:2], -1)
-    if mesh is None:
-        return multiply(flat, w, dtype, contracted)
-    assert isinstance(w, jax.Array)
-    # Of the contracted axes the first one is split, and so is what they are together.
-    if split := _split(mesh, axes, w, x, dtype):
-        split = dataclasses.replace(split, weight=_flat(split.weight, contracted))
-        return _narrow(split, flat, w.reshape(-1, w.shape[-1]))
-    w = gather(w.astype(dtype), mesh, axes, ("embed",))
-    return constrain(multiply(flat, w, dtype, contracted), mesh, *STREAM)
+    assert compute.mesh is not None
+    if compute.collectives == "manual" and (split := _split(axes, w, x, compute)):
+        if axes[0] == "embed":
+            return _widen(split, x, w)
+        split = dataclasses.replace(split, weight=(split.weight[0], *split.weight[inputs:]))
+        return _narrow(split, x.reshape(*x.shape[:2], -1), w.reshape(-1, *w.shape[inputs:]))
+    w = gather(w.astype(compute.dtype), compute.mesh, axes, ("embed",))
+    if axes[0] != "embed":
+        return compute.constrain(compute.ops.linear(x, w, inputs, compute), *STREAM)
+    x = gather(x, compute.mesh, STREAM, ("length",))
+    y = compute.ops.linear(x, w, inputs, compute)
+    split_axes = (axis if axis in ("kv_heads", "mlp") else None for axis in axes[inputs:])
+    return compute.constrain(y, "batch", None, *split_axes)
 
 
 # --- how things are split ------------------------------------------------------------------
@@ -185,22 +169,20 @@ class _Split:
         return jnp.concatenate([one_way(halves[0], 1), one_way(halves[1], -1)], axis=-1)
 
 
-def _split(mesh: Mesh, axes: Axes, w: jax.Array, x: jax.Array, dtype: Any) -> _Split | None:
+def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split | None:
     """None where sizes do not divide so that every device has its part of all that is split."""
+    mesh = compute.mesh
+    assert mesh is not None
     rows = tuple(axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1)
     spec = tuple(sharding_for(mesh, axes, shape=w.shape).spec)
     wanted = tuple(sharding_for(mesh, axes).spec)
     whole = x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0
     if not whole or spec != wanted or x.shape[1] % mesh.shape["tensor"]:
         return None
-    return _Split(mesh, jnp.dtype(dtype).name, rows, spec)
+    return _Split(mesh, compute.dtype, rows, spec)
 
 
-def _flat(axes: tuple[str | None, ...], contracted: int) -> tuple[str | None, ...]:
-    return (axes[0], *axes[contracted:])
-
-
-# --- products and their gradients ----------------------------------------------------------
+# --- matmuls and their gradients ----------------------------------------------------------
 #
 # What was gathered is kept beside the result: `model.remat` gathers it again but once.
 

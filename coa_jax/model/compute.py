@@ -1,0 +1,131 @@
+"""How a model is computed: one static value in place of many arguments.
+
+A `Compute` is hashable, so compiled functions take it as a static argument.  What a model *is*
+stands in `ModelConfig`; parameters and tree definitions carry nothing of either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from coa_jax.bounds import OneOf, check
+from coa_jax.model.attention.choice import Case, platform_of, resolve
+from coa_jax.model.config import ModelConfig
+from coa_jax.parallel.mesh import sharding_for
+
+Collectives = Literal["none", "compiler", "manual"]
+
+BACKEND_VARIABLE = "COA_JAX_OPS"
+"""Environment variable that overrides the platform's choice among `BACKENDS`."""
+
+BACKENDS = {"reference": "coa_jax.model.ops", "cpu": "coa_jax.model.ops_cpu"}
+"""Name of a backend -> the module with its operations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """The static choices of a forward or backward pass.
+
+    Attributes:
+        dtype: dtype of matmul operands; matmuls accumulate in float32.
+        remat: name of a rematerialisation policy, see `model.remat`.
+        attention: name of an attention implementation, never ``auto``: see
+            `attention.choice.resolve`.
+        backend: key of `BACKENDS`, see `backend_for`.
+        mesh: devices over which arrays are split; None for a single device.
+        collectives: how the matmuls of a layer are split over a training mesh: ``compiler`` states
+            shardings and lets XLA place the collectives; ``manual`` writes the collectives out, see
+            `model.collectives`; ``none`` states nothing, as decoding does.
+        outputs_first: whether kernels have their output axes first, see
+            `params.DecodeParams.outputs_first`.
+        interpret: runs attention kernels on a CPU to test them: Pallas kernels in interpret mode,
+            cuDNN and ``ragged_paged`` as the references that JAX has for the same interface.
+    """
+
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "xla"
+    backend: str = "reference"
+    mesh: Mesh | None = None
+    collectives: Collectives = "compiler"
+    outputs_first: bool = False
+    interpret: bool = False
+
+    @property
+    def ops(self) -> Any:
+        """The module with this backend's operations; its functions are those of `model.ops`."""
+        return importlib.import_module(BACKENDS[self.backend])
+
+    @property
+    def one_device(self) -> bool:
+        """Whether there is nothing to split: no mesh, or a mesh of a single device."""
+        return self.mesh is None or self.mesh.size == 1
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """States how a value of a training step is split, by the logical names of its axes."""
+        if self.mesh is None or self.collectives == "none":
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding_for(self.mesh, axes, shape=x.shape))
+
+
+REFERENCE = Compute()
+"""Float32 on one device with the operations of `model.ops`."""
+
+
+def backend_for(platform: str) -> str:
+    """The backend for a platform such as ``cpu``, ``cuda`` or ``tpu``.
+
+    Raises:
+        UserError: the environment variable `BACKEND_VARIABLE` names no backend.
+    """
+    if wanted := os.environ.get(BACKEND_VARIABLE):
+        return check(wanted, Annotated[str, OneOf(*BACKENDS)], BACKEND_VARIABLE)
+    return platform if platform in BACKENDS else "reference"
+
+
+def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
+    """A `Compute` for this process's first device; ``choices`` are further fields."""
+    platform, _ = platform_of(jax.local_devices()[0])
+    return Compute(jnp.dtype(dtype).name, backend=backend_for(platform), **choices)
+
+
+def training_compute(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    remat: str = "none",
+    attention: str = "auto",
+    mesh: Mesh | None = None,
+    collectives: Collectives = "compiler",
+) -> Compute:
+    """Resolves the settings of a training run for the devices that it runs on.
+
+    Args:
+        model: the architecture.
+        dtype, remat, mesh, collectives: as in `Compute`.
+        attention: ``auto`` or the name of an implementation of causal attention.
+
+    Raises:
+        UserError: the implementation is unknown or cannot run on these devices.
+    """
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    platform, capability = platform_of(device)
+    case = Case(
+        platform=platform,
+        dtype=jnp.dtype(dtype).name,
+        num_kv_heads=model.num_kv_heads,
+        num_groups=model.num_groups,
+        head_dim=model.head_dim,
+        capability=capability,
+    )
+    implementation = resolve("causal", attention, case, "config.attention")
+    return Compute(
+        jnp.dtype(dtype).name, remat, implementation, backend_for(platform), mesh, collectives
+    )

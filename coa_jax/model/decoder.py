@@ -1,0 +1,276 @@
+"""The policy: a decoder of the Llama family as Flax NNX modules.
+
+Modules are merged with their parameters inside compiled functions (`params.bind`), so plain
+`jax.jit`, `jax.grad`, `jax.lax.scan` and `jax.checkpoint` apply to them.  How to compute is an
+argument, see `Compute`.
+
+Shape letters: B batch, T new tokens, D hidden, N key/value heads, G query heads per key/value head,
+K head width, F MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from coa_jax.model.attention.causal import Attend, Unfolded, causal_attention
+from coa_jax.model.cache import Cache, LayerPages
+from coa_jax.model.collectives import STREAM
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.linear import STDDEV, Linear, Lora
+from coa_jax.model.remat import MIDDLE, MLP_PRODUCT, rematerialize
+from coa_jax.model.rope import apply_rope, rope_tables
+
+
+class Embed(nnx.Module):
+    """Token embeddings ``[V, D]``, which a model with tied weights also has as its head."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.hidden_size)
+        values = jax.random.normal(rngs.params(), shape) * STDDEV
+        self.embedding = nnx.Param(values, axes=("vocab", "embed"))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 ``[...]`` -> float32 ``[..., D]``."""
+        return self.embedding[...][tokens].astype(jnp.float32)
+
+    def attend(self, x: jax.Array, compute: Compute) -> jax.Array:
+        """``[..., D]`` -> logits, float32 ``[..., V]``."""
+        return compute.ops.attend(x, self.embedding[...], compute)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last axis, in float32."""
+
+    def __init__(self, size: int, axis: str, eps: float):
+        self.scale = nnx.Param(jnp.ones(size), axes=(axis,))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
+        """``[..., size]`` -> float32, the same shape."""
+        return compute.ops.rms_norm(x, self.scale[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention.
+
+    The G queries of a key/value head, its key and its value are one kernel ``[D, N, G + 2, K]``:
+    one matmul computes them, and tensor parallelism splits N without parting a query from the keys
+    that it reads.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = config
+        d, n, g, k = c.hidden_size, c.num_kv_heads, c.num_groups, c.head_dim
+        self.qkv = Linear(
+            (d,),
+            (n, g + 2, k),
+            ("embed", "kv_heads", "qkv", "head"),
+            rngs=rngs,
+            use_bias=c.qkv_bias,
+        )
+        heads = ("kv_heads", "groups", "head")
+        self.out = Linear((n, g, k), (d,), (*heads, "embed"), rngs=rngs, stddev=_residual(c))
+        self.q_norm = RMSNorm(k, "head", c.rms_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(k, "head", c.rms_eps) if c.qk_norm else None
+        one = ("embed", "kv_heads", "qkv", "head")
+        self.q_lora = _lora("q", (d,), (n, g, k), ("embed", *heads), c, rngs)
+        self.k_lora = _lora("k", (d,), (n, 1, k), one, c, rngs)
+        self.v_lora = _lora("v", (d,), (n, 1, k), one, c, rngs)
+        self.o_lora = _lora("o", (n, g, k), (d,), (*heads, "embed"), c, rngs)
+        self.groups = g
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        compute: Compute,
+        attend: Attend,
+    ) -> tuple[jax.Array, LayerPages | None]:
+        """``x [B, T, D]`` in the compute dtype -> float32 ``[B, T, D]``, and the layer's pages."""
+        with jax.named_scope("qkv"):
+            qkv = self.qkv(x, compute)
+            q, k, v = jnp.split(qkv, (self.groups, self.groups + 1), axis=3)
+            q = _adapted(q, self.q_lora, x, compute)
+            k = _adapted(k, self.k_lora, x, compute)
+            v = _adapted(v, self.v_lora, x, compute)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, compute), self.k_norm(k, compute)
+        with jax.named_scope("rope"):
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        attended, pages = attend(q, k[:, :, :, 0], v[:, :, :, 0])
+        attended = attended.astype(compute.dtype)
+        # Stated before the matmul, because the gradient is split as its operand is.
+        attended = compute.constrain(attended, "batch", None, "kv_heads", None, None)
+        with jax.named_scope("out"):
+            y = self.out(attended, compute)
+            return _adapted(y, self.o_lora, attended, compute), pages
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202): ``(silu(x W_gate) * (x W_up)) W_down``.
+
+    Gate and up are one kernel ``[D, 2, F]``.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c, d, f = config, config.hidden_size, config.intermediate_size
+        self.gate_up = Linear((d,), (2, f), ("embed", "gate", "mlp"), rngs=rngs)
+        self.down = Linear((f,), (d,), ("mlp", "embed"), rngs=rngs, stddev=_residual(c))
+        self.gate_lora = _lora("gate", (d,), (1, f), ("embed", "gate", "mlp"), c, rngs)
+        self.up_lora = _lora("up", (d,), (1, f), ("embed", "gate", "mlp"), c, rngs)
+        self.down_lora = _lora("down", (f,), (d,), ("mlp", "embed"), c, rngs)
+
+    def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
+        """``x [B, T, D]`` in the compute dtype -> float32 ``[B, T, D]``."""
+        gate_up = self.gate_up(x, compute)
+        if self.gate_lora is not None or self.up_lora is not None:
+            gate, up = jnp.split(gate_up, 2, axis=-2)
+            gate = _adapted(gate, self.gate_lora, x, compute)
+            up = _adapted(up, self.up_lora, x, compute)
+            gate_up = jnp.concatenate((gate, up), axis=-2)
+        gate_up = compute.constrain(gate_up, "batch", None, None, "mlp")
+        h = checkpoint_name(compute.ops.swiglu(gate_up), MLP_PRODUCT).astype(compute.dtype)
+        h = compute.constrain(h, "batch", None, "mlp")
+        return _adapted(self.down(h, compute), self.down_lora, h, compute)
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each added to the residual stream after a normalisation of its input."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], compute: Compute, attend: Attend
+    ) -> tuple[jax.Array, LayerPages | None]:
+        """The residual stream, float32 ``[B, T, D]``, after this layer; and its pages."""
+        with jax.named_scope("norm"):
+            # Rounded before it is sent to the devices that share the row's matmuls.
+            h = self.attn_norm(x, compute).astype(compute.dtype)
+        y, pages = self.attn(h, rope, compute, attend)
+        x = checkpoint_name(x + y, MIDDLE)
+        with jax.named_scope("norm"):
+            h = self.mlp_norm(x, compute).astype(compute.dtype)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(h, compute), pages
+
+
+class Decoder(nnx.Module):
+    """Embeddings, layers, the final normalisation and the head.
+
+    Args:
+        config: the architecture.
+        rngs: for the initial parameters.
+        stacked: whether the module holds its layers, stacked along a first axis for
+            `jax.lax.scan`; without, they are an argument of the call.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stacked: bool = True):
+        self.embed = Embed(config, rngs=rngs)
+        if stacked:
+            create = nnx.vmap(lambda key: Layer(config, rngs=nnx.Rngs(key)))
+            self.layers = create(jax.random.split(rngs.params(), config.num_layers))
+            for _, value in nnx.iter_graph(self.layers):
+                if isinstance(value, nnx.Variable):
+                    value.set_metadata(axes=("layers", *value.get_metadata("axes")))
+        self.final_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
+        shape, axes = ((config.hidden_size,), (config.vocab_size,)), ("embed", "vocab")
+        self.head = None if config.tie_embeddings else Linear(*shape, axes, rngs=rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Any,
+        positions: Any,
+        compute: Compute,
+        *,
+        segment_ids: Any = None,
+        unfolded: Unfolded | None = None,
+        layers: Sequence[Layer] | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Final hidden states.
+
+        Args:
+            tokens: int32 ``[B, T]``.
+            positions: int32 ``[B, T]``; with a cache also where the new keys and values go.
+                Positions outside the cache are not written.
+            compute: how to compute.
+            segment_ids: int32 ``[B, T]``; tokens attend within their own segment only.  None means
+                one segment a row.  Without a cache.
+            unfolded: rows as attention sees them, where sequences share a prompt.  Without a cache.
+            layers: the layers one by one.  A decode step needs them so: slices of a stack would be
+                copies in its loop.  None for those of the module.
+            cache: keys and values of earlier tokens; a token at position p reads positions 0..p.
+
+        Returns:
+            float32 ``[B, T, D]``, and the new cache (None without one).
+        """
+        tokens = jnp.asarray(tokens)
+        positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
+        rope = rope_tables(self.config, positions)
+        x = compute.constrain(self.embed(tokens), *STREAM)
+        if cache is not None:
+            assert layers is not None
+            pages: list[Any] = []
+            for layer, before in zip(layers, cache.layers, strict=True):
+                attend = cache.attention(before, positions, compute)
+                x, after = layer(x, rope, compute, attend)
+                pages.append(after)
+            return self.final_norm(x, compute), cache._replace(layers=tuple(pages))
+        attend = causal_attention(compute, tokens.shape, segment_ids, unfolded)
+        if layers is not None:
+            for layer in layers:
+                x, _ = layer(x, rope, compute, attend)
+        else:
+
+            def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
+                return layer(x, rope, compute, attend)[0], None
+
+            x, _ = jax.lax.scan(rematerialize(body, compute.remat), x, self.layers)
+        return self.final_norm(x, compute), None
+
+    @jax.named_scope("head")
+    def logits(self, hidden: jax.Array, compute: Compute) -> jax.Array:
+        """Final hidden states ``[..., D]`` -> logits, float32 ``[..., V]``."""
+        if self.head is None:
+            return self.embed.attend(hidden, compute)
+        return compute.ops.linear(hidden, self.head.kernel[...], 1, compute)
+
+
+def _residual(config: ModelConfig) -> float:
+    """Initial deviation of kernels that write to the residual stream (GPT-2, section 2.3).
+
+    At first the stream is what the tokens are, not what random layers add.
+    """
+    return STDDEV * (2 * config.num_layers) ** -0.5
+
+
+def _lora(
+    name: str,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    axes: tuple[str, ...],
+    config: ModelConfig,
+    rngs: nnx.Rngs,
+) -> Lora | None:
+    """The adapter of a projection, if the configuration asks for one."""
+    lora = config.lora
+    if not lora.rank or name not in lora.projections:
+        return None
+    return Lora(inputs, outputs, axes, lora, rngs=rngs)
+
+
+def _adapted(y: jax.Array, lora: Lora | None, x: jax.Array, compute: Compute) -> jax.Array:
+    """A projection's result with that of its adapter added."""
+    return y if lora is None else y + lora(x, compute)

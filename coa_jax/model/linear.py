@@ -1,0 +1,85 @@
+"""Projections: a kernel, perhaps a bias, and the matmul on one device or on a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from coa_jax.model import collectives
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import LoraConfig
+
+STDDEV = 0.02
+"""Standard deviation of initial embeddings and kernels."""
+
+
+class Linear(nnx.Module):
+    """``x W + b``, where inputs and outputs may have several axes each.
+
+    Attributes:
+        kernel: ``[*inputs, *outputs]``.
+        bias: ``[*outputs]``, or None.
+        axes: logical names of the kernel's axes.
+        inputs: number of input axes.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        rngs: nnx.Rngs,
+        stddev: float = STDDEV,
+        use_bias: bool = False,
+    ):
+        values = jax.random.normal(rngs.params(), (*inputs, *outputs)) * stddev
+        self.kernel = nnx.Param(values, axes=axes)
+        bias_axes = axes[len(inputs) :]
+        self.bias = nnx.Param(jnp.zeros(outputs), axes=bias_axes) if use_bias else None
+        self.axes, self.inputs = axes, len(inputs)
+
+    def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
+        """``x [..., *inputs]`` -> float32 ``[..., *outputs]``."""
+        kernel = self.kernel[...]
+        if compute.mesh is None or compute.collectives == "none":
+            y = compute.ops.linear(x, kernel, self.inputs, compute)
+        else:
+            y = collectives.linear(x, kernel, self.axes, self.inputs, compute)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Lora(nnx.Module):
+    """A low-rank adapter, ``alpha / rank * (x A) B`` (arXiv 2106.09685 eq 3).
+
+    A is random with the variance of PEFT, 1 / (3 inputs), and B is zero, so training begins at the
+    model itself.
+
+    Attributes:
+        a: ``[*inputs, rank]``.
+        b: ``[rank, *outputs]``.
+        scale: ``alpha / rank``.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[str, ...],
+        config: LoraConfig,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        count, size = len(inputs), 1
+        for length in inputs:
+            size *= length
+        a = jax.random.normal(rngs.params(), (*inputs, config.rank)) * (3 * size) ** -0.5
+        self.a = nnx.LoRAParam(a, axes=(*axes[:count], "rank"))
+        self.b = nnx.LoRAParam(jnp.zeros((config.rank, *outputs)), axes=("rank", *axes[count:]))
+        self.inputs, self.scale = count, config.alpha / config.rank
+
+    def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
+        """``x [..., *inputs]`` -> float32 ``[..., *outputs]``."""
+        low = compute.ops.linear(x, self.a[...], self.inputs, compute)
+        return compute.ops.linear(low, self.b[...] * self.scale, 1, compute)

@@ -1,0 +1,144 @@
+"""The operations of the decoder in plain JAX, as a textbook has them.
+
+Each backend is a module with these functions; `Compute.ops` is the one in use.  Matmuls take their
+operands in the compute dtype and accumulate in float32; everything else is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.compute import Compute
+
+# --- matmuls -------------------------------------------------------------------------------
+
+
+def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """``einsum(spec, x, w)`` with operands in ``dtype`` and a float32 result.
+
+    Float32 matmuls are exact on every platform: the default precision of TPUs, and of GPUs with
+    TF32, would round the operands.  The backward matmuls take operands in ``dtype`` too; plain
+    differentiation would multiply float32 cotangents with bfloat16 operands at float32 speed.
+    """
+    return _einsum(spec, x.astype(dtype), w.astype(dtype))
+
+
+def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """``einsum(spec, x, w)`` in the operands' dtype, accumulated and returned in float32."""
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, w, precision=exact, preferred_element_type=jnp.float32)
+
+
+_einsum = jax.custom_vjp(product, nondiff_argnums=(0,))
+
+
+def _einsum_fwd(
+    spec: str, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # `product`, because the policies of `model.remat` do not look into a function with a VJP.
+    return product(spec, x, w), (x, w)
+
+
+def _einsum_bwd(
+    spec: str, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = operands
+    inputs, out = spec.split("->")
+    a, b = inputs.split(",")
+    g = g.astype(x.dtype)
+    dx = product(f"{out},{b}->{a}", g, w)
+    dw = product(f"{a},{out}->{b}", x, g)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_einsum.defvjp(_einsum_fwd, _einsum_bwd)
+
+
+def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
+    """``x`` times the kernel ``w``.
+
+    Args:
+        x: ``[..., *I]``.
+        w: ``[*I, *O]``; with ``compute.outputs_first`` ``[*O, *I]``.
+        inputs: number of axes of I.
+        compute: dtype of the operands.
+
+    Returns:
+        float32 ``[..., *O]``.
+    """
+    x = x.reshape(*x.shape[: x.ndim - inputs], -1)
+    kept = "abcdef"[: x.ndim - 1]
+    if compute.outputs_first:
+        w = w.reshape(*w.shape[: w.ndim - inputs], -1)
+        out = "uvwxyz"[: w.ndim - 1]
+        return einsum(f"{kept}k,{out}k->{kept}{out}", x, w, compute.dtype)
+    # One contracted axis: with several, XLA may transpose the kernel before each matmul.
+    w = w.reshape(-1, *w.shape[inputs:])
+    out = "uvwxyz"[: w.ndim - 1]
+    return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
+
+
+def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
+    """Logits, float32 ``[..., V]``, of ``x [..., D]`` under an embedding ``table [V, D]``."""
+    return einsum("...d,vd->...v", x, table, compute.dtype)
+
+
+# --- the rest of a layer -------------------------------------------------------------------
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467 eq 4), float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """``silu(gate) * up`` (arXiv 2002.05202 eq 6) of ``[..., 2, F]``, float32 ``[..., F]``."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+# --- reductions over the vocabulary and over keys ------------------------------------------
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last axis, float32."""
+    return jnp.sum(x, axis=-1, dtype=jnp.float32)
+
+
+def materialize(x: jax.Array) -> jax.Array:
+    """x.  A backend whose compiler fuses too much may keep x in a buffer of its own here."""
+    return x
+
+
+def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The first index at which the cumulative sum of ``weights`` exceeds ``uniform`` of the total.
+
+    Args:
+        weights: float32 ``[B, V]``, not negative.
+        uniform: float32 ``[B]`` in [0, 1).
+
+    Returns:
+        int32 ``[B]``; always an index with weight, unless no index of the row has any.
+    """
+    sums = jnp.cumsum(weights, axis=-1)
+    return first_passed(sums, uniform * sums[:, -1], weights > 0)
+
+
+def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
+    """The first of ``sums [B, N]`` above ``target [B]``; if there is none, the last with weight.
+
+    Rounding may let a cumulative sum change where nothing is added, so indices without weight are
+    passed over.
+    """
+    passed = has_weight & (sums > target[:, None])
+    last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
+    return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
+
+
+def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
+    """``function(*rows)``, whose arguments and result have one row for each sequence."""
+    return function(*rows)

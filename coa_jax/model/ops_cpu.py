@@ -1,0 +1,250 @@
+"""The operations of `model.ops` in the forms that XLA's CPU backend needs.
+
+There are two reasons.  Results: XLA shares a reduction or a matmul out over the cores in ways that
+depend on the number of rows, so the last bits of a sequence would depend on how many sequences are
+decoded beside it.  Speed: each function says what the compiler does badly.  Figures are in
+docs/findings.md.  Nothing here runs on other platforms.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.compute import Compute
+from coa_jax.model.ops import attend as plain_attend
+from coa_jax.model.ops import einsum, first_passed, product
+
+__all__ = [
+    "attend",
+    "einsum",
+    "first_passed",
+    "inverse_cdf",
+    "linear",
+    "materialize",
+    "over_rows",
+    "product",
+    "rms_norm",
+    "row_sum",
+    "swiglu",
+]
+
+# --- matmuls -------------------------------------------------------------------------------
+
+_PARTS = 4
+"""Parts of the contracted axis into which the matmul of a single row falls."""
+
+_TOKEN_ROWS, _BLOCK_ROWS = 16, 64
+"""Rows of one matmul with an outputs-first kernel: where each row is the one new token of a
+sequence, and where a sequence has several."""
+
+
+def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
+    """See `ops.linear`."""
+    batch = x.shape[: x.ndim - inputs]
+    x = x.reshape(*batch, -1)
+    if compute.outputs_first:
+        outputs = w.shape[: w.ndim - inputs]
+        y = _outputs_first(x, w.reshape(math.prod(outputs), -1), compute.dtype)
+        return y.reshape(*batch, *outputs)
+    outputs = w.shape[inputs:]
+    if not compute.one_device:
+        w = w.reshape(-1, *outputs)
+        kept, out = "abcdef"[: x.ndim - 1], "uvwxyz"[: len(outputs)]
+        return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
+    # As matrices: of a matmul over two axes, as the gradient of a kernel would be, XLA copies the
+    # operands first.
+    rows, w = x.reshape(-1, x.shape[-1]), w.reshape(x.shape[-1], -1)
+    matmul = _in_parts if len(rows) == 1 and not x.shape[-1] % _PARTS else _whole
+    return matmul(rows, w, compute.dtype).reshape(*batch, *outputs)
+
+
+def _whole(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return einsum("ak,ku->au", rows, w, dtype)
+
+
+def _in_parts(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """The matmul of a single row, as a batch of matmuls of its parts.
+
+    Such a matmul takes as long as reading the kernel.  XLA shares a batch of matmuls out over the
+    cores, but not a single one of a vector with few columns.
+    """
+    blocks = w.reshape(_PARTS, w.shape[0] // _PARTS, -1)
+    parts = einsum("pak,pku->pau", rows.reshape(_PARTS, 1, -1), blocks, dtype)
+    # XLA fuses sums of two with what follows; a reduction would be a pass of its own.
+    return functools.reduce(jnp.add, tuple(parts))
+
+
+def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """``x [..., K]`` times ``w [N, K]``.
+
+    Matmuls of ``[N, K]`` with few columns are half as long again as fast as those of few rows with
+    ``[K, N]``: XLA rearranges its first operand, and here the small one is rearranged.  The bits of
+    a matmul depend on its shape, so all of them have one shape, however many rows there are.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) == 1:  # the only slot of an engine
+        return einsum("bk,nk->bn", rows, w, dtype).reshape(*x.shape[:-1], -1)
+    size = _BLOCK_ROWS if x.ndim > 2 and x.shape[-2] > 1 else _TOKEN_ROWS
+    # Without the barriers XLA would swap the operands in place of transposing them.
+    barrier = jax.lax.optimization_barrier
+    padded = jnp.pad(rows, ((0, -len(rows) % size), (0, 0)))
+    parts = [
+        barrier(einsum("nk,kb->nb", w, barrier(padded[at : at + size].T), dtype)).T
+        for at in range(0, len(padded), size)
+    ]
+    return jnp.concatenate(parts)[: len(rows)].reshape(*x.shape[:-1], -1)
+
+
+def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
+    """See `ops.attend`; an embedding table has its outputs first."""
+    if compute.outputs_first:
+        return _outputs_first(x, table, compute.dtype)
+    return plain_attend(x, table, compute)
+
+
+# --- sums ----------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def row_sum(x: jax.Array) -> jax.Array:
+    """See `ops.row_sum`; the order of the terms does not depend on the number of rows.
+
+    The order of XLA's reductions does; that of a matmul with a few columns of ones does not.
+    """
+    # Eight equal columns: a single one would be a matrix-vector product, which has other orders.
+    ones = jnp.ones((x.shape[-1], 8), jnp.float32)
+    return einsum("...d,dk->...k", x, ones, jnp.float32)[..., 0]
+
+
+def _row_sum_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return row_sum(x), x
+
+
+def _row_sum_bwd(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (jnp.broadcast_to(g[..., None], x.shape).astype(x.dtype),)
+
+
+row_sum.defvjp(_row_sum_fwd, _row_sum_bwd)
+
+
+def _column_sum(x: jax.Array) -> jax.Array:
+    """Sum of ``[..., D]`` over all axes but the last, float32 ``[D]``.
+
+    A reduction that XLA fuses with what it adds up takes twenty times as long as this matmul.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    return einsum("kt,td->kd", jnp.ones((8, len(flat)), jnp.float32), flat, jnp.float32)[0]
+
+
+def materialize(x: jax.Array) -> jax.Array:
+    """x in a buffer of its own.
+
+    XLA recomputes elementwise operations in every fusion that consumes them, and is slow where it
+    fuses them with a reduction.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
+# --- normalisation and activation ----------------------------------------------------------
+#
+# The gradients are written out: XLA fuses the sums of plain differentiation with their terms, and
+# pads and adds the two halves of a split array.
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """See `ops.rms_norm`."""
+    return _rms_norm(eps, x.astype(jnp.float32), scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * _inverse_rms(eps, x) * scale
+
+
+def _inverse_rms(eps: float, x: jax.Array) -> jax.Array:
+    return jax.lax.rsqrt(row_sum(x * x)[..., None] / x.shape[-1] + eps)
+
+
+def _rms_norm_fwd(
+    eps: float, x: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rms_norm(eps, x, scale), (x, scale)
+
+
+def _rms_norm_bwd(
+    eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, scale = saved
+    inverse = _inverse_rms(eps, x)
+    x, scaled = x * inverse, g * scale
+    dx = inverse * (scaled - x * (row_sum(scaled * x)[..., None] / x.shape[-1]))
+    return dx, _column_sum(g * x).astype(scale.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+@jax.custom_vjp
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """See `ops.swiglu`."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return swiglu(gate_up), gate_up
+
+
+def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    # One formula for both halves, because stacking two results takes three times as long.
+    share = jax.nn.sigmoid(gate_up[..., :1, :])
+    slope = 1 + gate_up[..., :1, :] * (1 - share)
+    of_gate = jnp.arange(2)[:, None] == 0
+    other = jnp.flip(gate_up, axis=-2)
+    return (g[..., None, :] * share * other * jnp.where(of_gate, slope, 1.0),)
+
+
+swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+
+
+# --- decoding ------------------------------------------------------------------------------
+
+_BLOCK = 128
+"""Weights of one block of `inverse_cdf`."""
+
+_GROUP = 8
+"""Sequences that attention takes together: their pages stay in a processor's cache from the copy to
+the matmuls, and no sequence is gone over further than the longest of its group."""
+
+
+def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """See `ops.inverse_cdf`; sums of blocks find the block, sums within it find the index.
+
+    A cumulative sum over the whole vocabulary is slow, and its bits depend on the number of rows.
+    """
+    rows, vocab = weights.shape
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+    blocks = row_sum(padded)
+    sums = jnp.cumsum(blocks, axis=-1)
+    target = uniform * sums[:, -1]
+    block = first_passed(sums, target, blocks > 0)
+    lane = jnp.arange(rows)
+    rest = target - jnp.where(block > 0, sums[lane, block - 1], 0.0)
+    chosen = padded[lane, block]
+    offset = first_passed(jnp.cumsum(chosen, axis=-1), rest, chosen > 0)
+    return jnp.minimum(block * _BLOCK + offset, vocab - 1)
+
+
+def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
+    """See `ops.over_rows`; sequences are taken in groups of eight, one group after another."""
+    count = len(rows[0])
+    if count <= _GROUP or count % _GROUP:
+        return function(*rows)
+    groups = [x.reshape(-1, _GROUP, *x.shape[1:]) for x in rows]
+    result: jax.Array = jax.lax.map(lambda group: function(*group), groups)
+    return result.reshape(count, *result.shape[2:])
