@@ -7,7 +7,6 @@ heads per key/value head, K head width, F MLP width, V vocabulary.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from coa_jax.model.products import (
     row_sum,
 )
 from coa_jax.model.remat import MIDDLE, MLP, Remat, rematerialize
+from coa_jax.model.rope import apply_rope, frequencies
 from coa_jax.model.split_products import STREAM, narrow, widen
 from coa_jax.model.weights import Params
 from coa_jax.parallel.mesh import constrain
@@ -100,26 +100,6 @@ def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
 
 
 swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
-
-
-def rope_frequencies(config: ModelConfig) -> jax.Array:
-    """Inverse frequencies ``[K / 2]`` in float32, with Llama-3 scaling where configured."""
-    half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    inv_freq = 1.0 / config.rope_theta**half
-    scaling = config.rope_scaling
-    if scaling is None:
-        return inv_freq
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position * inv_freq / (2 * math.pi)
-    # Fast components stay, slow ones are stretched by the factor, those between are blended.
-    blend = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the two halves of the last axis; ``cos``/``sin`` broadcast against them."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
 def _layer(
@@ -223,8 +203,9 @@ def forward(
         Final hidden states, float32 ``[B, T, D]``, and the new cache (None without one).
     """
     positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = (computed_once(f(angles))[:, :, None, None] for f in (jnp.cos, jnp.sin))
+    inv_freq, factor = frequencies(config)
+    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    cos, sin = (computed_once(factor * f(angles))[:, :, None, None] for f in (jnp.cos, jnp.sin))
     attend_to = None
     if cache is None:
         attend_to = causal_attention(attention, tokens.shape, segment_ids, dtype, unfolded)

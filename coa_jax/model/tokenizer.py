@@ -163,7 +163,7 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata("tokenizer.chat_template"),
-        model_max_length=file.config.max_position,
+        model_max_length=file.config.positions,
         **{name: tokens[i] for name, i in ids.items() if i is not None},
     )
 
