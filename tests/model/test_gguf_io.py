@@ -154,6 +154,16 @@ def test_llama3_frequencies_in_a_gguf_file_are_refused(references, tmp_path):
         load_model(tmp_path / "m.gguf")
 
 
+def test_a_gguf_file_without_a_tokenizer_is_a_model_all_the_same(references, tmp_path):
+    write_gguf(references["qwen2"], tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
+    jax.tree.map(
+        np.testing.assert_array_equal, model.params, load_model(references["qwen2"].path).params
+    )
+    with pytest.raises(UserError, match=r"m\.gguf has no tokenizer \(field tokenizer\.ggml\.model"):
+        encode_plain(model.tokenizer, "text")
+
+
 def test_one_part_of_several_is_told_from_a_damaged_file(references, tmp_path):
     write_gguf(references["llama-tied"], tmp_path / "m-00001-of-00002.gguf", parts=2)
     with pytest.raises(UserError, match=r"is one of 2 parts: join them with `llama-gguf-split"):
