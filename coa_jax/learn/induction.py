@@ -23,7 +23,7 @@ import numpy as np
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, flatten, nest
-from coa_jax.model.rope import rope_frequencies
+from coa_jax.model.rope import frequencies
 
 _FAST = 12
 """Rotary pairs that tell positions apart."""
@@ -50,7 +50,7 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
         )
     rng = np.random.default_rng(seed)
     d, n, half = config.hidden_size, config.num_kv_heads, config.head_dim // 2
-    slow = np.flatnonzero(np.asarray(rope_frequencies(config)) < _TURN)
+    slow = np.flatnonzero(np.asarray(frequencies(config)[0]) < _TURN)
     slow = np.concatenate([slow, slow + half])
     # Tokens live in the first half of the stream; the second holds the two tokens before, and in
     # its last dimension the constant.
@@ -96,7 +96,7 @@ def _previous_token_heads(
     half, (tokens, size), key = config.head_dim // 2, code.shape, config.num_groups
     # The normalised constant is sqrt(D / 5): every pair of a query and a key then has length 7.
     sharpness = 7.0 * np.sqrt(5 / config.hidden_size)
-    angles = np.asarray(rope_frequencies(config))[:_FAST]
+    angles = np.asarray(frequencies(config)[0])[:_FAST]
     qkv[0, :, head] = 0.0
     out[0, head] = 0.0
     qkv[0, -1, head, key, :_FAST] = sharpness

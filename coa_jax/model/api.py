@@ -22,7 +22,7 @@ from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
 from coa_jax.model.safetensors_io import Checkpoint
-from coa_jax.model.tokenizer import gguf_tokenizer, load_tokenizer
+from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Model:
     Attributes:
         config: its architecture.
         params: its stacked parameters.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer; a `MissingTokenizer`, which can be saved but not used, where
+            its files have none.
         card: how it was asked in training, see `model.card`; empty where nobody says so.
     """
 
@@ -48,8 +49,8 @@ def load_model(
     """Loads a Hugging Face directory (safetensors) or a GGUF file.
 
     Args:
-        path: a directory with ``config.json``, safetensors and tokenizer files; a ``.gguf``
-            file; or a directory with one such file.
+        path: a directory with ``config.json``, safetensors and, where the tokenizer is used,
+            its files; a ``.gguf`` file; or a directory with one such file.
         dtype: of the parameters, ``"float32"`` or ``"bfloat16"``.  float32 holds bfloat16,
             float16 and dequantised weights without loss.
         mesh: where to place the parameters, by the training rules of
@@ -82,7 +83,9 @@ def _open(path: Path) -> tuple[TensorSource, ModelConfig, Any]:
         config, tokenizer = source.config, gguf_tokenizer(source)
     else:
         config = read_config(path)
-        source, tokenizer = Checkpoint(path), load_tokenizer(path)
+        source, tokenizer = Checkpoint(path), find_tokenizer(path)
+    if isinstance(tokenizer, MissingTokenizer):
+        return source, config, tokenizer
     largest = max(tokenizer.get_vocab().values())
     if largest >= config.vocab_size:
         raise UserError(
@@ -146,7 +149,8 @@ def save_model(
     """Writes a directory that transformers, vLLM and :func:`load_model` read.
 
     It holds ``config.json``, ``generation_config.json``, safetensors (several with an index
-    where one would exceed ``max_shard_bytes``), the tokenizer's files and the model's card.  The
+    where one would exceed ``max_shard_bytes``), the model's card and the files of its tokenizer,
+    which also says the ids that end a generation; both only where the model has them.  The
     directory appears complete or not at all.  With several processes, all of them call this and
     the first writes.
 

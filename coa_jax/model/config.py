@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from absl import logging
 
 from coa_jax.bounds import Bounded, Items, Natural, OneOf, Positive
+from coa_jax.model.rope import Llama3Rope, YarnRope
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -38,16 +39,6 @@ class LoraConfig(Bounded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3Rope:
-    """Frequency-dependent rotary scaling of Llama 3.1 and later (``rope_type: llama3``)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
@@ -61,12 +52,13 @@ class ModelConfig:
         num_kv_heads: N, key and value heads.
         head_dim: K, width of a head; not always ``hidden_size / num_heads``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama-3 scaling, or None for plain rotary positions.
+        rope_scaling: see `model.rope`; None for plain rotary positions.
         rms_eps: added to the mean square in every RMSNorm.
         tie_embeddings: whether the output head is the transposed embedding table.
         qkv_bias: whether q, k and v projections have a bias (Qwen2).
         qk_norm: whether queries and keys are normalised per head (Qwen3).
-        max_position: positions that the weights were trained for.
+        max_position: ``max_position_embeddings``, which YaRN may leave at the positions of the
+            pretraining; see `positions`.
         lora: adapters beside the kernels; their rank is 0 where there are none.
     """
 
@@ -79,7 +71,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: Llama3Rope | YarnRope | None = None
     rms_eps: float = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = False
@@ -102,6 +94,13 @@ class ModelConfig:
         """G, query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def positions(self) -> int:
+        """Positions that the model is good for: with YaRN those of the pretraining, stretched."""
+        if isinstance(self.rope_scaling, YarnRope):
+            return round(self.rope_scaling.original_max_position * self.rope_scaling.factor)
+        return self.max_position
+
 
 @functools.cache
 def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
@@ -112,10 +111,13 @@ def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
         length: of the longest sequence.
         setting: which allows it.
     """
-    if length > model.max_position:
+    if length > model.positions:
+        yarn = isinstance(model.rope_scaling, YarnRope)
         logging.warning(
             "%s lets sequences have %d tokens, but the model was trained for %d positions "
-            "(max_position_embeddings): beyond them it may write nonsense; lower %s, or train it "
-            "for more",
-            setting, length, model.max_position, setting,
+            "(%s): beyond them it may write nonsense; lower %s, or train it for more",
+            setting, length, model.positions,
+            "original_max_position_embeddings times YaRN's factor" if yarn
+            else "max_position_embeddings",
+            setting,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from coa_jax.model.hf_table import tensors_of
 from coa_jax.model.hf_weights import export_tensors
 from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
-from coa_jax.model.tokenizer import eos_ids
+from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
 
 
 def write_model(
@@ -74,12 +74,14 @@ def write_model(
 
 
 def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: str) -> None:
-    eos, pad = eos_ids(tokenizer), tokenizer.pad_token_id
+    missing = isinstance(tokenizer, MissingTokenizer)
+    eos, pad = ([], None) if missing else (eos_ids(tokenizer), tokenizer.pad_token_id)
     hf = config_to_hf(config, dtype, eos, pad)
     generation = {"bos_token_id": None, "eos_token_id": eos or None, "pad_token_id": pad}
     for name, content in (("config.json", hf), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _write_tokenizer(directory, tokenizer)
+    if not missing:
+        _write_tokenizer(directory, tokenizer)
 
 
 def _write_tokenizer(directory: Path, tokenizer: Any) -> None:

@@ -38,6 +38,15 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 
+_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "finetuned": "finetuned",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Fields of a rotary scaling and their keys in ``rope_scaling``."""
+
 
 def gguf_file(path: str | Path) -> Path | None:
     """The GGUF file that a path means: itself, or the only one in a directory without config.
@@ -130,9 +139,10 @@ class GgufFile:
         def get(key: str, default: Any = None) -> Any:
             return self.metadata(f"{name}.{key}", default)
 
-        if "rope_freqs.weight" in self._tensors or get("rope.scaling.type", "none") != "none":
+        if "rope_freqs.weight" in self._tensors:
             raise UserError(
-                f"{self.where}: rotary scaling in GGUF is not supported: use the safetensors model"
+                f"{self.where}: tensor rope_freqs.weight (rotary scaling of Llama 3) is not "
+                "supported in GGUF: use the safetensors model"
             )
         vocab = get("vocab_size")
         if vocab is None and "model.embed_tokens.weight" in self._tensors:
@@ -146,13 +156,34 @@ class GgufFile:
             "num_attention_heads": get("attention.head_count"),
             "num_key_value_heads": get("attention.head_count_kv"),
             "head_dim": get("attention.key_length", get("rope.dimension_count")),
-            # GGUF holds float32: the shortest decimal that gives the same float32.
-            "rope_theta": float(str(np.float32(get("rope.freq_base", 10_000.0)))),
-            "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon", 1e-6)))),
+            "rope_theta": _decimal(get("rope.freq_base", 10_000.0)),
+            "rope_scaling": self._rope_scaling(f"{name}.rope.scaling."),
+            "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon", 1e-6)),
             "max_position_embeddings": get("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
         }
         return config_from_hf(hf, self.where)
+
+    def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
+        """``rope_scaling`` of a ``config.json`` from the fields that begin so."""
+        kind = self.metadata(f"{prefix}type", "none")
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind}
+        for key in self._metadata:
+            if not key.startswith(prefix) or key == f"{prefix}type":
+                continue
+            value = self.metadata(key)
+            # Readers disagree on what the attention factors do that GGUF has for YaRN.
+            if (field := _SCALING.get(key.removeprefix(prefix))) is None:
+                raise UserError(f"{self.where}: {key} is not supported: use the safetensors model")
+            scaling[field] = _decimal(value) if isinstance(value, float) else value
+        return scaling
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that gives the same float32, which is what GGUF holds."""
+    return float(str(np.float32(value)))
 
 
 def _open(path: Path) -> Any:

@@ -6,6 +6,7 @@ Only what the forward pass computes exactly is accepted: a key that would change
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 
 from coa_jax import files
 from coa_jax.errors import UserError
-from coa_jax.model.config import Architecture, Llama3Rope, ModelConfig
+from coa_jax.model.config import Architecture, ModelConfig
+from coa_jax.model.rope import Llama3Rope, YarnRope
 
 HF_CLASSES: dict[Architecture, str] = {
     "llama": "LlamaForCausalLM",
@@ -23,6 +25,9 @@ HF_CLASSES: dict[Architecture, str] = {
 }
 # What transformers assumes where a config.json is silent.
 _MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+_ORIGINAL = "original_max_position_embeddings"
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+"""Options of YaRN, of the same name in `YarnRope`."""
 _LARGEST = 2**31 - 1  # positions, ids and sizes of arrays are int32
 _MOST = {
     "num_hidden_layers": 10_000,
@@ -66,7 +71,10 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
     heads = _integer(hf, "num_attention_heads", where)
     hidden = _integer(hf, "hidden_size", where)
     head_dim = 128 if architecture == "qwen3" else hidden // heads
-    theta, scaling = _rope(hf, where)
+    max_position = _integer(
+        hf, "max_position_embeddings", where, default=_MAX_POSITION[architecture]
+    )
+    theta, scaling = _rope(hf, max_position, where)
     try:
         return ModelConfig(
             architecture=architecture,
@@ -83,9 +91,7 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
             tie_embeddings=_flag(hf, "tie_word_embeddings", where),
             qkv_bias=architecture == "qwen2",
             qk_norm=architecture == "qwen3",
-            max_position=_integer(
-                hf, "max_position_embeddings", where, default=_MAX_POSITION[architecture]
-            ),
+            max_position=max_position,
         )
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
@@ -103,15 +109,7 @@ def config_to_hf(
         pad_id: id for padding, or None.
     """
     c = config
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if c.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": c.rope_scaling.factor,
-            "low_freq_factor": c.rope_scaling.low_freq_factor,
-            "high_freq_factor": c.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": c.rope_scaling.original_max_position,
-        }
+    rope = _rope_to_hf(c.rope_scaling)
     hf = {
         "architectures": [HF_CLASSES[c.architecture]],
         "model_type": c.architecture,
@@ -201,7 +199,10 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
     return window is not None and first < _integer(hf, "num_hidden_layers", where)
 
 
-def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
+def _rope(
+    hf: Mapping[str, Any], max_position: int, where: str
+) -> tuple[float, Llama3Rope | YarnRope | None]:
+    """The base and the scaling of a file whose ``max_position_embeddings`` are known."""
     rope: Mapping[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         given = hf.get(key) or rope
@@ -216,15 +217,22 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
     bases = {**hf, **(hf.get("rope_parameters") or {}), **rope}
     theta = _number(bases, "rope_theta", where, default=10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", "llama3", "yarn"):
         shown = reprlib.repr(kind)
-        raise UserError(f"{where}: rope type {shown} is not supported: only default and llama3")
+        raise UserError(
+            f"{where}: rope type {shown} is not supported: only default, llama3 and yarn"
+        )
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial not in (1, None):
         shown = reprlib.repr(partial)
         raise UserError(f"{where}: partial_rotary_factor {shown} is not supported: only 1 is")
     if kind == "default":
         return theta, None
+    # Transformers may prefer one that stands beside the entry.
+    if hf.get(_ORIGINAL) not in (None, rope.get(_ORIGINAL)):
+        raise UserError(f"{where}: {_ORIGINAL} stands outside of rope_scaling: write it there")
+    if kind == "yarn":
+        return theta, _yarn(rope, theta, max_position, where)
     low, high = (_number(rope, f"{end}_freq_factor", where) for end in ("low", "high"))
     if low >= high:
         raise UserError(f"{where}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
@@ -232,8 +240,47 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
         factor=_number(rope, "factor", where),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position=_integer(rope, "original_max_position_embeddings", where),
+        original_max_position=_integer(rope, _ORIGINAL, where),
     )
+
+
+def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) -> YarnRope:
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL}
+    # The last one says that the weights were trained with the scaling, and changes nothing.
+    if unknown := sorted(rope.keys() - known - {*_YARN, "finetuned"}):
+        shown = reprlib.repr(unknown[0])
+        raise UserError(
+            f"{where}: {shown} of the yarn rope is not supported: only {', '.join(_YARN)}"
+        )
+    options: dict[str, Any] = {
+        key: _number(rope, key, where) for key in _YARN[:-1] if rope.get(key) is not None
+    }
+    if "truncate" in rope:  # null means false to transformers
+        options["truncate"] = _flag(rope, "truncate", where)
+    yarn = YarnRope(
+        factor=_number(rope, "factor", where),
+        # Where the file does not say, its other positions are those before the scaling.
+        original_max_position=_integer(rope, _ORIGINAL, where, default=max_position),
+        **options,
+    )
+    if yarn.beta_slow > yarn.beta_fast:
+        raise UserError(
+            f"{where}: beta_slow {yarn.beta_slow:g} is above beta_fast {yarn.beta_fast:g}"
+        )
+    if theta <= 1:
+        raise UserError(f"{where}: rope_theta {theta:g} is too small for yarn: it must exceed 1")
+    return yarn
+
+
+def _rope_to_hf(scaling: Llama3Rope | YarnRope | None) -> dict[str, Any]:
+    """The scaling as ``rope_scaling`` has it; options at their default are left out."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    kind = "yarn" if isinstance(scaling, YarnRope) else "llama3"
+    values = {f.name: getattr(scaling, f.name) for f in dataclasses.fields(scaling)}
+    original = values.pop("original_max_position")
+    options = {k: v for k, v in values.items() if v != getattr(YarnRope, k, None)}
+    return {"rope_type": kind, _ORIGINAL: original, **options}
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,36 +1,116 @@
-"""Rotary positions (arXiv 2104.09864) and the scalings with which models reach longer contexts."""
+"""Rotary position embeddings: their frequencies, with or without scaling, and the rotation."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.config import ModelConfig
+if TYPE_CHECKING:
+    from coa_jax.model.config import ModelConfig
 
 
-def rope_frequencies(config: ModelConfig) -> jax.Array:
-    """Inverse frequencies ``[K / 2]`` in float32, with Llama-3 scaling where configured."""
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Scaling of Llama 3.1 and later (``rope_type: llama3``).
+
+    Attributes:
+        factor: by which slow components are stretched.
+        low_freq_factor: a component with fewer turns over the original positions is stretched.
+        high_freq_factor: a component with more turns over them stays as it is.
+        original_max_position: positions of the pretraining.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRope:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), by which Qwen reaches 131,072 positions.
+
+    Attributes:
+        factor: by which slow components are stretched.
+        original_max_position: positions of the pretraining.
+        beta_fast: a component with more turns over the original positions stays as it is.
+        beta_slow: a component with fewer turns over them is stretched.
+        attention_factor: of cosines and sines; None for the one that follows from the others.
+        mscale, mscale_all_dim: weights of ``log(factor)`` in the numerator and the denominator of
+            the attention factor; they count together only, or not at all.
+        truncate: whether the blended components begin and end at whole indices.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
+    """Inverse frequencies, and the factor of the cosines and sines.
+
+    Returns:
+        Radians a position, float32 ``[K / 2]``, and the attention factor: 1 but with YaRN.
+    """
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     inv_freq = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
     if scaling is None:
-        return inv_freq
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position * inv_freq / (2 * math.pi)
+        return inv_freq, 1.0
     # Fast components stay, slow ones are stretched by the factor, those between are blended.
-    blend = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
+    if isinstance(scaling, Llama3Rope):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        turns = scaling.original_max_position * inv_freq / (2 * math.pi)
+        stays = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        attention_factor = 1.0
+    else:
+        first, last = _blended(scaling, config.head_dim, config.rope_theta)
+        index = jnp.arange(config.head_dim // 2, dtype=jnp.float32)
+        stays = 1.0 - jnp.clip((index - first) / ((last - first) or 0.001), 0.0, 1.0)
+        attention_factor = _attention_factor(scaling)
+    return (1 - stays) * inv_freq / scaling.factor + stays * inv_freq, attention_factor
+
+
+def _blended(scaling: YarnRope, head_dim: int, theta: float) -> tuple[float, float]:
+    """Indices of the first and the last component that are blended."""
+
+    def index(turns: float) -> float:
+        """Of the component with so many turns over the original positions; a fraction."""
+        radians = scaling.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(radians) / (2 * math.log(theta))
+
+    first, last = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    return max(first, 0), min(last, head_dim - 1)
+
+
+def _attention_factor(scaling: YarnRope) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    stretch = math.log(max(scaling.factor, 1.0))
+    if scaling.mscale is None or scaling.mscale_all_dim is None:
+        return 1 + 0.1 * stretch
+    return (1 + 0.1 * scaling.mscale * stretch) / (1 + 0.1 * scaling.mscale_all_dim * stretch)
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of positions ``[B, T]``, float32 ``[B, T, 1, 1, K / 2]`` each."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-    return jnp.cos(angles)[:, :, None, None], jnp.sin(angles)[:, :, None, None]
+    inv_freq, factor = frequencies(config)
+    angles = (positions[..., None].astype(jnp.float32) * inv_freq)[:, :, None, None]
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the two halves of the last axis; ``cos`` and ``sin`` broadcast against them."""
+    """Rotates the two halves of the last axis; ``cos``/``sin`` broadcast against them."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

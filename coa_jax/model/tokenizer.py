@@ -7,6 +7,7 @@ page could end the assistant's turn; so everything but the prompt frame goes thr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import reprlib
@@ -50,6 +51,25 @@ _SPLITS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class MissingTokenizer:
+    """Stands for the tokenizer of a model that has none; every use of it is a `UserError`.
+
+    Attributes:
+        message: of that error: where the model is, and what was looked for.
+    """
+
+    message: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, as those of `copy`
+            raise AttributeError(name)
+        raise UserError(self.message)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        raise UserError(self.message)
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """Loads the tokenizer of a model directory or of a GGUF file.
 
@@ -59,6 +79,14 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UserError: no tokenizer file, or a damaged one; the message names it.
     """
+    tokenizer = find_tokenizer(path)
+    if isinstance(tokenizer, MissingTokenizer):
+        raise UserError(tokenizer.message)
+    return tokenizer
+
+
+def find_tokenizer(path: str | Path) -> Any:
+    """As `load_tokenizer`, but gives a `MissingTokenizer` where there is no tokenizer file."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(path)
@@ -68,8 +96,9 @@ def load_tokenizer(path: str | Path) -> Any:
     if not path.is_dir():
         raise UserError(f"{path} is not a directory: give a model directory or a .gguf file")
     if not any((path / name).exists() for name in _FILES):
-        raise UserError(
-            f"{path / 'tokenizer.json'} is missing: copy the base model's tokenizer files there"
+        return MissingTokenizer(
+            f"{path} has no tokenizer ({', '.join(_FILES[:-1])} or {_FILES[-1]}): copy the base "
+            "model's tokenizer files there"
         )
     for name in _ALL_FILES:
         file = path / name
@@ -111,8 +140,13 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """The tokenizer inside a GGUF file; see :func:`load_tokenizer`."""
+    """The tokenizer inside a GGUF file; see :func:`find_tokenizer`."""
     path = Path(file.where)
+    if file.metadata("tokenizer.ggml.model") is None:
+        return MissingTokenizer(
+            f"{path} has no tokenizer (field tokenizer.ggml.model): use a file that has one, or "
+            "the safetensors model"
+        )
     pre = file.metadata("tokenizer.ggml.pre")
     if file.metadata("tokenizer.ggml.model") == "gpt2" and pre in ("smollm", *_SPLITS):
         return _checked(lambda: _byte_level_gguf(file, pre), path)
@@ -163,7 +197,7 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata("tokenizer.chat_template"),
-        model_max_length=file.config.max_position,
+        model_max_length=file.config.positions,
         **{name: tokens[i] for name, i in ids.items() if i is not None},
     )
 

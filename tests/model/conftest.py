@@ -41,6 +41,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -50,6 +51,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-rope": (
         "Llama",
         {"rope_parameters": _LLAMA3_ROPE, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "qwen2-yarn": (
+        "Qwen2",
+        {"rope_parameters": {**_YARN_ROPE, "rope_theta": 50.0}, "tie_word_embeddings": True},
+    ),
+    # As Qwen asks for it: the other positions stay those of the pretraining.
+    "qwen3-yarn": (
+        "Qwen3",
+        {
+            "rope_parameters": {**_YARN_ROPE, "rope_theta": 1000.0, "beta_fast": 8.0},
+            "max_position_embeddings": 64,
+            "head_dim": 24,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                **_YARN_ROPE,
+                "rope_theta": 10000.0,
+                "mscale": 2.0,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            },
+            "tie_word_embeddings": True,
+        },
     ),
 }
 

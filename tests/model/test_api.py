@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import resource
 import shutil
 from pathlib import Path
@@ -14,7 +16,8 @@ import torch
 import transformers
 
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, load_model, logits, save_model
+from coa_jax.model.api import load_description, load_model, logits, save_model
+from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
 
 TOKENS = np.random.default_rng(0).integers(0, 384, (2, 70))
@@ -33,16 +36,24 @@ def test_logits_equal_transformers_float32(references, family):
     assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_llama3_scaling_matters_for_the_golden_logits(references):
-    """Guards the test above: without the scaling the logits would differ visibly."""
-    model = load_model(references["llama3-rope"].path)
-    expected = torch_logits(references["llama3-rope"].torch_model, TOKENS)
-    plain = Model(
-        type(model.config)(**{**vars(model.config), "rope_scaling": None}),
-        model.params,
-        model.tokenizer,
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama3-rope", {"factor": 1.0}),
+        ("qwen3-yarn", {"factor": 1.0, "attention_factor": 1 + 0.1 * math.log(4)}),
+        ("qwen3-yarn", {"attention_factor": 1.0}),
+        ("llama-yarn", {"truncate": True}),
+    ],
+)
+def test_rope_scaling_matters_for_the_golden_logits(references, family, change):
+    """Guards the test above: without a part of the scaling the logits would differ visibly."""
+    model = load_model(references[family].path)
+    expected = torch_logits(references[family].torch_model, TOKENS)
+    scaling = dataclasses.replace(model.config.rope_scaling, **change)
+    changed = dataclasses.replace(
+        model, config=dataclasses.replace(model.config, rope_scaling=scaling)
     )
-    assert np.abs(logits(plain, TOKENS) - expected).max() > 1e-2 * np.abs(expected).max()
+    assert np.abs(logits(changed, TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,6 +131,25 @@ def test_saved_tokenizer_loads_in_transformers(references, tmp_path, family, loa
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == extra
     assert not settings.keys() & {"extra_special_tokens", "is_local", "local_files_only"}
+
+
+def test_a_model_without_tokenizer_files_loads_and_saves(references, tmp_path):
+    whole, path = references["qwen2"], tmp_path / "in"
+    model = load_model(whole.path)
+    shutil.copytree(whole.path, path, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    bare = load_model(path)
+    np.testing.assert_array_equal(logits(bare, TOKENS), logits(model, TOKENS))
+    assert load_description(path)[0] == model.config
+    with pytest.raises(UserError, match=rf"^{path} has no tokenizer \(tokenizer\.json, vocab"):
+        encode_plain(bare.tokenizer, "text")
+    save_model(bare, tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+    }
+    again = load_model(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, whole.torch_model.lm_head.weight)
 
 
 def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
@@ -253,10 +283,6 @@ def test_missing_pieces_are_named(broken, tmp_path):
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
         load_model(broken)
     (broken / "hidden").rename(broken / "model.safetensors")
-    (broken / "tokenizer.json").rename(broken / "hidden")
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
-        load_model(broken)
-    (broken / "hidden").rename(broken / "tokenizer.json")
     (broken / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json is missing"):
         load_model(broken)

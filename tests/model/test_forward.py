@@ -46,7 +46,7 @@ def test_packed_segments_equal_separate_sequences(references, family):
     np.testing.assert_allclose(together, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-head-dim", "llama-untied", "llama3-rope"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-yarn", "llama-untied", "llama3-rope"])
 def test_chunks_through_a_cache_equal_one_pass(references, family):
     """Rows are ragged: each has its own length before every chunk."""
     model = load_model(references[family].path)

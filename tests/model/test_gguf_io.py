@@ -69,7 +69,7 @@ def add_tokenizer(writer, tokenizer, pre) -> None:
     writer.add_eos_token_id(tokenizer.eos_token_id)
 
 
-def write_gguf(reference, path, extra=(), pre="", parts=0) -> None:
+def write_gguf(reference, path, extra=(), pre="", parts=0, scaling=None) -> None:
     config, arch = reference.torch_model.config, reference.torch_model.config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, arch)
@@ -82,6 +82,8 @@ def write_gguf(reference, path, extra=(), pre="", parts=0) -> None:
     writer.add_key_length(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in (scaling or {}).items():
+        getattr(writer, f"add_rope_scaling_{key}")(value)
     for name, tensor in reference.torch_model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -119,10 +121,47 @@ def test_gguf_gives_the_tensors_of_the_model_it_was_made_of(references, tmp_path
     jax.tree.map(np.testing.assert_array_equal, params, model.params)
 
 
-def test_scaled_rotary_positions_are_refused(references, tmp_path):
-    write_gguf(references["llama-tied"], tmp_path / "m.gguf", extra=["rope_freqs.weight"])
-    with pytest.raises(UserError, match="rotary scaling in GGUF"):
+YARN = {"type": gguf.RopeScalingType.YARN, "factor": 4.0, "orig_ctx_len": 64}
+
+
+def test_yarn_in_a_gguf_file_is_that_of_the_model_it_was_made_of(references, tmp_path):
+    fast = {"yarn_beta_fast": 8.0, "finetuned": False}
+    write_gguf(references["qwen3-yarn"], tmp_path / "m.gguf", scaling={**YARN, **fast})
+    config = GgufFile(tmp_path / "m.gguf").config
+    assert config == load_model(references["qwen3-yarn"].path).config
+    assert config.positions == 256
+
+
+@pytest.mark.parametrize(
+    ("scaling", "why"),
+    [
+        ({"type": gguf.RopeScalingType.LINEAR, "factor": 4.0}, "rope type 'linear' is not"),
+        ({"type": gguf.RopeScalingType.LONGROPE, "factor": 4.0}, "rope type 'longrope' is not"),
+        ({**YARN, "yarn_attn_factor": 1.0}, "llama.rope.scaling.yarn_attn_factor is not supported"),
+        ({**YARN, "yarn_log_mul": 0.1}, "llama.rope.scaling.yarn_log_multiplier is not supported"),
+        ({"type": gguf.RopeScalingType.YARN, "orig_ctx_len": 64}, "factor is missing"),
+    ],
+)
+def test_other_rotary_scaling_in_a_gguf_file_is_refused_by_name(references, tmp_path, scaling, why):
+    write_gguf(references["llama-tied"], tmp_path / "m.gguf", scaling=scaling)
+    with pytest.raises(UserError, match=f"m.gguf: {why}"):
         load_model(tmp_path / "m.gguf")
+
+
+def test_llama3_frequencies_in_a_gguf_file_are_refused(references, tmp_path):
+    write_gguf(references["llama-tied"], tmp_path / "m.gguf", extra=["rope_freqs.weight"])
+    with pytest.raises(UserError, match=r"rope_freqs\.weight .* is not supported in GGUF"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_gguf_file_without_a_tokenizer_is_a_model_all_the_same(references, tmp_path):
+    write_gguf(references["qwen2"], tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
+    jax.tree.map(
+        np.testing.assert_array_equal, model.params, load_model(references["qwen2"].path).params
+    )
+    with pytest.raises(UserError, match=r"m\.gguf has no tokenizer \(field tokenizer\.ggml\.model"):
+        encode_plain(model.tokenizer, "text")
 
 
 def test_one_part_of_several_is_told_from_a_damaged_file(references, tmp_path):

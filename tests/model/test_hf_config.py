@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.model.config import Llama3Rope, ModelConfig
+from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.hf_config import config_from_hf, config_to_hf, read_config
+from coa_jax.model.rope import Llama3Rope, YarnRope
 
 # As Qwen2.5 0.5B is released: transformers 4 form, a window that no layer uses.
 QWEN25 = {
@@ -50,6 +51,9 @@ LLAMA32 = {
     "tie_word_embeddings": True,
     "vocab_size": 128256,
 }
+# The entry with which the model cards of Qwen ask for 131,072 positions.
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"type": "yarn", "factor": 4.0, ORIGINAL: 32768}
 
 
 def test_released_qwen25_config_is_understood():
@@ -65,6 +69,33 @@ def test_old_and_new_rope_forms_agree():
     assert config_from_hf(LLAMA32).rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
 
 
+def test_yarn_as_qwen_asks_for_it_is_understood():
+    config = config_from_hf({**QWEN25, "rope_scaling": YARN})
+    assert config.rope_scaling == YarnRope(4.0, 32768)
+    assert (config.max_position, config.positions) == (32768, 131072)
+    # The positions that a model card speaks of, and those of the weights where no entry does.
+    for positions, original in ((131072, 32768), (40960, 32768), (32768, None)):
+        hf = {**QWEN25, "max_position_embeddings": positions}
+        hf["rope_scaling"] = {**YARN, ORIGINAL: original}
+        assert config_from_hf(hf).positions == 131072
+    assert config_from_hf(LLAMA32).positions == 131072
+    assert config_from_hf(QWEN25).positions == 32768
+
+
+def test_a_sequence_may_have_the_positions_that_yarn_gives(caplog):
+    config = config_from_hf({**QWEN25, "rope_scaling": YARN})
+    warn_of_positions(config, 131072, "row_length")
+    assert caplog.text == ""
+    warn_of_positions(config, 131073, "row_length")
+    said = "for 131072 positions (original_max_position_embeddings times YaRN's factor)"
+    assert said in caplog.text
+
+
+def test_an_entry_for_yarn_is_written_as_it_was_read():
+    hf = config_to_hf(config_from_hf({**QWEN25, "rope_scaling": YARN}), "bfloat16")
+    assert {**hf["rope_scaling"], "type": "yarn"} == {**YARN, "rope_type": "yarn"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -72,8 +103,22 @@ def test_old_and_new_rope_forms_agree():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias true"),
         ({"mlp_bias": True}, "mlp_bias true"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        *(
+            ({"rope_scaling": {key: kind, "factor": 4.0}}, f"rope type '{kind}' is not supported")
+            for key, kind in [
+                ("type", "linear"),
+                ("rope_type", "dynamic"),
+                ("rope_type", "longrope"),
+                ("type", "mrope"),
+            ]
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {**YARN, "attn_factor": 2.0}}, "'attn_factor' of the yarn rope is not"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_slow 1 is above beta_fast 0.5"),
+        ({"rope_scaling": {**YARN, "mscale": "x"}}, "mscale is 'x', which is not a positive"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1, which is not true or false"),
+        ({"rope_scaling": YARN, ORIGINAL: 16384}, f"{ORIGINAL} stands outside of rope_scaling"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta 1 is too small for yarn"),
         (
             {
                 "rope_scaling": {"type": "yarn", "factor": 4.0},
@@ -146,7 +191,18 @@ def configs(draw) -> ModelConfig:
     architecture = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
     kv = draw(st.integers(1, 4))
     heads, head_dim = kv * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 64))
-    scaling = Llama3Rope(8.0, 1.0, 4.0, 64) if draw(st.booleans()) else None
+    yarn = st.builds(
+        YarnRope,
+        factor=st.floats(1.0, 64.0),
+        original_max_position=st.integers(1, 10**6),
+        beta_fast=st.floats(2.0, 64.0),
+        beta_slow=st.floats(0.1, 2.0),
+        attention_factor=st.none() | st.floats(0.1, 4.0),
+        mscale=st.none() | st.floats(0.1, 2.0),
+        mscale_all_dim=st.none() | st.floats(0.1, 2.0),
+        truncate=st.booleans(),
+    )
+    scaling = draw(st.sampled_from([None, Llama3Rope(8.0, 1.0, 4.0, 64)]) | yarn)
     return ModelConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 10**6)),
@@ -156,7 +212,7 @@ def configs(draw) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=head_dim,
-        rope_theta=draw(st.floats(1.0, 1e7)),
+        rope_theta=draw(st.floats(1.0, 1e7, exclude_min=True)),
         rope_scaling=scaling,
         rms_eps=draw(st.floats(1e-8, 1e-3)),
         tie_embeddings=draw(st.booleans()),

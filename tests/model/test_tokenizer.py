@@ -14,10 +14,12 @@ from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
     chat_ids,
+    check_byte_level,
     decode_ids,
     encode_plain,
     end_of_turn_id,
     eos_ids,
+    find_tokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -251,6 +253,25 @@ def test_load_restores_what_was_saved(name, tmp_path):
     assert decode_ids(loaded, [0, 5, 300]) == decode_ids(TOKENIZERS[name], [0, 5, 300])
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tokenizer: encode_plain(tokenizer, "text"),
+        lambda tokenizer: decode_ids(tokenizer, [1]),
+        lambda tokenizer: chat_ids(tokenizer, "text"),
+        end_of_turn_id,
+        eos_ids,
+        check_byte_level,
+        lambda tokenizer: tokenizer("text"),
+        lambda tokenizer: tokenizer.eos_token_id,
+    ],
+)
+def test_every_use_of_a_missing_tokenizer_is_one_clear_line(use, tmp_path):
+    missing = copy.deepcopy(find_tokenizer(tmp_path))
+    with pytest.raises(UserError, match=rf"^{tmp_path} has no tokenizer .*: copy .*there$"):
+        use(missing)
+
+
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
 def test_tokenizer_json_is_taken_as_it_is_whatever_class_is_named(name, tmp_path):
     tokenizer = TOKENIZERS["qwen_like"]
@@ -264,7 +285,8 @@ def test_tokenizer_json_is_taken_as_it_is_whatever_class_is_named(name, tmp_path
 
 
 def test_missing_tokenizer_files_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+    said = rf"{tmp_path} has no tokenizer \(tokenizer\.json, vocab\.json or tokenizer\.model\)"
+    with pytest.raises(UserError, match=said):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="is not a directory"):
         load_tokenizer(tmp_path / "nowhere")
