@@ -10,7 +10,7 @@ from coa_jax.learn import flops
 from coa_jax.learn.batch import Example, pack
 from coa_jax.learn.flops import mfu, sequence_lengths, train_flops
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import num_params
+from coa_jax.model.params import num_params
 
 CONFIG = ModelConfig("llama", 512, 64, 160, 2, 4, 2, 16)
 

@@ -15,7 +15,7 @@ from coa_jax.learn import flops, metrics
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.experience import _explained_variance
-from coa_jax.learn.losses import policy_objective, value_objective
+from coa_jax.learn.objectives import policy_objective, value_objective
 from coa_jax.learn.preference import dpo_objective
 from coa_jax.model.api import Model, save_model
 from coa_jax.trajectory import write_records
