@@ -282,7 +282,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
         length=of(rows),
         limit=of(rows),
         active=of(rows, dtype="bool"),
-        key=of(rows, 2, dtype="uint32"),
+        key=of(rows, 3),
         temperature=of(rows, dtype="float32"),
         top_p=of(rows, dtype="float32"),
         top_k=of(rows),

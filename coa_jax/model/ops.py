@@ -107,8 +107,8 @@ def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    # One formula for both halves.  Differentiation would pad each half's gradient and add the two:
-    # by the compiler's schedule of a 32B step on v5p that takes 1.7 % of the step (docs/scaling.md).
+    # One formula for both halves.  Differentiation would pad each half's gradient and add the two,
+    # which is 1.7 % of a 32B step in the schedule of the compiler for v5p (docs/scaling.md).
     share = jax.nn.sigmoid(gate_up[..., :1, :])
     slope = 1 + gate_up[..., :1, :] * (1 - share)
     of_gate = jnp.arange(2)[:, None] == 0
