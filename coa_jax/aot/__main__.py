@@ -22,8 +22,8 @@ from typing import Any
 from absl import flags
 
 from coa_jax.aot.arrays import set_up
-from coa_jax.aot.chips import devices_of, parse_slice
 from coa_jax.aot.estimate import analyse
+from coa_jax.aot.slices import devices_of, parse_slice
 from coa_jax.cli import config_flag, run_main
 from coa_jax.errors import UserError
 from coa_jax.learn.rl_config import RLConfig

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from coa_jax.aot.chips import Slice, hosts_of
+from coa_jax.aot.slices import Slice, hosts_of
 from coa_jax.engine.constraint import ConstraintTables
 from coa_jax.engine.layout import abstract_pages, decode_mesh, groups_of, paged_case
 from coa_jax.errors import UserError

@@ -12,15 +12,16 @@ import jax
 import numpy as np
 
 from coa_jax.aot.arrays import Setup, micro_batches
-from coa_jax.aot.chips import Chip, Slice
 from coa_jax.aot.costs import Costs, count
 from coa_jax.aot.hlo import parse
 from coa_jax.aot.programs import Program, all_programs
 from coa_jax.aot.schedule import Machine, play
+from coa_jax.aot.slices import Slice
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.model.params import num_params
+from coa_jax.parallel.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,8 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     """Time and model FLOPs utilisation of the training part of a step, and speed of decoding."""
     config, chip = setup.config, setup.where.chip
     tokens = micro_batches(config) * config.rows * config.row_length
-    useful = tokens * train_flops(setup.model, config.row_length, bool(config.lora.rank))
+    lengths = [config.row_length] * (micro_batches(config) * config.rows)
+    useful = train_flops(setup.model, lengths, tokens, bool(config.lora.rank))
     train = next(row for row in rows if row["name"] == "train")
     known = train["roofline"] is not None
     seconds = total.get("train", 0.0)

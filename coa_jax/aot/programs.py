@@ -26,7 +26,7 @@ from coa_jax.learn.step import TrainState, train_program
 from coa_jax.learn.update import critic_optimizer
 from coa_jax.model.attention.causal import STAND_IN
 from coa_jax.model.attention.choice import Case, resolve
-from coa_jax.model.compute import Compute, backend_for
+from coa_jax.model.compute import Compute, backend_for, collectives_for
 from coa_jax.model.params import Params, merge_program, without_adapters
 
 
@@ -185,7 +185,7 @@ def _compute(setup: Setup) -> Compute:
         _kernel(setup) if setup.where.tpu else STAND_IN,
         backend_for("tpu" if setup.where.tpu else "cuda"),
         setup.mesh,
-        config.mesh.collectives,
+        collectives_for("tpu" if setup.where.tpu else "cuda", config.mesh.collectives),
     )
 
 
@@ -282,7 +282,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
         length=of(rows),
         limit=of(rows),
         active=of(rows, dtype="bool"),
-        key=of(rows, 2, dtype="uint32"),
+        key=of(rows, 3),
         temperature=of(rows, dtype="float32"),
         top_p=of(rows, dtype="float32"),
         top_k=of(rows),

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coa_jax.aot.chips import Chip
 from coa_jax.aot.costs import FREE, PREFETCHES, collectives, flops_of, group, moved_by, sent_by
 from coa_jax.aot.hlo import Computation, Instruction, Module, trip_count
+from coa_jax.parallel.chips import Chip
 
 
 @dataclasses.dataclass

@@ -5,9 +5,10 @@
 
 A step is that of `coa_jax.sft`: forward and backward pass over all tokens, in micro-batches of
 ``--rows`` sequences, and an AdamW update of float32 parameters.  The first step compiles and is
-given apart.  FLOPs are those of the model, six a parameter and token and three times those of
-attention, with adapters too: what ``--remat`` computes again does not count.  Prints one JSON
-object; what is measured in each step is given as its median, smallest and largest value.
+given apart.  FLOPs are those of the model (`coa_jax.model.costs`): what ``--remat`` computes again
+does not count.  ``share_of_peak`` is of a large product on this machine, ``mfu`` of what the chip's
+maker states, where the chip is known.  Prints one JSON object; what is measured in each step is
+given as its median, smallest and largest value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import time
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -38,6 +40,7 @@ from coa_jax.model.config import LoraConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.model.params import split_trained
 from coa_jax.model.remat import POLICIES
+from coa_jax.parallel.chips import stated_flops
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
@@ -91,8 +94,9 @@ def measure(
         )
         seconds.append(time.perf_counter() - began)
     compiled, memory = compile_count() - compiled, peak_memory_mb()
-    flops = batch * length * train_flops(subject.config, length, adapters=bool(lora_rank))
-    peak = peak_flops(dtype)
+    lengths, losses = [length] * batch, batch * (length - 1)
+    flops = train_flops(subject.config, lengths, losses, adapters=bool(lora_rank))
+    peak, stated = peak_flops(dtype), stated_flops(jax.devices()[:1])
     measured = seconds[1:]
     speed = spread(flops / s / 1e9 for s in measured)
     return {
@@ -112,6 +116,7 @@ def measure(
         "model_gflop_s": speed,
         "peak_gflop_s": round(peak / 1e9, 1),
         "share_of_peak": round(speed["median"] * 1e9 / peak, 3),
+        "mfu": round(speed["median"] * 1e9 / stated, 4) if stated else None,
         "compiles_after_warmup": compiled,
         "peak_rss_mb": round(memory, 1),
         "loss": stats["loss"],

@@ -14,7 +14,6 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import FREE, Constraint
 from coa_jax.engine.memory import check_room
 from coa_jax.engine.pages import PageTable
-from coa_jax.engine.sampling import sample_key
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import DecodeParams, Params
@@ -61,7 +60,7 @@ class Engine:
         self._token = np.zeros(slots, np.int32)
         self._limit = np.zeros(slots, np.int32)
         self._active = np.zeros(slots, bool)
-        self._key = np.zeros((slots, 2), np.uint32)
+        self._key = np.zeros((slots, 3), np.int32)
         self._temperature = np.ones(slots, np.float32)
         self._top_p = np.ones(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
@@ -140,7 +139,7 @@ class Engine:
             prompt_length: tokens of the prompt, at least 1.
             last_token: the prompt's last token.
             limit: length at which decoding stops, capped at ``max_length``.
-            key: (seed, prompt id, sample id).
+            key: (seed, prompt id, sample id), whole numbers of 32 bits with a sign.
             sampling: temperature and truncation.
             protocol: one of the engine's constraint that it has to obey; None for none.
         """
@@ -153,7 +152,8 @@ class Engine:
             raise RuntimeError(
                 f"slot {slot} has no room for {self._limit[slot]} tokens: reserve it"
             )
-        self._key[slot] = sample_key(*key)
+        # An integer of NumPy would be cut to 32 bits without a word, one of Python is refused.
+        self._key[slot] = [np.int32(int(number)) for number in key]
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = sampling.top_k

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.engine.constraint import ConstraintTables, allowed_tokens
-from coa_jax.engine.sampling import sample
+from coa_jax.engine.sampling import sample, sample_keys
 from coa_jax.model.cache import Cache, LayerPages, cache_size, page_axis
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
@@ -32,7 +32,7 @@ class DecodeState(NamedTuple):
         length: int32 ``[B]``, tokens of the sequence, the newest included.
         limit: int32 ``[B]``, length at which a row stops.
         active: bool ``[B]``, whether a row decodes.
-        key: uint32 ``[B, 2]``, see `sampling.sample_key`.
+        key: int32 ``[B, 3]``, the numbers of `sampling.sample_keys`.
         temperature, top_p: float32 ``[B]``; top_k: int32 ``[B]``.
         rule: int32 ``[B]``, state of the constraint; None without one.
     """
@@ -106,6 +106,7 @@ def decode_chunk(
     decoder, layers = params.bind(config)
     rows = state.token.shape[0]
     size = cache_size(compute, Cache(pages, table))
+    keys = sample_keys(state.key)
     chunk = Chunk(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         logps=jnp.zeros((rows, capacity), jnp.float32),
@@ -128,7 +129,7 @@ def decode_chunk(
             allowed = allowed_tokens(tables.allowed, state.rule, config.vocab_size)
         token, logp = sample(
             logits,
-            state.key,
+            keys,
             state.length,
             state.temperature,
             state.top_p,

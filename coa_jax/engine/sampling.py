@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coa_jax.model.compute import REFERENCE, Compute
-
-_MASK = 0xFFFFFFFF
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry
 
 
 def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -53,7 +49,7 @@ def sample(
 
     Args:
         logits: float32 ``[B, V]``.
-        keys: uint32 ``[B, 2]``, the key of each row's sample.
+        keys: ``[B]``, see `sample_keys`.
         positions: int32 ``[B]``, folded into the key, so that a draw depends on nothing but the
             sample and the position.
         temperature: float32 ``[B]``; 0, or less than a normal number, takes the largest logit.
@@ -82,7 +78,7 @@ def sample(
     weights = jnp.where(out, 0.0, weights)
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+        return jax.random.uniform(jax.random.fold_in(key, position))
 
     uniform = jnp.where(greedy, 0.0, jax.vmap(draw)(keys, positions))
     tokens = compute.ops.inverse_cdf(weights, uniform).astype(jnp.int32)
@@ -90,34 +86,16 @@ def sample(
     return tokens, chosen - log_z
 
 
-def sample_key(seed: int, prompt_id: int, sample_id: int) -> np.ndarray:
-    """Key data uint32 ``[2]`` of one sample of one prompt.
-
-    It is ``key_data(fold_in(fold_in(key(seed), prompt_id), sample_id))`` of `jax.random`, computed
-    on the host: a sample may begin while the device is busy with others.
+def sample_keys(numbers: jax.Array) -> jax.Array:
+    """Keys of samples, ``[B]``: of each row all that its draws depend on beside the position.
 
     Args:
-        seed, prompt_id, sample_id: whole numbers of 32 bits with a sign.
-
-    Raises:
-        OverflowError: one of them has more bits.
+        numbers: int32 ``[B, 3]``: seed, prompt id and sample id.
     """
-    # An integer of numpy is cut to 32 bits without a word, one of Python is not.
-    first, *others = (int(np.int32(int(x))) & _MASK for x in (seed, prompt_id, sample_id))
-    key = 0, first
-    for number in others:
-        key = _threefry(*key, 0, number)
-    return np.asarray(key, np.uint32)
 
+    def key(seed: jax.Array, prompt_id: jax.Array, sample_id: jax.Array) -> jax.Array:
+        # Named, so that no setting of JAX changes what is sampled.
+        start = jax.random.key(seed, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(start, prompt_id), sample_id)
 
-def _threefry(first: int, second: int, high: int, low: int) -> tuple[int, int]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., 2011): a block of two words under a key."""
-    keys = (first, second, first ^ second ^ 0x1BD11BDA)
-    high, low = (high + first) & _MASK, (low + second) & _MASK
-    for block in range(5):
-        for turn in _ROTATIONS[block % 2]:
-            high = (high + low) & _MASK
-            low = ((low << turn | low >> (32 - turn)) & _MASK) ^ high
-        high = (high + keys[(block + 1) % 3]) & _MASK
-        low = (low + keys[(block + 2) % 3] + block + 1) & _MASK
-    return high, low
+    return jax.vmap(key)(*jnp.moveaxis(numbers, 1, 0))

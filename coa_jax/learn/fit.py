@@ -15,9 +15,8 @@ from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seed, Size
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
-from coa_jax.learn.flops import sequence_lengths
 from coa_jax.learn.losses import Loss
-from coa_jax.learn.metrics import memory, train_speed
+from coa_jax.learn.metrics import memory, sequence_lengths, train_speed
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
 from coa_jax.learn.stop import end_run, stop_on_sigterm

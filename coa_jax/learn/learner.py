@@ -16,7 +16,7 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import init_state
-from coa_jax.learn.update import critic_state, reference_params, update
+from coa_jax.learn.update import critic_state, reference_params
 from coa_jax.model.api import load_model
 from coa_jax.model.compute import training_compute
 from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
@@ -34,6 +34,9 @@ class Learner:
             used up.
         engines: of this process; they sample with the policy after ``policy_step`` steps.
         state, critic: what is trained.
+        reference: see `learn.update.reference_params`.
+        compute: how the updates compute.
+        constraint: constraint of sampling; None without one.
         step: steps that have been learned.
         cursor: index of the next task.
         surplus: groups that were sampled and have not been learned yet.
@@ -55,7 +58,7 @@ class Learner:
         architecture = dataclasses.replace(loaded.config, lora=config.lora)
         self.model = model = dataclasses.replace(loaded, config=architecture)
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
-        self._compute = training_compute(
+        self.compute = training_compute(
             model.config,
             dtype=config.dtype,
             remat=config.remat,
@@ -65,7 +68,7 @@ class Learner:
         )
         # Before the state, whose updates take the parameters' memory.
         self.critic = critic_state(config, model.params)
-        self._reference = reference_params(config, model.params)
+        self.reference = reference_params(config, model.params)
         trained, frozen = split_trained(model.params, model.config, config.seed, self._mesh)
         self.state = init_state(trained, config.optimizer, frozen)
         self.step = self.cursor = self.policy_step = 0
@@ -73,17 +76,17 @@ class Learner:
         self.total = config.optimizer.total_steps // config.updates
         self.ahead = bool(config.rollouts_ahead)
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
-        self._constraint = constraint_for(
+        self.constraint = constraint_for(
             config.rollout, model.tokenizer, model.config.vocab_size, protocols
         )
-        if self._constraint is not None:
-            print(f"constraint: {self._constraint}", flush=True)
+        if self.constraint is not None:
+            print(f"constraint: {self.constraint}", flush=True)
         self.engines = make_engines(
             merge_adapters(model.config, self.state.model),
             without_adapters(model.config),
             config.engine,
             eos_ids(model.tokenizer),
-            self._constraint,
+            self.constraint,
             config.mesh.decode_tensor,
             MeteredEngine,
         )
@@ -114,7 +117,7 @@ class Learner:
         groups = [
             [Trajectory.from_json(row) for row in group] for group in extra.get("surplus", ())
         ]
-        rules = self._constraint
+        rules = self.constraint
 
         def fits(trajectory: Trajectory) -> bool:
             constrained = trajectory.metadata["rollout"].get("constrain", False)
@@ -135,21 +138,6 @@ class Learner:
         """Gives the engines the policy as it is now."""
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
         self.policy_step = self.step
-
-    def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """The updates of a step; returns their statistics, see `update`."""
-        self.state, self.critic, stats = update(
-            self._config,
-            self.state,
-            self.model.config,
-            groups,
-            self._compute,
-            self._constraint,
-            critic=self.critic,
-            reference=self._reference,
-        )
-        self.step += 1
-        return stats
 
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.

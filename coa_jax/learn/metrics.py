@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from coa_jax.engine.meter import MeteredEngine
-from coa_jax.learn.flops import mfu, train_flops
+from coa_jax.learn.batch import Batch
 from coa_jax.learn.groups import Sampled, earned, graded_values
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.costs import train_flops
+from coa_jax.parallel.chips import stated_flops
 from coa_jax.trajectory import StopReason, Trajectory
 
 # What ends a trajectory that had not ended itself.
@@ -123,6 +125,15 @@ def sampling_metrics(
     }
 
 
+def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
+    """Tokens of each sequence that is packed into batches; a shared prompt counts for the first."""
+    lengths: list[int] = []
+    for batch in batches:
+        for row in np.asarray(batch.segment_ids):
+            lengths.extend(np.bincount(row)[1:].tolist())
+    return [length for length in lengths if length]
+
+
 def train_speed(
     model: ModelConfig,
     lengths: Sequence[int],
@@ -135,6 +146,14 @@ def train_speed(
         return {}
     flops = train_flops(model, lengths, loss_tokens, adapters)
     return {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9), **mfu(flops, seconds)}
+
+
+def mfu(flops: float, seconds: float) -> dict[str, float]:
+    """``perf/mfu`` of all devices; nothing where the peak of their chip is not known."""
+    peak = stated_flops(jax.devices())
+    if peak is None or seconds <= 0:
+        return {}
+    return {"perf/mfu": flops / (seconds * peak)}
 
 
 def memory() -> dict[str, float]:

@@ -39,6 +39,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sampling import Background
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
+from coa_jax.learn.update import update
 from coa_jax.learn.watch import Watch
 from coa_jax.model.card import CARD
 from coa_jax.model.peft_io import save_trained
@@ -126,7 +127,17 @@ def _loop(
             batches.start(learner.cursor, len(learner.surplus))
         processes.doing(f"update of step {learner.step + 1}")
         with clock("update"):
-            stats = learner.learn(sampled.used)
+            learner.state, learner.critic, stats = update(
+                config,
+                learner.state,
+                learner.model.config,
+                sampled.used,
+                learner.compute,
+                learner.constraint,
+                critic=learner.critic,
+                reference=learner.reference,
+            )
+            learner.step += 1
         error = check_updates(stats, config.optimizer)
         if not learner.ahead and learner.step < learner.total and not error:
             with clock("publish"):

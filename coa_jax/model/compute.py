@@ -21,6 +21,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.parallel.mesh import sharding_for
 
 Collectives = Literal["none", "compiler", "manual"]
+"""Values of `Compute.collectives`."""
 
 BACKEND_VARIABLE = "COA_JAX_OPS"
 """Environment variable that overrides the platform's choice among `BACKENDS`."""
@@ -90,6 +91,17 @@ def backend_for(platform: str) -> str:
     return platform if platform in BACKENDS else "reference"
 
 
+def collectives_for(platform: str, wanted: str) -> Collectives:
+    """Resolves ``auto``: ``manual`` on TPUs, ``compiler`` elsewhere.
+
+    By the TPU compiler's schedule of a 32B fine-tuning step on v5p:4x4x8, ``manual`` takes 70.4 s
+    and ``compiler`` 77.1 s (docs/scaling.md).
+    """
+    if wanted == "auto":
+        return "manual" if platform == "tpu" else "compiler"
+    return "manual" if wanted == "manual" else "compiler"
+
+
 def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
     """A `Compute` for this process's first device; ``choices`` are further fields."""
     platform, _ = platform_of(jax.local_devices()[0])
@@ -103,14 +115,15 @@ def training_compute(
     remat: str = "none",
     attention: str = "auto",
     mesh: Mesh | None = None,
-    collectives: Collectives = "compiler",
+    collectives: str = "auto",
 ) -> Compute:
     """Resolves the settings of a training run for the devices that it runs on.
 
     Args:
         model: the architecture.
-        dtype, remat, mesh, collectives: as in `Compute`.
+        dtype, remat, mesh: as in `Compute`.
         attention: ``auto`` or the name of an implementation of causal attention.
+        collectives: see `collectives_for`.
 
     Raises:
         UserError: the implementation is unknown or cannot run on these devices.
@@ -127,5 +140,10 @@ def training_compute(
     )
     implementation = resolve("causal", attention, case, "config.attention")
     return Compute(
-        jnp.dtype(dtype).name, remat, implementation, backend_for(platform), mesh, collectives
+        jnp.dtype(dtype).name,
+        remat,
+        implementation,
+        backend_for(platform),
+        mesh,
+        collectives_for(platform, collectives),
     )

@@ -96,9 +96,27 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 
 
+@jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """``silu(gate) * up`` (arXiv 2002.05202 eq 6) of ``[..., 2, F]``, float32 ``[..., F]``."""
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return swiglu(gate_up), gate_up
+
+
+def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    # One formula for both halves.  Differentiation would pad each half's gradient and add the two,
+    # which is 1.7 % of a 32B step in the schedule of the compiler for v5p (docs/scaling.md).
+    share = jax.nn.sigmoid(gate_up[..., :1, :])
+    slope = 1 + gate_up[..., :1, :] * (1 - share)
+    of_gate = jnp.arange(2)[:, None] == 0
+    other = jnp.flip(gate_up, axis=-2)
+    return (g[..., None, :] * share * other * jnp.where(of_gate, slope, 1.0),)
+
+
+swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 # --- reductions over the vocabulary and over keys ------------------------------------------

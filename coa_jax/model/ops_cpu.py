@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from coa_jax.model.compute import Compute
 from coa_jax.model.ops import attend as plain_attend
-from coa_jax.model.ops import einsum, first_passed, product
+from coa_jax.model.ops import einsum, first_passed, product, swiglu
 
 __all__ = [
     "attend",
@@ -151,10 +151,9 @@ def materialize(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-# --- normalisation and activation ----------------------------------------------------------
+# --- normalisation -------------------------------------------------------------------------
 #
-# The gradients are written out: XLA fuses the sums of plain differentiation with their terms, and
-# pads and adds the two halves of a split array.
+# The gradient is written out: XLA fuses the sums of plain differentiation with their terms.
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -188,28 +187,6 @@ def _rms_norm_bwd(
 
 
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
-
-
-@jax.custom_vjp
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """See `ops.swiglu`."""
-    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-
-
-def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return swiglu(gate_up), gate_up
-
-
-def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    # One formula for both halves, because stacking two results takes three times as long.
-    share = jax.nn.sigmoid(gate_up[..., :1, :])
-    slope = 1 + gate_up[..., :1, :] * (1 - share)
-    of_gate = jnp.arange(2)[:, None] == 0
-    other = jnp.flip(gate_up, axis=-2)
-    return (g[..., None, :] * share * other * jnp.where(of_gate, slope, 1.0),)
-
-
-swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 # --- decoding ------------------------------------------------------------------------------

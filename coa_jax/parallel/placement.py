@@ -26,7 +26,8 @@ class MeshConfig(Bounded):
         data, fsdp, tensor: see `make_mesh`; -1 takes what is left of the devices.
         decode_tensor: devices over which an engine splits the model, 0 for ``tensor``; a process
             has an engine for every so many of its devices.
-        collectives: how the matmuls of training are split, see `model.collectives`.
+        collectives: how the matmuls of training are split: by the ``compiler``, or by collectives
+            that are written out (``manual``); ``auto`` takes the better choice for the platform.
         wait_seconds: how long a process waits where all meet for the last one to arrive.
     """
 
@@ -34,7 +35,7 @@ class MeshConfig(Bounded):
     fsdp: Axis = 1
     tensor: Axis = 1
     decode_tensor: Natural = 0
-    collectives: Literal["compiler", "manual"] = "compiler"
+    collectives: Literal["auto", "compiler", "manual"] = "auto"
     wait_seconds: Seconds = 1800.0
 
 

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from coa_jax.aot import arrays, programs
 from coa_jax.aot.arrays import Setup, micro_batches, set_up
-from coa_jax.aot.chips import Slice
 from coa_jax.aot.programs import all_programs
+from coa_jax.aot.slices import Slice
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import Constraint, ConstraintTables
 from coa_jax.errors import UserError
@@ -56,7 +56,7 @@ def tiny_setup(**changes: object) -> Setup:
 PARTS = """
 import sys, jax
 from coa_jax.aot.arrays import set_up
-from coa_jax.aot.chips import parse_slice
+from coa_jax.aot.slices import parse_slice
 from coa_jax.aot.estimate import _step
 from coa_jax.errors import UserError
 from coa_jax.parallel.placement import MeshConfig
@@ -107,7 +107,7 @@ CACHE = """
 import sys, jax, jax.numpy as jnp
 from coa_jax.aot import arrays
 from coa_jax.aot.arrays import chip_bytes, paged_attention, pages, set_up
-from coa_jax.aot.chips import Slice
+from coa_jax.aot.slices import Slice
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig

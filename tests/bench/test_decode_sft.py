@@ -14,6 +14,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import token_states
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
+from coa_jax.model.costs import train_flops
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import RolloutConfig
 from tests import tiny_policy
@@ -101,6 +102,10 @@ def test_a_training_step_is_measured_without_its_compilation():
     assert result["compiles_after_warmup"] == 0
     assert result["first_step_s"] > result["step_s"]["max"]
     assert result["tokens_per_s"]["max"] == pytest.approx(128 / result["step_s"]["min"], rel=1e-3)
+    flops = train_flops(own.config, [32] * 4, 4 * 31)
+    expected = flops / result["step_s"]["min"] / 1e9
+    assert result["model_gflop_s"]["max"] == pytest.approx(expected, rel=1e-3)
+    assert result["mfu"] is None  # nobody states a peak of a CPU
     # Nothing can be learnt from random ids: the loss is that of even odds over 512 tokens.
     assert result["loss"] == pytest.approx(np.log(512), abs=0.2)
 

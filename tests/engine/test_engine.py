@@ -297,6 +297,13 @@ def test_a_prompt_longer_than_the_largest_bucket_is_fed_in_pieces():
     assert tokens[0] == reference_greedy(PROMPT, 10)
 
 
+@pytest.mark.parametrize("kind", [int, np.int64])
+@pytest.mark.parametrize("numbers", [(2**31, 0, 0), (0, 2**32, 0), (0, 0, -(2**31) - 1)])
+def test_a_key_of_more_bits_than_it_has_is_no_other_key(numbers, kind):
+    with pytest.raises(OverflowError):
+        begin(make(), 0, PROMPT, 30, key=tuple(map(kind, numbers)))
+
+
 def test_an_idle_slot_keeps_its_cache_while_others_decode():
     engine = make()
     engine.extend([(0, 0, PROMPT), (1, 0, PROMPT[::-1])])

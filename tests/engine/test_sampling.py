@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_key
+from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_keys
 
 jitted_inverse_cdf = jax.jit(inverse_cdf)
 jitted_filter = jax.jit(filter_logits)
@@ -15,7 +15,7 @@ jitted_sample = jax.jit(sample)
 
 
 def keys_of(n, seed=0):
-    return np.stack([sample_key(seed, 0, sample) for sample in range(n)])
+    return sample_keys(np.stack([np.full(n, seed), np.zeros(n), np.arange(n)], -1).astype(np.int32))
 
 
 def draw(logits, n, temperature=1.0, top_p=1.0, top_k=0):
@@ -135,44 +135,38 @@ def test_truncation_keeps_what_a_float64_reference_keeps(logits, top_p, top_k):
 
 def test_a_draw_depends_on_sample_and_position_and_not_on_the_row():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)), jnp.float32)
-    key = sample_key(1, 2, 3)[None]
-
-    draw = jax.jit(sample)
+    draw = jax.jit(lambda logits, numbers, *rest: sample(logits, sample_keys(numbers), *rest))
 
     def one(rows, row, position):
         stacked = jnp.broadcast_to(logits, (rows, 50))
-        keys = jnp.zeros((rows, 2), jnp.uint32).at[row].set(key[0])
+        numbers = jnp.zeros((rows, 3), jnp.int32).at[row].set(jnp.array([1, 2, 3]))
         ones = jnp.ones(rows)
         zeros = jnp.zeros(rows, jnp.int32)
-        tokens, _ = draw(stacked, keys, jnp.full(rows, position), ones, ones, zeros)
+        tokens, _ = draw(stacked, numbers, jnp.full(rows, position), ones, ones, zeros)
         return int(tokens[row])
 
     assert one(1, 0, 7) == one(5, 3, 7) == one(16, 11, 7)
     assert len({one(1, 0, p) for p in range(30)}) > 5
 
 
-def test_keys_are_those_of_jax_random():
-    ends = [0, 1, -1, 2**31 - 1, -(2**31)]
-    numbers = np.random.default_rng(0).integers(-(2**31), 2**31, (2000, 3)).astype(np.int32)
-    numbers = np.concatenate([numbers, np.stack(np.meshgrid(ends, ends, ends), -1).reshape(-1, 3)])
-
-    def key(seed, prompt_id, sample_id):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt_id), sample_id)
-        return jax.random.key_data(key)
-
-    expected = jax.jit(jax.vmap(key))(*numbers.T.astype(np.int32))
-    keys = [sample_key(*row) for row in numbers.tolist()]
-    assert {type(key) for key in keys} == {np.ndarray}  # of the host: the device may be busy
-    own = np.stack(keys)
-    assert own.dtype == np.uint32
-    np.testing.assert_array_equal(own, expected)
-
-
-@pytest.mark.parametrize("kind", [int, np.int64])
-def test_a_key_of_more_bits_than_it_has_is_no_other_key(kind):
-    for numbers in ((2**31, 0, 0), (0, 2**32, 0), (0, 0, -(2**31) - 1)):
-        with pytest.raises(OverflowError):
-            sample_key(*map(kind, numbers))
+@pytest.mark.parametrize(
+    ("numbers", "key"),
+    [
+        ((0, 0, 0), (4165894930, 804218099)),
+        ((1, 2, 3), (2563710487, 186860909)),
+        ((-1, 2**31 - 1, -(2**31)), (217364937, 1166058945)),
+    ],
+)
+def test_keys_never_change_and_are_those_of_jax_random(numbers, key):
+    """A run goes on, and is replayed, with the keys that it began with."""
+    seed, *others = numbers
+    expected = jax.random.key(seed, impl="threefry2x32")
+    for number in others:
+        expected = jax.random.fold_in(expected, jnp.int32(number))
+    assert jax.random.key_data(expected).tolist() == list(key)
+    with jax.default_prng_impl("rbg"):
+        rows = jax.jit(sample_keys)(np.int32([[5, 5, 5], numbers]))
+        assert jax.random.key_data(rows)[1].tolist() == list(key)
 
 
 @pytest.mark.parametrize("top_p", [1e-45, 1e-39, 1e-46])
@@ -192,9 +186,9 @@ def test_a_row_that_keeps_all_loses_nothing_where_another_is_cut():
     assert np.isinf(kept[1]).any()
 
 
-@pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4)])
-def test_keys_differ_by_seed_prompt_and_sample(other):
-    assert not np.array_equal(sample_key(1, 2, 3), sample_key(*other))
+def test_keys_differ_by_seed_prompt_and_sample():
+    numbers = np.stack(np.meshgrid(*[np.arange(-4, 4, dtype=np.int32)] * 3), -1).reshape(-1, 3)
+    assert len(np.unique(jax.random.key_data(sample_keys(numbers)), axis=0)) == len(numbers)
 
 
 def test_many_rows_of_a_large_vocabulary_draw_valid_tokens():

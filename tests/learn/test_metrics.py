@@ -11,13 +11,17 @@ import jax
 import numpy as np
 import pytest
 
-from coa_jax.learn import flops, metrics
+from coa_jax.learn import metrics
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.batch import Batch
+from coa_jax.learn.batch import Batch, Example, pack
 from coa_jax.learn.experience import _explained_variance
 from coa_jax.learn.losses import policy_objective, value_objective
+from coa_jax.learn.metrics import mfu, sequence_lengths, train_speed
 from coa_jax.learn.preference import dpo_objective
 from coa_jax.model.api import Model, save_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.costs import train_flops
+from coa_jax.parallel.chips import KINDS
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
@@ -47,7 +51,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
     ]
     (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(flops.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+        patch.setitem(KINDS, jax.devices()[0].device_kind, "v4")
         # A CPU does not report its memory; everything else is as the run has it.
         known = {"mem/device_peak_gb": 1.0} if not jax.devices()[0].memory_stats() else {}
         own = metrics.memory
@@ -81,6 +85,23 @@ def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:
     critic = {f"critic/{name.removeprefix('optim/')}" for name in step | set(value)}
     explained = set(_explained_variance([[batch]]))
     return {"rl": set(policy) | critic | explained, "dpo": set(preference) - {"loss"}}
+
+
+def test_the_sequences_of_packed_rows_are_found_again():
+    sizes = [5, 9, 3, 7, 16]
+    zeros = [np.zeros(n, np.float32) for n in sizes]
+    examples = [Example(np.ones(len(z), np.int32), z, z, z) for z in zeros]
+    assert sorted(sequence_lengths([pack(examples, 16)])) == sorted(sizes)
+
+
+def test_mfu_is_the_share_of_all_devices_and_absent_where_a_peak_is_unknown(monkeypatch):
+    model, kind = ModelConfig("llama", 512, 64, 160, 2, 4, 2, 16), jax.devices()[0].device_kind
+    assert kind not in KINDS
+    assert mfu(1e12, 1.0) == {}
+    assert train_speed(model, [10, 30], 25, 2.0) == {"perf/train_tok_s": 20.0}
+    monkeypatch.setitem(KINDS, kind, "v4")
+    share = train_flops(model, [10, 30], 25) / 2.0 / 275e12 / jax.device_count()
+    assert train_speed(model, [10, 30], 25, 2.0)["perf/mfu"] == pytest.approx(share)
 
 
 def test_a_critic_of_returns_that_do_not_differ_explains_nothing_and_not_less():

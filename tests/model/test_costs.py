@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
+import transformers
 
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.costs import decode_bytes, forward_flops, product_params, train_flops
+from coa_jax.model.costs import (
+    decode_bytes,
+    forward_flops,
+    layer_params,
+    product_params,
+    train_flops,
+)
+from coa_jax.model.hf_config import config_to_hf
 from coa_jax.model.shapes import ARCHITECTURES, architecture_of
 from coa_jax.model.weights import num_params
 
@@ -26,24 +37,56 @@ def test_architectures_have_as_many_parameters_as_the_published_models(name):
     assert num_params(ARCHITECTURES[name]) == PUBLISHED[name]
 
 
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_matrices_of_products_are_those_that_transformers_multiplies_by(name):
+    config = ARCHITECTURES[name]
+    hf = config_to_hf(config, "float32")
+    with torch.device("meta"):
+        net = getattr(transformers, hf["architectures"][0])(
+            getattr(transformers, hf["architectures"][0].replace("ForCausalLM", "Config"))(**hf)
+        )
+    linear = {n: m.weight.numel() for n, m in net.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert product_params(config) == sum(linear.values())
+    assert layer_params(config) == sum(linear.values()) - linear["lm_head"]
+
+
+CONFIG = ModelConfig("llama", 512, 64, 160, 2, 4, 2, 16)
+# q, k, v, o, gate, up, down of a layer.
+LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160
+
+
+def test_a_hand_count_of_a_small_model():
+    matrices = 6 * 2 * LAYER * (10 + 30)
+    # Scores and mixing: 2 products of t x t x 16 for 4 heads, half of each causal, 3 passes.
+    attention = 2 * 4 * (2 * 2 * 16) * (10 * 10 + 30 * 30) / 2 * 3
+    head = 6 * 64 * 512 * 25
+    assert train_flops(CONFIG, [10, 30], 25) == matrices + attention + head
+
+
+def test_adapters_need_no_gradients_of_the_weights():
+    attention = 2 * 4 * (2 * 2 * 16) * (10 * 10 + 30 * 30) / 2 * 3
+    # Forward, and backward to the activations: 2 FLOPs a parameter and token each.
+    expected = 4 * (2 * LAYER * (10 + 30) + 64 * 512 * 25) + attention
+    assert train_flops(CONFIG, [10, 30], 25, adapters=True) == expected
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_lookup_is_no_product(tied):
-    config = ModelConfig("llama", 100, 8, 16, 1, 2, 1, 4, tie_embeddings=tied)
-    layer = 8 * (2 + 1 + 1) * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8
-    assert product_params(config) == layer + 8 + 100 * 8
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    assert product_params(config) == 2 * LAYER + 64 * 512
 
 
-def test_flops_and_bytes_equal_a_hand_count():
-    config = ModelConfig("llama", 100, 8, 16, 3, 2, 1, 4)
-    weights = product_params(config)
-    # Two products, each of a multiplication and an addition, by 3 layers, 2 heads of 4, 10 keys.
-    assert forward_flops(config, 10) == 2 * weights + 2 * 2 * 3 * 2 * 4 * 10
-    # A causal sequence of 20 attends to 10 tokens on average; backward is twice forward.
-    assert train_flops(config, 20) == 3 * forward_flops(config, 10)
-    # Beside adapters the weights have no gradients of their own.
-    assert train_flops(config, 20, adapters=True) == train_flops(config, 20) - 2 * weights
-    # Keys and values, 3 layers, 1 head of 4, 10 positions, 5 sequences, 2 bytes.
-    assert decode_bytes(config, 5, 10, 2) == 2 * weights + 2 * (2 * 3 * 1 * 4 * 10 * 5)
+def test_training_costs_three_times_what_the_tokens_cost_that_it_feeds():
+    # A causal sequence of 20 attends to 10 tokens on average.
+    assert train_flops(CONFIG, [20], 20) == 3 * 20 * forward_flops(CONFIG, 10)
+
+
+def test_flops_and_bytes_of_a_decoded_token_equal_a_hand_count():
+    weights = product_params(CONFIG)
+    # Two products, each of a multiplication and an addition, by 2 layers, 4 heads of 16, 10 keys.
+    assert forward_flops(CONFIG, 10) == 2 * weights + 2 * 2 * 2 * 4 * 16 * 10
+    # Keys and values, 2 layers, 2 heads of 16, 10 positions, 5 sequences, 2 bytes.
+    assert decode_bytes(CONFIG, 5, 10, 2) == 2 * weights + 2 * (2 * 2 * 2 * 16 * 10 * 5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the accelerators can do, and their names on a command line."""
+"""Slices of chips, and their names on a command line."""
 
 from __future__ import annotations
 
@@ -13,50 +13,10 @@ import jax
 
 from coa_jax.errors import UserError
 from coa_jax.installed import install_hint
+from coa_jax.parallel.chips import CHIPS, Chip
 
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """Peaks of one chip, as its maker states them.
-
-    Attributes:
-        flops: products of bfloat16 a second, without sparsity.
-        hbm_bytes: memory.
-        hbm_bandwidth: bytes a second.
-        link_bandwidth: bytes a second that it can send to its neighbours over all links together.
-        group: chips that are linked so; all of a TPU slice (0), those of a host of GPUs.
-        network_bandwidth: bytes a second that it can send to chips beyond the group.
-        host: chips of a host.
-        clock: cycles a second of a TPU; 0 where it is not known.
-        capability: compute capability of a GPU.
-    """
-
-    flops: float
-    hbm_bytes: int
-    hbm_bandwidth: float
-    link_bandwidth: float
-    group: int = 0
-    network_bandwidth: float = 0.0
-    host: int = 4
-    clock: float = 0.0
-    capability: float = 0.0
-
-
-# TPUs: the system architecture pages of Cloud TPU (memory in GiB there; links in Gbit/s of a chip).
-# Clocks are their peaks over what all matrix units of 128 x 128 do in a cycle.
-# GPUs: NVIDIA's data sheets (SXM boards; NVLink is stated for both directions together, half of
-# that is sent) with a 400 Gbit/s (A100: 200) network adapter a GPU.
-CHIPS: dict[str, Chip] = {
-    "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9),
-    "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9),
-    "v5p": Chip(459e12, 95 << 30, 2765e9, 600e9, clock=1.75e9),
-    "v6e": Chip(918e12, 32 << 30, 1640e9, 448e9),
-    "a100": Chip(312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9, 8, capability=8.0),
-    "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9, 8, capability=9.0),
-    "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9, 8, capability=9.0),
-}
 TPUS = ("v4", "v5e", "v5p", "v6e")
-GPUS = tuple(name for name in CHIPS if name not in TPUS)
+GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""What the accelerators can do at best: one table, for MFU and for what is compiled ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of one chip, as its maker states them.
+
+    Attributes:
+        flops: products of bfloat16 a second, without sparsity.
+        hbm_bytes: memory.
+        hbm_bandwidth: bytes a second.
+        link_bandwidth: bytes a second that it can send to its neighbours over all links together.
+        group: chips that are linked so; all of a TPU slice (0), those of a host of GPUs.
+        network_bandwidth: bytes a second that it can send to chips beyond the group.
+        host: chips of a host.
+        clock: cycles a second of a TPU; 0 where it is not known.
+        capability: compute capability of a GPU.
+        devices: devices of JAX that the chip is.
+    """
+
+    flops: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    group: int = 0
+    network_bandwidth: float = 0.0
+    host: int = 4
+    clock: float = 0.0
+    capability: float = 0.0
+    devices: int = 1
+
+
+# TPUs: the system architecture pages of Cloud TPU (memory in GiB there; links in Gbit/s of a chip,
+# or in both directions together, of which half is sent).
+# Clocks are their peaks over what all matrix units of 128 x 128 do in a cycle.
+# GPUs: NVIDIA's data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and L40S.  Where
+# they state products with sparsity only, half of that; NVLink and PCIe are stated for both
+# directions together, half of that is sent.  Boards without NVLink send over PCIe.  Each GPU has a
+# 400 Gbit/s network adapter (A100, L4 and L40S: 200).
+CHIPS: dict[str, Chip] = {
+    "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9),
+    "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9),
+    "v5p": Chip(459e12, 95 << 30, 2765e9, 600e9, clock=1.75e9),
+    "v6e": Chip(918e12, 32 << 30, 1640e9, 448e9),
+    "v7x": Chip(2307e12, 192 << 30, 7380e9, 600e9, devices=2),
+    "a100": Chip(312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9, 8, capability=8.0),
+    "a100_40gb": Chip(312e12, 40 * 10**9, 1555e9, 300e9, 8, 25e9, 8, capability=8.0),
+    "a100_pcie": Chip(312e12, 80 * 10**9, 1935e9, 32e9, 8, 25e9, 8, capability=8.0),
+    "a100_pcie_40gb": Chip(312e12, 40 * 10**9, 1555e9, 32e9, 8, 25e9, 8, capability=8.0),
+    "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9, 8, capability=9.0),
+    "h100_pcie": Chip(756e12, 80 * 10**9, 2000e9, 64e9, 8, 50e9, 8, capability=9.0),
+    "h100_nvl": Chip(835e12, 94 * 10**9, 3900e9, 64e9, 8, 50e9, 8, capability=9.0),
+    "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9, 8, capability=9.0),
+    "h200_nvl": Chip(835e12, 141 * 10**9, 4800e9, 64e9, 8, 50e9, 8, capability=9.0),
+    "b200": Chip(2250e12, 180 * 10**9, 8000e9, 900e9, 8, 50e9, 8, capability=10.0),
+    "gb200": Chip(2500e12, 186 * 10**9, 8000e9, 900e9, 72, 50e9, 4, capability=10.0),
+    "l4": Chip(121e12, 24 * 10**9, 300e9, 32e9, 8, 25e9, 8, capability=8.9),
+    "l40s": Chip(362e12, 48 * 10**9, 864e9, 32e9, 8, 25e9, 8, capability=8.9),
+}
+
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100_40gb",
+    "NVIDIA A100 80GB PCIe": "a100_pcie",
+    "NVIDIA A100-PCIE-40GB": "a100_pcie_40gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100_pcie",
+    "NVIDIA H100 NVL": "h100_nvl",
+    "NVIDIA H200": "h200",
+    "NVIDIA H200 NVL": "h200_nvl",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40S": "l40s",
+}
+"""Kinds of devices as JAX names them, and their chips."""
+
+
+def stated_flops(devices: Sequence[Any]) -> float | None:
+    """Products of bfloat16 a second of devices of one kind; None where their chip is not known."""
+    name = KINDS.get(devices[0].device_kind)
+    if name is None:
+        return None
+    return CHIPS[name].flops / CHIPS[name].devices * len(devices)
