@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
+from importlib.util import find_spec
 
 import hypothesis
+import pytest
 
 # The suite is meant for a CPU; name the platform explicitly to run it elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -39,3 +41,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def cpu_ops() -> None:
+    """Skips a test of bits or speed that only the operations of `model.ops_cpu` promise."""
+    if os.environ.get("COA_JAX_OPS", "cpu") != "cpu" or not find_spec("coa_jax.model.ops_cpu"):
+        pytest.skip("needs the operations of model.ops_cpu")

@@ -16,12 +16,13 @@ import jax
 import numpy as np
 
 from coa_jax.learn.batch import pack, record_example, split_rows
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.bpe import train_bpe
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from coa_jax.protocol import Prompt, get_protocol, render_prompt
 from coa_jax.rollout.observation import observation_text
 from coa_jax.tasks import Task
@@ -123,12 +124,10 @@ def learn(episodes: Sequence[DistilledRecord]) -> Model:
     examples = [record_example(model.tokenizer, record, Prompt("brief")) for record in episodes]
     batches = split_rows(pack(examples, ROW_LENGTH), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=90, warmup_steps=5)
-    loss_fn = bind(sft_loss, dtype="float32", remat=False)
+    static = {"loss": SFTLoss(), "model": model.config, "compute": local_compute()}
     state = init_state(model.params, optimizer)
     for _ in range(optimizer.total_steps):
-        state, stats = train_step(
-            state, batches, loss_fn=loss_fn, model=model.config, optimizer=optimizer
-        )
+        state, stats = train_step(state, batches, optimizer=optimizer, **static)
     assert stats["loss"] < 0.05, stats
     assert np.isfinite(stats["optim/grad_norm"])
     return Model(model.config, state.params, model.tokenizer)
