@@ -48,3 +48,11 @@ def cpu_ops() -> None:
     """Skips a test of bits or speed that only the operations of `model.ops_cpu` promise."""
     if os.environ.get("COA_JAX_OPS", "cpu") != "cpu" or not find_spec("coa_jax.model.ops_cpu"):
         pytest.skip("needs the operations of model.ops_cpu")
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend of `model.compute` that is here."""
+    if request.param == "cpu":
+        request.getfixturevalue("cpu_ops")
+    return request.param

@@ -1,5 +1,7 @@
 """Sampling is exact, and every option does what its name says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,50 +9,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.engine.sampling import filter_logits, inverse_cdf, sample, sample_keys
+from coa_jax.engine.sampling import filter_logits, sample, sample_keys
+from coa_jax.model.compute import Compute
 
-jitted_inverse_cdf = jax.jit(inverse_cdf)
 jitted_filter = jax.jit(filter_logits)
-jitted_sample = jax.jit(sample)
+
+
+@pytest.fixture(scope="session")
+def jitted_sample(backend):
+    return jax.jit(functools.partial(sample, compute=Compute(backend=backend)))
 
 
 def keys_of(n, seed=0):
     return sample_keys(np.stack([np.full(n, seed), np.zeros(n), np.arange(n)], -1).astype(np.int32))
 
 
-def draw(logits, n, temperature=1.0, top_p=1.0, top_k=0):
-    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
-    return sample(
-        rows,
-        keys_of(n),
-        jnp.zeros(n, jnp.int32),
-        jnp.full(n, temperature),
-        jnp.full(n, top_p),
-        jnp.full(n, top_k, jnp.int32),
-    )
+@pytest.fixture(scope="session")
+def draw(jitted_sample):
+    def draws(logits, n, temperature=1.0, top_p=1.0, top_k=0):
+        return jitted_sample(
+            jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits))),
+            keys_of(n),
+            jnp.zeros(n, jnp.int32),
+            jnp.full(n, temperature),
+            jnp.full(n, top_p),
+            jnp.full(n, top_k, jnp.int32),
+        )
+
+    return draws
 
 
-@given(
-    st.lists(st.integers(0, 1000), min_size=1, max_size=700).filter(any),
-    st.floats(0, 0.999),
-)
-def test_inverse_cdf_finds_the_index_at_which_the_cumulative_sum_passes(weights, uniform):
-    # Integer weights keep every partial sum exact in float32.
-    padded = jnp.zeros((1, 700)).at[0, : len(weights)].set(jnp.asarray(weights, jnp.float32))
-    index = int(jitted_inverse_cdf(padded, jnp.asarray([uniform], jnp.float32))[0])
-    total = np.float32(np.float32(uniform) * np.float32(sum(weights)))
-    expected = int(np.searchsorted(np.cumsum(weights), total, side="right"))
-    assert index == expected
-    assert weights[index] > 0
-
-
-@pytest.mark.parametrize("vocab", [3, 128, 130])
-def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(vocab):
-    weights = jnp.full((1, vocab), jnp.nan)
-    assert int(jitted_inverse_cdf(weights, jnp.asarray([0.5], jnp.float32))[0]) < vocab
-
-
-def test_frequencies_follow_the_softmax():
+def test_frequencies_follow_the_softmax(draw):
     logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5] + [-30.0] * 300)
     n = 20_000
     tokens, logps = draw(logits, n)
@@ -63,7 +52,7 @@ def test_frequencies_follow_the_softmax():
     np.testing.assert_allclose(logps, np.log(probs)[np.asarray(tokens)], atol=1e-5)
 
 
-def test_temperature_zero_takes_the_largest_and_reports_its_plain_log_probability():
+def test_temperature_zero_takes_the_largest_and_reports_its_plain_log_probability(draw):
     tokens, logps = draw([1.0, 3.0, 2.0], 4, temperature=0.0)
     assert tokens.tolist() == [1] * 4
     expected = 3 - np.log(np.exp([1.0, 3.0, 2.0]).sum())
@@ -73,7 +62,7 @@ def test_temperature_zero_takes_the_largest_and_reports_its_plain_log_probabilit
 @pytest.mark.parametrize(
     ("vocab", "top_p", "top_k"), [(300, 1.0, 0), (300, 0.9, 3), (9000, 1.0, 0)]
 )
-def test_the_lowest_temperatures_take_the_largest(vocab, top_p, top_k):
+def test_the_lowest_temperatures_take_the_largest(jitted_sample, vocab, top_p, top_k):
     temperature = np.float32([1e-4, 1e-8, 1e-10, 1e-20, 1e-36, 1e-38, 1e-45])
     rows = np.arange(7)
     rng = np.random.default_rng(0)
@@ -92,8 +81,8 @@ def test_the_lowest_temperatures_take_the_largest(vocab, top_p, top_k):
     np.testing.assert_allclose(logps, expected, atol=2e-5)
 
 
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=300))
-def test_greedy_takes_the_first_of_equal_logits(logits):
+@given(logits=st.lists(st.integers(-3, 3), min_size=1, max_size=300))
+def test_greedy_takes_the_first_of_equal_logits(jitted_sample, logits):
     padded = np.full((1, 300), -5, np.float32)
     padded[0, : len(logits)] = logits
     none = np.zeros(1, np.int32)
@@ -102,7 +91,7 @@ def test_greedy_takes_the_first_of_equal_logits(logits):
     assert tokens[0] == np.argmax(logits)
 
 
-def test_log_probability_is_of_the_distribution_before_truncation():
+def test_log_probability_is_of_the_distribution_before_truncation(draw):
     logits = np.array([2.0, 1.0, 0.0])
     tokens, logps = draw(logits, 50, temperature=0.5, top_k=1)
     assert set(tokens.tolist()) == {0}
@@ -133,9 +122,13 @@ def test_truncation_keeps_what_a_float64_reference_keeps(logits, top_p, top_k):
     assert kept.tolist() == expected.tolist()
 
 
-def test_a_draw_depends_on_sample_and_position_and_not_on_the_row():
+def test_a_draw_depends_on_sample_and_position_and_not_on_the_row(backend):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)), jnp.float32)
-    draw = jax.jit(lambda logits, numbers, *rest: sample(logits, sample_keys(numbers), *rest))
+    compute = Compute(backend=backend)
+
+    @jax.jit
+    def draw(logits, numbers, *rest):
+        return sample(logits, sample_keys(numbers), *rest, compute=compute)
 
     def one(rows, row, position):
         stacked = jnp.broadcast_to(logits, (rows, 50))
@@ -170,7 +163,7 @@ def test_keys_never_change_and_are_those_of_jax_random(numbers, key):
 
 
 @pytest.mark.parametrize("top_p", [1e-45, 1e-39, 1e-46])
-def test_the_most_likely_token_stays_however_small_the_nucleus(top_p):
+def test_the_most_likely_token_stays_however_small_the_nucleus(draw, top_p):
     kept = jitted_filter(
         np.float32([[0.0, 2.0, 1.0]]), np.asarray([top_p], np.float32), np.zeros(1, np.int32)
     )
@@ -191,10 +184,10 @@ def test_keys_differ_by_seed_prompt_and_sample():
     assert len(np.unique(jax.random.key_data(sample_keys(numbers)), axis=0)) == len(numbers)
 
 
-def test_many_rows_of_a_large_vocabulary_draw_valid_tokens():
+def test_many_rows_of_a_large_vocabulary_draw_valid_tokens(jitted_sample):
     logits = jax.random.normal(jax.random.key(0), (32, 49_152)) * 3
     ones = jnp.ones(32)
-    tokens, logps = sample(
+    tokens, logps = jitted_sample(
         logits, keys_of(32), jnp.arange(32), ones, ones, jnp.zeros(32, jnp.int32)
     )
     reference = jax.nn.log_softmax(logits)[jnp.arange(32), tokens]
@@ -202,14 +195,14 @@ def test_many_rows_of_a_large_vocabulary_draw_valid_tokens():
 
 
 @given(
-    st.lists(st.integers(-30, 30), min_size=2, max_size=300),
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([0.0, 0.3, 1.0]),
-    st.sampled_from([0.2, 1.0]),
-    st.sampled_from([0, 3]),
+    logits=st.lists(st.integers(-30, 30), min_size=2, max_size=300),
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    top_p=st.sampled_from([0.2, 1.0]),
+    top_k=st.sampled_from([0, 3]),
 )
 def test_only_allowed_tokens_are_drawn_with_their_probability_among_those(
-    logits, seed, temperature, top_p, top_k
+    jitted_sample, logits, seed, temperature, top_p, top_k
 ):
     rng = np.random.default_rng(seed)
     padded = np.full(300, 40.0)  # what is not allowed is the most likely
@@ -233,16 +226,3 @@ def test_only_allowed_tokens_are_drawn_with_their_probability_among_those(
         assert logps[row] == pytest.approx(expected, abs=2e-4)
         if temperature == 0 or top_k == 1:
             assert padded[token] == scaled.max()
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_nothing_without_weight_is_drawn_however_sums_are_rounded(seed):
-    rng = np.random.default_rng(seed)
-    rows = np.arange(64)
-    weights = rng.random((64, 700)) ** 3 * (rng.random((64, 700)) < 0.02)
-    weights[:, rng.integers(700)] = 1e-6
-    # Right where one token ends and the next one begins.
-    sums = np.cumsum(weights, axis=1)
-    uniform = np.minimum(sums[rows, rng.integers(700, size=64)] / sums[:, -1], 1 - 2**-23)
-    index = jitted_inverse_cdf(weights.astype(np.float32), uniform.astype(np.float32))
-    assert (weights[rows, index] > 0).all()

@@ -225,9 +225,7 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     @jax.jit
     @jax.value_and_grad
     def at_once(params):
-        return weighted_logp_sum(
-            params, MODEL, batch, batch.mask, local_compute(), vocab_chunk=6
-        )
+        return weighted_logp_sum(params, MODEL, batch, batch.mask, local_compute(), vocab_chunk=6)
 
     (total, values), gradient = run(False, 512)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)

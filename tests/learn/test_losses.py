@@ -272,9 +272,7 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine(warmup, ratio, total):
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():
-    model = dataclasses.replace(
-        MODEL, qk_norm=True, tie_embeddings=False, lora=LoraConfig(rank=2)
-    )
+    model = dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=False, lora=LoraConfig(rank=2))
     params = nest({path: jnp.ones(3) for path in specs(model)})
     optimizer = make_optimizer(OptimizerConfig(1.0, 10, final_ratio=1.0, weight_decay=0.5))
     zeros = jax.tree.map(jnp.zeros_like, params)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.model.cache import LayerCache, attend, quantize, write
+from coa_jax.model.cache import LayerCache, attend_to, quantize, write
+from coa_jax.model.compute import REFERENCE, Compute
 
 B, N, G, K, SIZE, PAGES = 3, 2, 3, 16, 8, 4
 
@@ -27,7 +28,7 @@ def empty(dtype=jnp.float32, pages=B * PAGES, seed=9):
 def fill(layer, table, k, v, lengths):
     positions = np.arange(k.shape[1])[None].repeat(len(lengths), 0)
     positions = np.where(positions < np.asarray(lengths)[:, None], positions, SIZE * PAGES)
-    return write(layer, table, jnp.asarray(k), jnp.asarray(v), jnp.asarray(positions))
+    return write(layer, table, jnp.asarray(k), jnp.asarray(v), jnp.asarray(positions), REFERENCE)
 
 
 def expected(q, k, v, positions):
@@ -43,36 +44,38 @@ def expected(q, k, v, positions):
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-6), ("bfloat16", 3e-2), ("int8", 5e-2)])
 @pytest.mark.parametrize("new", [1, 5])
-def test_attention_is_that_over_all_positions_up_to_ones_own(dtype, atol, new):
+def test_attention_is_that_over_all_positions_up_to_ones_own(backend, dtype, atol, new):
     lengths = [SIZE * PAGES, 9, 17]
     k, v = normal(0, B, SIZE * PAGES, N, K), normal(1, B, SIZE * PAGES, N, K)
     q = normal(2, B, new, N, G, K)
     table = np.random.default_rng(3).permutation(B * PAGES).reshape(B, PAGES)
     layer = fill(empty(jnp.dtype(dtype)), table, k, v, lengths)
     positions = np.asarray([[n - new + i for i in range(new)] for n in lengths])
-    products = "bfloat16" if dtype == "bfloat16" else "float32"
-    got = attend(jnp.asarray(q), layer, jnp.asarray(table), jnp.asarray(positions), products)
+    compute = Compute("bfloat16" if dtype == "bfloat16" else "float32", backend=backend)
+    got = attend_to(layer, jnp.asarray(q), jnp.asarray(table), jnp.asarray(positions), compute)
     for b in range(B):
         want = expected(q[b], k[b], v[b], positions[b])
         np.testing.assert_allclose(got[b], want, atol=atol)
 
 
+@pytest.mark.usefixtures("cpu_ops")
 def test_the_bits_depend_neither_on_the_others_nor_on_where_pages_lie():
     k, v = normal(0, 5, SIZE * PAGES, N, K), normal(1, 5, SIZE * PAGES, N, K)
     q, lengths = normal(2, 5, 1, N, G, K), [13, 32, 5, 20, 8]
-    run = jax.jit(lambda *x: attend(*x, jnp.float32))
+    run = jax.jit(lambda *x: attend_to(*x, Compute(backend="cpu")))
 
     def outputs(rows, seed):
         table = np.random.default_rng(seed).permutation(6 * PAGES).reshape(6, PAGES)[: len(rows)]
         own = [lengths[row] for row in rows]
         layer = fill(empty(pages=6 * PAGES, seed=seed), table, k[rows], v[rows], own)
         positions = jnp.asarray(own)[:, None] - 1
-        return np.asarray(run(jnp.asarray(q[rows]), layer, jnp.asarray(table), positions))
+        return np.asarray(run(layer, jnp.asarray(q[rows]), jnp.asarray(table), positions))
 
     whole = outputs([0, 1, 2, 3, 4], 7)
     np.testing.assert_array_equal(outputs([0, 4, 2, 3], 8), whole[[0, 4, 2, 3]])
 
 
+@pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("rows", [16, 24])
 def test_rows_in_groups_are_those_of_one_group(rows):
     lengths = np.random.default_rng(5).integers(1, SIZE * PAGES + 1, rows)
@@ -80,11 +83,11 @@ def test_rows_in_groups_are_those_of_one_group(rows):
     q = normal(2, rows, 1, N, G, K)
     table = np.random.default_rng(3).permutation(rows * PAGES).reshape(rows, PAGES)
     layer = fill(empty(pages=rows * PAGES), table, k, v, lengths)
-    run = jax.jit(lambda *x: attend(*x, jnp.float32))
+    run = jax.jit(lambda *x: attend_to(*x, Compute(backend="cpu")))
 
     def outputs(some):
         positions = jnp.asarray(lengths[some])[:, None] - 1
-        return np.asarray(run(jnp.asarray(q[some]), layer, jnp.asarray(table[some]), positions))
+        return np.asarray(run(layer, jnp.asarray(q[some]), jnp.asarray(table[some]), positions))
 
     whole = outputs(np.arange(rows))
     np.testing.assert_allclose(
@@ -99,7 +102,7 @@ def test_what_is_outside_of_the_cache_is_not_written():
     layer, table = empty(), jnp.arange(B * PAGES).reshape(B, PAGES)
     k = jnp.ones((B, 2, N, K))
     positions = jnp.asarray([[SIZE * PAGES, 3], [SIZE * PAGES] * 2, [SIZE * PAGES + 5, 31]])
-    new = write(layer, table, k, k, positions)
+    new = write(layer, table, k, k, positions, REFERENCE)
     changed = np.flatnonzero(np.any(np.asarray(new.values != layer.values), axis=(1, 2, 3)))
     assert changed.tolist() == [0, 2 * PAGES + 3]
 

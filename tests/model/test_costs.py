@@ -18,8 +18,8 @@ from coa_jax.model.costs import (
     train_flops,
 )
 from coa_jax.model.hf_config import config_to_hf
+from coa_jax.model.params import num_params
 from coa_jax.model.shapes import ARCHITECTURES, architecture_of
-from coa_jax.model.weights import num_params
 
 # Numbers of parameters of the safetensors files on the Hugging Face hub.
 PUBLISHED = {

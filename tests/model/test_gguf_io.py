@@ -19,9 +19,11 @@ import transformers
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model, logits, save_model
 from coa_jax.model.cache import Cache, init_layers
-from coa_jax.model.forward import forward, unembed
+from coa_jax.model.compute import local_compute
 from coa_jax.model.gguf_io import GgufFile, gguf_file
-from coa_jax.model.hf_weights import hf_shapes, load_params
+from coa_jax.model.hf_table import tensors_of
+from coa_jax.model.hf_weights import load_params
+from coa_jax.model.params import shardings, unstack
 from coa_jax.model.tokenizer import (
     chat_ids,
     decode_ids,
@@ -30,7 +32,6 @@ from coa_jax.model.tokenizer import (
     gguf_tokenizer,
     load_tokenizer,
 )
-from coa_jax.model.weights import unstack_layers
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -115,9 +116,8 @@ def test_gguf_gives_the_tensors_of_the_model_it_was_made_of(references, tmp_path
     file = GgufFile(tmp_path / "m.gguf")
     model = load_model(references[family].path)
     assert file.config == model.config
-    assert dict(file.shapes) == hf_shapes(model.config)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = load_params(file, file.config, jnp.float32, lambda spec: device)
+    assert dict(file.shapes) == tensors_of(model.config)
+    params = load_params(file, file.config, jnp.float32, shardings(file.config, None))
     jax.tree.map(np.testing.assert_array_equal, params, model.params)
 
 
@@ -273,8 +273,10 @@ def reference_model(file):
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def greedy_step(params, config, tokens, positions, last, cache):
-    hidden, cache = forward(params, config, tokens, positions, cache=cache)
-    return unembed(params, config, hidden[:, last]).argmax(-1), cache
+    compute = local_compute(outputs_first=params.outputs_first)
+    decoder, layers = params.bind(config)
+    hidden, cache = decoder(tokens, positions, compute, layers=layers, cache=cache)
+    return decoder.logits(hidden[:, last], compute).argmax(-1), cache
 
 
 def greedy(model, params, prompt, count):
@@ -297,7 +299,7 @@ def greedy(model, params, prompt, count):
 def test_smollm2_answers_as_in_transformers(smollm2):
     model = load_model(smollm2)
     net = reference_model(smollm2)
-    params = unstack_layers(model.params, model.config)
+    params = unstack(model.params, model.config, outputs_first=True)
     for prompt in PROMPTS:
         ids = chat_ids(model.tokenizer, prompt)
         answer = greedy(model, params, ids, 24)

@@ -8,29 +8,33 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import causal_attention
-from coa_jax.model.attention.choice import Attention
+from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward
-from coa_jax.model.remat import POLICIES, policy_name, rematerialize
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import bind, init_params
+from coa_jax.model.remat import POLICIES, rematerialize
 
 MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(0))
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 64)).astype(np.int32)
 
 
+def loss(params, compute, model=MODEL):
+    hidden, _ = bind(model, params)(TOKENS, np.arange(64), compute)
+    return jnp.sum(hidden**3)
+
+
+def gradient_program(compute, params=PARAMS, model=MODEL):
+    """The program of the gradients before XLA."""
+    return str(jax.make_jaxpr(jax.grad(lambda params: loss(params, compute, model)))(params))
+
+
 @functools.cache
 def compiled(remat, dtype):
-    def loss(params):
-        positions = jnp.broadcast_to(jnp.arange(64), TOKENS.shape)
-        hidden, _ = forward(params, MODEL, TOKENS, positions, dtype=dtype, remat=remat)
-        return jnp.sum(hidden**3)
-
     # Else XLA leaves out roundings to bfloat16, and which ones depends on what it fuses.
     options = {"xla_allow_excess_precision": False}
-    return jax.jit(jax.grad(loss)).lower(PARAMS).compile(compiler_options=options)
+    gradient = jax.jit(jax.grad(lambda params: loss(params, local_compute(dtype, remat=remat))))
+    return gradient.lower(PARAMS).compile(compiler_options=options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -51,13 +55,9 @@ def test_each_policy_keeps_less_than_the_one_before():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_with_weights_are_kept_in_every_dtype(dtype):
+def test_products_with_weights_are_kept_in_every_dtype(dtype, backend):
     def products(remat):
-        def loss(params):
-            hidden, _ = forward(params, MODEL, TOKENS, np.arange(64), dtype=dtype, remat=remat)
-            return jnp.sum(hidden**3)
-
-        return str(jax.make_jaxpr(jax.grad(loss))(PARAMS)).count("dot_general")
+        return gradient_program(Compute(dtype, remat, backend=backend)).count("dot_general")
 
     # Queries, keys and values, the output of attention, and gate and up; nothing needs the result
     # of the down projection again.
@@ -66,12 +66,8 @@ def test_products_with_weights_are_kept_in_every_dtype(dtype):
 
 def test_rotated_queries_and_keys_are_kept_where_they_shall_be():
     def rotations(remat):
-        def loss(params):
-            hidden, _ = forward(params, MODEL, TOKENS, np.arange(64), dtype="float32", remat=remat)
-            return jnp.sum(hidden**3)
-
         # Each puts its halves together again.
-        return str(jax.make_jaxpr(jax.grad(loss))(PARAMS)).count("concatenate")
+        return gradient_program(Compute(remat=remat)).count("concatenate")
 
     # Of queries and of keys.
     assert rotations("weight_dots") - rotations("dots") == 2
@@ -84,29 +80,19 @@ def test_attention_block_computes_no_product_of_attention_again():
     params = init_params(model, jax.random.key(0))
 
     def products(remat):
-        def loss(params):
-            hidden, _ = forward(params, model, TOKENS, np.arange(64), remat=remat)
-            return jnp.sum(hidden**3)
-
-        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+        return gradient_program(Compute(remat=remat), params, model).count("dot_general")
 
     # Queries, keys and values, and the output of attention.
     assert products("attention") - products("attention_block") == 2
 
 
-def test_names_and_flags():
-    assert (policy_name(False), policy_name(True), policy_name("dots")) == ("none", "full", "dots")
-    with pytest.raises(UserError, match="remat is 'some'; give one of none, dots"):
-        policy_name("some")
-
-
 @pytest.mark.parametrize(("name", "width"), [("splash", 64), ("xla", 8)])
 def test_results_of_attention_are_kept_where_they_shall_be(name, width, capsys):
-    attention = Attention(name, interpret=name != "xla")
-    attend = causal_attention(attention, (1, 128), None, "float32")
+    compute = Compute(attention=name, interpret=name != "xla")
+    attend = causal_attention(compute, (1, 128), None)
 
     def kept(remat):
-        layer = rematerialize(lambda x: jnp.sum(attend(x[:, :, :, None], x, x)), remat)
+        layer = rematerialize(lambda x: jnp.sum(attend(x[:, :, :, None], x, x)[0]), remat)
         print_saved_residuals(layer, jnp.ones((1, 128, 2, width)))
         lines = capsys.readouterr().out.splitlines()
         inside = [

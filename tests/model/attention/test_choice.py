@@ -8,8 +8,8 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.model.attention import choice
-from coa_jax.model.attention.causal import choose
 from coa_jax.model.attention.choice import Case, resolve
+from coa_jax.model.compute import training_compute
 from coa_jax.model.config import ModelConfig
 
 CASE = Case("tpu", "bfloat16", num_kv_heads=8, num_groups=4, head_dim=128, page_size=32)
@@ -83,6 +83,6 @@ def test_a_kernel_that_this_jax_does_not_have_is_refused(monkeypatch):
 
 def test_the_setting_of_a_run_is_resolved_for_the_machine_it_runs_on():
     model = ModelConfig("llama", 64, 32, 64, 1, 4, 2, 16)
-    assert choose("xla", model, "bfloat16").implementation == "xla"
+    assert training_compute(model, dtype="bfloat16", attention="xla").attention == "xla"
     with pytest.raises(UserError, match=r"config\.attention is 'splash', which cannot run on cpu"):
-        choose("splash", model, "bfloat16")
+        training_compute(model, dtype="bfloat16", attention="splash")

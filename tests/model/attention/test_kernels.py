@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 
 from coa_jax.model.attention import paged
 from coa_jax.model.attention.causal import causal_attention
-from coa_jax.model.attention.choice import Attention, Case, implementations, platform_of, unmet
+from coa_jax.model.attention.choice import Case, implementations, platform_of, unmet
+from coa_jax.model.compute import REFERENCE, Compute
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.03}
+TRITON = Compute("bfloat16", attention="pallas_gpu")
+
+
+def values(attend):
+    """Attention without the pages that it does not have."""
+    return lambda q, k, v: attend(q, k, v)[0]
 
 
 def configured(kind, name, dtype, **shape):
@@ -30,7 +37,7 @@ def configured(kind, name, dtype, **shape):
     native = not unmet(kind, name, case)
     if native and dtype == "float32" and name != "xla":
         pytest.skip(f"{name} multiplies in bfloat16 on {platform}")
-    return Attention(name, interpret=not native)
+    return Compute(dtype, attention=name, interpret=not native)
 
 
 def numpy_attention(q, k, v, mask, cotangent=None):
@@ -62,7 +69,7 @@ def numpy_attention(q, k, v, mask, cotangent=None):
 def test_causal_attention_and_its_gradients_equal_numpy(name, packed, dtype):
     rng = np.random.default_rng(0)
     batch, length, heads, groups, width = 2, 201, 2, 3, 64  # not a multiple of any block
-    attention = configured(
+    compute = configured(
         "causal", name, dtype, num_kv_heads=heads, num_groups=groups, head_dim=width
     )
     q, cotangent = rng.normal(size=(2, batch, length, heads, groups, width)).astype(np.float32)
@@ -77,8 +84,8 @@ def test_causal_attention_and_its_gradients_equal_numpy(name, packed, dtype):
 
     @jax.jit
     def run(q, k, v):
-        function = causal_attention(attention, (batch, length), segments, dtype)
-        out, pullback = jax.vjp(function, q, k, v)
+        attend = values(causal_attention(compute, (batch, length), segments))
+        out, pullback = jax.vjp(attend, q, k, v)
         return out, pullback(jnp.asarray(cotangent))
 
     out, gradients = run(q, k, v)
@@ -95,7 +102,7 @@ def test_plain_attention_goes_through_any_number_of_blocks(length):
     rng = np.random.default_rng(length)
     q, cotangent = rng.normal(size=(2, 1, length, 2, 2, 8)).astype(np.float32)
     k, v = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
-    attend = causal_attention(Attention(), (1, length), None, "float32")
+    attend = values(causal_attention(REFERENCE, (1, length), None))
     out, pullback = jax.vjp(jax.jit(attend), q, k, v)
     mask = np.tril(np.ones((1, length, length), bool))
     expected, expected_gradients = numpy_attention(q, k, v, mask, cotangent)
@@ -110,7 +117,7 @@ def test_a_query_that_sees_one_key_learns_nothing_of_where_to_look_in_16_bits():
     q, cotangent = rng.normal(size=(2, 1, 40, 2, 2, 64)).astype(np.float32)
     k, v = rng.normal(size=(2, 1, 40, 2, 64)).astype(np.float32)
     segments = jnp.arange(1, 41)[None]
-    attend = causal_attention(Attention(), (1, 40), segments, "bfloat16")
+    attend = values(causal_attention(Compute("bfloat16"), (1, 40), segments))
     _, pullback = jax.vjp(jax.jit(attend), q, k, v)
     d_q, d_k, d_v = pullback(jnp.asarray(cotangent))
     assert np.abs(d_q).max() < 1e-4 and np.abs(d_k).max() < 1e-4
@@ -141,7 +148,7 @@ def filled(name, dtype, rng, batch, pages_each):
 @pytest.mark.parametrize("name", KERNELS)
 def test_paged_attention_equals_numpy(name, new, dtype):
     rng = np.random.default_rng(1)
-    attention = configured("paged", name, dtype, **SHAPE)
+    compute = configured("paged", name, dtype, **SHAPE)
     batch, pages_each = 4, 11
     pages, table, k, v = filled(name, dtype, rng, batch, pages_each)
     size, end = SHAPE["page_size"], k.shape[1]
@@ -149,8 +156,8 @@ def test_paged_attention_equals_numpy(name, new, dtype):
     start = np.array([0, 2 * size - new, end - new, end])
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(batch, new, 2, 3, SHAPE["head_dim"])).astype(np.float32)
-    run = functools.partial(paged.attend_paged, attention, dtype=dtype)
-    if name != "ragged_paged" or not attention.interpret:  # its stand-in is a Python loop
+    run = functools.partial(paged.attend_paged, compute)
+    if name != "ragged_paged" or not compute.interpret:  # its stand-in is a Python loop
         run = jax.jit(run)
     out = np.asarray(run(q, pages, jnp.asarray(table), jnp.asarray(positions)))
     mask = np.arange(end) <= positions[..., None]
@@ -165,7 +172,7 @@ def test_several_new_tokens_on_a_gpu_take_no_memory_for_pages_that_are_not_there
     def scratch(pages_each):
         pages = paged.init_pages("pallas_gpu", 300, size, 2, 64, "bfloat16")
         table = jnp.zeros((4, pages_each), jnp.int32)
-        run = functools.partial(paged.attend_paged, Attention("pallas_gpu"), dtype="bfloat16")
+        run = functools.partial(paged.attend_paged, TRITON)
         compiled = jax.jit(run).lower(jnp.zeros(shape), pages, table, jnp.zeros((4, 16), jnp.int32))
         return compiled.compile().memory_analysis().temp_size_in_bytes
 
@@ -212,9 +219,7 @@ def test_the_training_kernel_for_triton_is_lowered_for_cuda(packed):
 
     def loss(q, k, v, segments):
         segments = segments if packed else None
-        return causal_attention(Attention("pallas_gpu"), (2, 256), segments, "bfloat16")(
-            q, k, v
-        ).sum()
+        return values(causal_attention(TRITON, (2, 256), segments))(q, k, v).sum()
 
     shapes = [(2, 256, 2, 3, 64), (2, 256, 2, 64), (2, 256, 2, 64)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -229,7 +234,7 @@ def test_the_decoding_kernel_for_triton_is_lowered_for_cuda():
     pool = jax.ShapeDtypeStruct((2, 32, 16, 128), jnp.bfloat16)
     traced = jax.jit(
         lambda q, keys, values, table, positions: paged.attend_paged(
-            Attention("pallas_gpu"), q, (keys, values), table, positions, "bfloat16"
+            TRITON, q, (keys, values), table, positions
         )
     ).trace(
         jax.ShapeDtypeStruct((4, 1, 2, 3, 128), jnp.float32),

@@ -11,12 +11,11 @@ PROGRAM = """
 import sys
 import jax, numpy as np
 from coa_jax.learn.batch import Batch, stack
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import gradient_sums
-from coa_jax.model.attention.choice import Attention
+from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import shard_params
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params, shardings
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import put_batch
 
@@ -32,18 +31,20 @@ batch = Batch(
 )
 params = init_params(config, jax.random.key(0))
 
-def gradients(mesh, attention):
-    here = params if mesh is None else shard_params(params, config, mesh)
-    loss = bind(sft_loss, dtype="float32", remat=True, attention=attention)
-    sums = jax.jit(gradient_sums, static_argnames=("loss_fn", "model"))
-    only = put_batch(stack([batch], 1), mesh)
-    return jax.device_get(sums(here, only, 1, loss_fn=loss, model=config))
+def gradients(compute):
+    here = jax.device_put(params, shardings(config, compute.mesh))
+    sums = jax.jit(gradient_sums, static_argnames=("loss", "model", "compute"))
+    only = put_batch(stack([batch], 1), compute.mesh)
+    return jax.device_get(
+        sums(here, {}, only, 1, loss=SFTLoss(), model=config, compute=compute)
+    )
 
-expected, expected_stats = gradients(None, Attention())
+expected, expected_stats = gradients(REFERENCE)
 for case in sys.argv[1:]:
-    *sizes, name = case.split(",")
+    *sizes, name, collectives = case.split(",")
     mesh = make_mesh(*map(int, sizes))
-    sums, stats = gradients(mesh, Attention(name, mesh, interpret=True))
+    how = {"attention": name, "collectives": collectives, "interpret": True, "remat": "full"}
+    sums, stats = gradients(Compute(mesh=mesh, **how))
     np.testing.assert_allclose(stats["loss"], expected_stats["loss"], rtol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max()),
@@ -53,8 +54,11 @@ for case in sys.argv[1:]:
 """
 
 # Four ways of tensor do not divide two key/value heads.
-SOME = ["2,2,2,splash"]
-OTHERS = ["1,1,1,xla", "2,1,2,xla", "1,2,4,splash", "2,2,2,pallas_gpu", "1,2,4,pallas_gpu"]
+SOME = ["2,2,2,splash,compiler", "2,2,2,xla,manual"]
+OTHERS = [
+    *("1,1,1,xla,compiler", "2,1,2,xla,compiler", "1,2,4,xla,manual", "2,2,2,splash,manual"),
+    *("1,2,4,splash,compiler", "2,2,2,pallas_gpu,compiler", "1,2,4,pallas_gpu,compiler"),
+]
 
 
 @pytest.mark.parametrize(
