@@ -32,12 +32,13 @@ from coa_jax.evaluate.figures import shown_rate
 from coa_jax.evaluate.metrics import student_t
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import sft
-from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.progress import Bar, progress
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.small.augment import renaming
+from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
@@ -190,7 +191,7 @@ class Ablation:
                 began = time.monotonic()
                 self.base(seed)
                 config = self.command.sft_config(folder.parent, name, seed)
-                sft.train(config, run, folder / "model")
+                sft.train(config, run, folder / "model", renaming(config.rename_share))
                 trained = time.monotonic()
                 outcome = evaluate_model(
                     folder / "model",

@@ -27,7 +27,6 @@ from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
@@ -37,6 +36,8 @@ from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.small.augment import renaming
+from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.tasks import load_splits, load_tasks
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
@@ -148,7 +149,8 @@ class Pipeline:
 
     def sft(self) -> None:
         """Fine-tunes the untrained policy on the distilled trajectories."""
-        sft.train(self.sft_config, self.run, self.models / "sft")
+        config = self.sft_config
+        sft.train(config, self.run, self.models / "sft", renaming(config.rename_share))
 
     def rl(self) -> None:
         """Reinforces the fine-tuned policy with live tools."""

@@ -16,10 +16,10 @@ from absl import flags
 
 from coa_jax.bounds import Bounded, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
-from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.tasks.prompts import load_prompt
 
 

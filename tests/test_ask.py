@@ -31,13 +31,13 @@ from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig, distill_tasks
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.learn.scratch import ScratchConfig, write_policy
 from coa_jax.learn.sft import SFTConfig, train
 from coa_jax.protocol import Prompt, get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
 from coa_jax.rollout.request import Arrival, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import Author, trajectory_violations, write_records

@@ -34,7 +34,7 @@ ROOMS = (
     ("tasks",),
     ("rollout",),
     ("distill",),
-    ("learn",),
+    ("learn", "small"),
     ("evaluate", "report", "serve", "bench", "aot"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}

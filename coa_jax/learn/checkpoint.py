@@ -350,8 +350,7 @@ class Checkpoints:
         if any(key in there for key in _EARLIER):
             raise UserError(
                 f"{self.directory}: checkpoint {step} has the parameters of an earlier version of "
-                "coa_jax, which this version does not read: export it with that version, or start "
-                "in another workdir"
+                "coa_jax: export it with that version, or start in another workdir"
             )
         for key in sorted(there.keys() | here.keys()):
             old, new = there.get(key, "nothing"), here.get(key, "nothing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -10,10 +10,15 @@ import numpy as np
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.learn.augment import NamePieces, rename
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.protocol import Prompt
 from coa_jax.trajectory import DistilledRecord
+
+Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
+"""What a record becomes each time that it is learned."""
+
+Augmentation = Callable[[Any, Sequence[DistilledRecord], Prompt], Change]
+"""Makes the change from the policy's tokenizer, all records, and how questions are put."""
 
 
 def fitting_records(
@@ -50,8 +55,7 @@ def example_stream(
     prompt: Prompt,
     length: int,
     seed: int,
-    rename_share: float,
-    keep: frozenset[str],
+    change: Change | None = None,
 ) -> grain.MapDataset:
     """All records, epoch after epoch, each epoch in another order.
 
@@ -59,19 +63,16 @@ def example_stream(
         tokenizer: tokenizer of the policy.
         records: records of at most ``length`` tokens.
         prompt: how the records' questions are put to the policy.
-        length: tokens of a row; a record that is longer once renamed is used as it was.
-        seed: seed of the order and of the renaming.
-        rename_share: share of the records that are renamed, see `augment.rename`.
-        keep: words that are not names.
+        length: tokens of a row; a record that is longer once it is changed is used as it was.
+        seed: seed of the order and of the changes.
+        change: see `Change`; None to leave the records as they are.
     """
 
-    pieces = NamePieces.of(tokenizer) if rename_share else NamePieces((), ())
-
     def example(record: DistilledRecord, rng: np.random.Generator) -> Example:
-        if rng.random() < rename_share:
-            renamed = record_example(tokenizer, rename(record, keep, pieces, rng), prompt)
-            if len(renamed.tokens) <= length:
-                return renamed
+        if change is not None:
+            changed = record_example(tokenizer, change(record, rng), prompt)
+            if len(changed.tokens) <= length:
+                return changed
         return record_example(tokenizer, record, prompt)
 
     stream = grain.MapDataset.source(list(records)).seed(seed).shuffle().repeat()

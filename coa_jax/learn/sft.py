@@ -15,10 +15,9 @@ import numpy as np
 from coa_jax.bounds import OneOf, Place, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
-from coa_jax.learn.data import example_stream, fitting_records, next_batches
+from coa_jax.learn.data import Augmentation, example_stream, fitting_records, next_batches
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import SFTLoss
-from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import TrainState
 from coa_jax.model.api import load_model
 from coa_jax.model.card import CARD
@@ -49,7 +48,7 @@ class SFTConfig(FitConfig):
         level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions
             explain; "" for that of each record.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
-            `augment.rename`; 0 unless the policy starts from nothing.
+            `small.augment`; 0 unless the policy starts from nothing.
         lora: adapters to train in place of the whole model.
     """
 
@@ -74,12 +73,23 @@ class SFTConfig(FitConfig):
             )
 
 
-def train(config: SFTConfig, run: RunDir, output: Path) -> None:
+def train(
+    config: SFTConfig, run: RunDir, output: Path, augmentation: Augmentation | None = None
+) -> None:
     """Fine-tunes and writes the model as a Hugging Face directory to ``output``.
 
     Started again in the same run directory it goes on after the newest checkpoint, and ends with
     the parameters that it would have had without the interruption.
+
+    Args:
+        config: settings.
+        run: where metrics and checkpoints go.
+        output: directory of the model.
+        augmentation: how records change from epoch to epoch; ``rename_share`` needs
+            `small.augment.renaming`.
     """
+    if config.rename_share and augmentation is None:
+        raise ValueError("rename_share needs an augmentation that renames")
     mesh = training_mesh(config.mesh, config.rows)
     prompt = load_prompt(config.prompt_style, config.model)
     records = with_level(read_records(config.data, config.protocol), config.level)
@@ -107,8 +117,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         prompt=prompt,
         length=config.row_length,
         seed=config.seed,
-        rename_share=config.rename_share,
-        keep=template_words(kept, prompt) if config.rename_share else frozenset(),
+        change=augmentation and augmentation(model.tokenizer, kept, prompt),
     )
 
     def batches_from(cursor: int) -> tuple[list[Batch], int]:

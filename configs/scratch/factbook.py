@@ -14,8 +14,8 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.cli import load_config
-from coa_jax.learn.scratch import ScratchConfig
 from coa_jax.settings import complete
+from coa_jax.small.scratch import ScratchConfig
 
 
 def get_config() -> ml_collections.ConfigDict:

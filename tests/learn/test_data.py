@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -32,15 +33,14 @@ def tokenizer():
     return train_bpe(["who is the number"], 300)
 
 
-def stream(seed=0, rename_share=0.0, keep=frozenset()):
+def stream(seed=0, change=None):
     return example_stream(
         tokenizer(),
         RECORDS,
         prompt=Prompt("brief"),
         length=200,
         seed=seed,
-        rename_share=rename_share,
-        keep=keep,
+        change=change,
     )
 
 
@@ -86,10 +86,21 @@ def test_an_update_holds_each_of_its_examples_once():
     assert {part.tokens.shape for part in parts} == {(2, 200)}
 
 
-def test_renaming_depends_on_the_position_alone():
-    left, right = stream(rename_share=1.0), stream(rename_share=1.0)
-    assert epoch(left, 1) == epoch(right, 1)[::1]
+def number_at_random(record, rng):
+    return dataclasses.replace(record, question=f"Who is number {rng.integers(1000)}?")
+
+
+def test_a_change_depends_on_the_position_alone():
+    left, right = stream(change=number_at_random), stream(change=number_at_random)
+    assert epoch(left, 1) == epoch(right, 1)
     assert left[30].tokens.tolist() == right[30].tokens.tolist()
+    assert set(epoch(left, 1)) != set(epoch(left, 2)) != set(epoch(stream(), 1))
+    assert epoch(left, 1) != epoch(stream(seed=1, change=number_at_random), 1)
+
+
+def test_a_record_that_would_be_too_long_once_changed_is_used_as_it_was():
+    grown = stream(change=lambda record, rng: dataclasses.replace(record, question="Who? " * 99))
+    assert epoch(grown, 1) == epoch(stream(), 1)
 
 
 def test_records_that_are_too_long_are_left_out(caplog):

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
+from coa_jax.learn import sft
 from coa_jax.learn.batch import record_example
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
@@ -20,6 +21,7 @@ from coa_jax.model.api import load_model
 from coa_jax.model.params import flatten, nest
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.protocol import Prompt
+from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import SFT_STEPS, rows, run_sft, sft_config
@@ -117,6 +119,12 @@ def test_records_that_are_too_long_are_said_to_be(folder):
 def test_settings_that_cannot_work_are_refused_at_once(folder, name):
     with pytest.raises(UserError, match=f"{name} is 0; give a whole number from 1"):
         sft_config(folder / "base", folder / "data.jsonl", **{name: 0})
+
+
+def test_a_run_that_renames_needs_the_function_that_does(folder, tmp_path):
+    config = sft_config(folder / "base", folder / "data.jsonl", rename_share=0.1)
+    with RunDir(tmp_path) as run, pytest.raises(ValueError, match="rename_share needs"):
+        sft.train(config, run, tmp_path / "model")
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])

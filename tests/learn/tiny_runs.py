@@ -16,6 +16,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
+from coa_jax.small.augment import renaming
 from tests import tiny_policy
 
 SFT_STEPS = 24
@@ -70,7 +71,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
 
 def run_sft(workdir: Path, config: sft.SFTConfig) -> None:
     with RunDir(workdir) as run:
-        sft.train(config, run, workdir / "model")
+        sft.train(config, run, workdir / "model", renaming(config.rename_share))
 
 
 def rows(workdir: Path, phase: str) -> list[dict[str, float]]:

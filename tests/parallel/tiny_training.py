@@ -25,6 +25,7 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
+from coa_jax.small.augment import renaming
 from coa_jax.tools.base import Observation, ToolContext
 from tests import tiny_policy
 from tests.learn.tiny_runs import rl_config, sft_config
@@ -109,7 +110,7 @@ def main(argv: list[str]) -> None:
                 checkpoint_every=2,
                 **changes,
             )
-            sft.train(config, run, folder / name / "model")
+            sft.train(config, run, folder / name / "model", renaming(config.rename_share))
             return
         tools: list[Any] = list(tiny_policy.tools().values())
         if case[:-1] in ("hang", "kill") and processes.index() == int(case[-1]):

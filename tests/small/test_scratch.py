@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.learn.scratch import ScratchConfig
+from coa_jax.small.scratch import ScratchConfig
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32 + 5])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.learn.induction import add_induction
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind, init_params
+from coa_jax.small.induction import add_induction
 
 CONFIG = ModelConfig("llama", 600, 256, 128, 3, 4, 2, 64, rope_theta=1e6)
 

@@ -13,12 +13,12 @@ import jax
 from coa_jax.bounds import Bounded, Positive, Seed, Share, Size, Times
 from coa_jax.engine.memory import free_memory, size
 from coa_jax.errors import UserError
-from coa_jax.learn.induction import add_induction
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params, num_params
 from coa_jax.protocol import Prompt, get_protocol, messages_of
+from coa_jax.small.induction import add_induction
 from coa_jax.tasks.prompts import make_card
 from coa_jax.trajectory import DistilledRecord
 
@@ -33,7 +33,7 @@ class ScratchConfig(Bounded):
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: as in
             `ModelConfig`.
         rope_theta: base of the rotary frequencies.
-        induction: whether to start with an induction circuit, see `learn.induction`.
+        induction: whether to start with an induction circuit, see `small.induction`.
         common_word: share of the records in which a capitalised word must occur to become a token
             of its own; rarer ones are names, which are spelt so that copying them generalises.
         seed: of the parameters.

@@ -11,16 +11,40 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from coa_jax.protocol import Prompt
+from coa_jax.small.scratch import template_words
 from coa_jax.trajectory import DistilledRecord
+
+Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
 
 _WORD = re.compile(r"[^\W\d_]+")
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+|\d{4,}")
 _LOWER_SHARE = 0.2  # of the new names: values such as currencies are copied too
+
+
+def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt], Change] | None:
+    """The augmentation of `learn.sft.train` that renames a share of the records.
+
+    Words that many of the records have are no names, see `scratch.template_words`.  None for a
+    share of 0.
+    """
+    if not share:
+        return None
+
+    def prepare(tokenizer: Any, records: Sequence[DistilledRecord], prompt: Prompt) -> Change:
+        keep, pieces = template_words(records, prompt), NamePieces.of(tokenizer)
+
+        def change(record: DistilledRecord, rng: np.random.Generator) -> DistilledRecord:
+            return rename(record, keep, pieces, rng) if rng.random() < share else record
+
+        return change
+
+    return prepare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learn.augment import NamePieces, rename
+from coa_jax.model.bpe import train_bpe
+from coa_jax.protocol import Prompt
+from coa_jax.small.augment import NamePieces, rename, renaming
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 RECORD = DistilledRecord(
@@ -100,3 +102,19 @@ def test_every_piece_of_the_vocabulary_is_asked_for():
     assert all(name.isalpha() and len(name) > 2 for name in names)
     starts = ("A", "Ban", "Ko", "Do", "Mi", "do", "mi")
     assert all(any(name.startswith(start) for name in names) for start in starts)
+
+
+def test_a_share_of_the_records_is_renamed_each_time_anew():
+    assert renaming(0.0) is None
+    tokenizer, prompt = train_bpe(["The tokens of new names"], 300), Prompt("brief")
+    # A word of most records belongs to their template.
+    others = [dataclasses.replace(RECORD, question=f"Add {i}.", parts=()) for i in range(19)]
+    change = renaming(0.4)(tokenizer, [RECORD, *others], prompt)
+    made = [change(RECORD, np.random.default_rng(seed)) for seed in range(200)]
+    renamed = [record for record in made if record != RECORD]
+    assert 60 < len(renamed) < 100
+    assert all(record.metadata["renamed"] for record in renamed)
+    assert all("Chad" not in r.text and r.question.startswith("Add the") for r in renamed)
+    assert len({r.text for r in renamed}) == len(renamed)
+    again = change(RECORD, np.random.default_rng(3))
+    assert again == made[3]
