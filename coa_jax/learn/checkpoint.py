@@ -31,10 +31,14 @@ from orbax.checkpoint import checkpoint_managers
 
 from coa_jax.errors import UserError
 from coa_jax.learn.step import TrainState
+from coa_jax.model.config import PROJECTIONS
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 
 _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
+
+_EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECTIONS))
+"""Arrays that only earlier versions named so, of a model and of its adapters."""
 
 
 class Damaged(Exception):
@@ -343,7 +347,7 @@ class Checkpoints:
         """Compares names, shapes and dtypes, which are read without the arrays."""
         there = _leaves(ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name))
         here = _leaves(abstract)
-        if "params.embed" in there:
+        if any(key in there for key in _EARLIER):
             raise UserError(
                 f"{self.directory}: checkpoint {step} has the parameters of an earlier version of "
                 "coa_jax, which this version does not read: export it with that version, or start "

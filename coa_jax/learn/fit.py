@@ -11,25 +11,23 @@ from typing import Annotated
 import jax
 from absl import logging
 
-from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seed, Size
+from coa_jax.bounds import Count, OneOf, Size
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
 from coa_jax.learn.losses import Loss
 from coa_jax.learn.metrics import memory, sequence_lengths, train_speed
 from coa_jax.learn.room import check_rows
-from coa_jax.learn.step import OptimizerConfig, TrainState, check_updates, init_state, train_step
+from coa_jax.learn.step import TrainState, check_updates, init_state, train_step
 from coa_jax.learn.stop import end_run, stop_on_sigterm
+from coa_jax.learn.training import TrainingConfig
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
-from coa_jax.model.attention.choice import implementations
-from coa_jax.model.compute import Compute, training_compute
-from coa_jax.model.config import DTYPES, ModelConfig, warn_of_positions
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import warn_of_positions
 from coa_jax.model.params import split_trained
 from coa_jax.model.peft_io import save_trained
-from coa_jax.model.remat import POLICIES
 from coa_jax.parallel import processes
-from coa_jax.parallel.placement import MeshConfig
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 
@@ -37,55 +35,21 @@ _PARTS = ("data", "update", "validation", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig(Bounded):
-    """What all runs over a fixed set of examples have in common.
+class FitConfig(TrainingConfig):
+    """A run over a fixed set of examples; see `TrainingConfig` for the other settings.
+
+    Examples that are longer than ``row_length`` are left out and counted.
 
     Attributes:
-        model: Hugging Face directory to start from.
-        seed: order of the data.
         batch_size: examples of an update.
-        rows: rows of a micro-batch.
-        row_length: tokens of a row; longer examples are left out and counted.
-        dtype: operands of products; parameters and their sums stay float32.
-        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
-        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run.
         validate_every: updates between two measurements of the validation loss, where there is one.
-        checkpoint_every: updates between two checkpoints.
-        mesh: axes over which parameters and rows are sharded.
-        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
-        keep_last: newest checkpoints that stay.
         keep_best: metric of an update whose best checkpoint stays too; empty for none.  The
             validation loss is that of the checkpoint, ``loss`` that of the parameters before.
-        profile_steps: (first, last) update that `jax.profiler` records into WORKDIR/profile.
     """
 
-    model: Place
-    seed: Seed
     batch_size: Size
-    rows: Size
-    row_length: Size
-    dtype: Annotated[str, OneOf(*DTYPES)]
-    remat: Annotated[str, OneOf(*POLICIES)]
-    optimizer: OptimizerConfig
     validate_every: Count = 1
-    checkpoint_every: Count
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
-    keep_last: Count = 2
     keep_best: Annotated[str, OneOf("", "loss")] = ""
-    profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
-
-
-def compute_of(config: FitConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Compute:
-    """How a run computes, see `training_compute`."""
-    return training_compute(
-        model,
-        dtype=config.dtype,
-        remat=config.remat,
-        attention=config.attention,
-        mesh=mesh,
-        collectives=config.mesh.collectives,
-    )
 
 
 def fit(

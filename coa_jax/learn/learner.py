@@ -18,7 +18,6 @@ from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import init_state
 from coa_jax.learn.update import critic_state, reference_params
 from coa_jax.model.api import load_model
-from coa_jax.model.compute import training_compute
 from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import training_mesh
@@ -58,14 +57,7 @@ class Learner:
         architecture = dataclasses.replace(loaded.config, lora=config.lora)
         self.model = model = dataclasses.replace(loaded, config=architecture)
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
-        self.compute = training_compute(
-            model.config,
-            dtype=config.dtype,
-            remat=config.remat,
-            attention=config.attention,
-            mesh=self._mesh,
-            collectives=config.mesh.collectives,
-        )
+        self.compute = config.compute(model.config, self._mesh)
         # Before the state, whose updates take the parameters' memory.
         self.critic = critic_state(config, model.params)
         self.reference = reference_params(config, model.params)

@@ -23,7 +23,7 @@ from coa_jax.bounds import Count, OneOf, Place, Positive, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import score
-from coa_jax.learn.fit import FitConfig, compute_of, fit
+from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.logps import token_logps
 from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
@@ -80,7 +80,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     model = load_model(config.model, mesh=mesh)
     reference = jax.tree.map(jnp.copy, model.params)  # updates take the memory of the others
     stream = grain.MapDataset.source(pairs).seed(config.seed).shuffle().repeat()
-    compute = compute_of(config, model.config, mesh)
+    compute = config.compute(model.config, mesh)
 
     def batches_from(cursor: int) -> tuple[list[Batch], int]:
         end = cursor + config.batch_size

@@ -20,7 +20,7 @@ from coa_jax.bounds import Between, Count, Place, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, record_example, trajectory_example
 from coa_jax.learn.data import fitting_records, next_batches
-from coa_jax.learn.fit import FitConfig, compute_of, fit
+from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.model.api import load_model
 from coa_jax.parallel.placement import training_mesh
@@ -91,7 +91,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         output,
         model,
         loss=SFTLoss(),
-        compute=compute_of(config, model.config, mesh),
+        compute=config.compute(model.config, mesh),
         batches_from=batches_from,
         epoch=len(examples),
         longest=max(len(example.tokens) for example in examples),

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed, Size, Times
+from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.attention.choice import implementations
-from coa_jax.model.config import DTYPES, LoraConfig
-from coa_jax.model.remat import POLICIES
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.learn.training import TrainingConfig
+from coa_jax.model.config import LoraConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 
@@ -21,15 +18,15 @@ BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_a
 """Metrics of a step whose best checkpoint may stay; of each the highest value is the best."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RLConfig(Bounded):
-    """A reinforcement-learning run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLConfig(TrainingConfig):
+    """A reinforcement-learning run; see `TrainingConfig` for the other settings.
+
+    ``row_length`` must be at least ``rollout.max_tokens``.
 
     Attributes:
-        model: Hugging Face directory to start from.
         tasks: task source, see `tasks.load_tasks`.
         num_tasks: tasks of the training split that are drawn from.
-        seed: order of the tasks and randomness of the samples.
         groups: tasks whose groups make one step.
         group_size: samples of a task.
         max_rounds: how often a step may sample further tasks until enough groups have a signal.
@@ -37,62 +34,40 @@ class RLConfig(Bounded):
         format_reward: whether a right answer counts only where the protocol was obeyed, as in the
             paper's eq 11; else the answer alone counts, as in its eq 10.
         temperature: of sampling, and of the probabilities that are trained.
-        rows: rows of a micro-batch.
-        row_length: tokens of a row; at least ``rollout.max_tokens``.
         attention_length: positions of a row in attention where samples of a task share their
             prompt, see `batch.pack`; 0 gives each its own.
-        dtype: operands of products in training; the engine has its own.
-        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
         algorithm: a preset and the knobs that differ from it.
-        optimizer: ``total_steps`` counts updates and is the length of the run.
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
-        checkpoint_every: steps between two checkpoints.
         graders: what a right answer is, and who says so; see docs/grading.md.
-        mesh: axes over which parameters and rows are sharded.
-        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         lora: adapters to train in place of the whole model.
         rollouts_ahead: 0 samples every batch with the newest policy.  1 samples the next batch
             while a batch is learned, with the policy before that update: rollouts and updates
             overlap, and the ratio to the sampler's log-probabilities, clipped as ``algorithm``
             says, corrects for the one step between the two.
-        keep_last: newest checkpoints that stay.
         keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
             for none.  What a step says of its rollouts is about the policy before its updates; the
             checkpoint of that step has the parameters after them.
-        profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
         probe_s: seconds that each server which the run needs (judge, tools) has to answer before
             the first step; 0 begins without asking them.
     """
 
-    model: Place
     tasks: Place
     num_tasks: Count
-    seed: Seed
     groups: Size
     group_size: Size
     max_rounds: Times
     updates: Size
     format_reward: bool
     temperature: Annotated[float, Between(0, 100, above=True)]
-    rows: Size
-    row_length: Size
-    dtype: Annotated[str, OneOf(*DTYPES)]
-    remat: Annotated[str, OneOf(*POLICIES)]
     algorithm: Algorithm
-    optimizer: OptimizerConfig
     engine: EngineConfig
     rollout: RolloutConfig
-    checkpoint_every: Count
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention_length: Natural = 0
-    attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     rollouts_ahead: Annotated[int, Between(0, 1)] = 0
-    keep_last: Count = 2
     keep_best: Annotated[str, OneOf("", *BEST)] = ""
-    profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
     probe_s: Annotated[float, Between(0, 600)] = 10.0
 
     @property

@@ -16,7 +16,7 @@ from coa_jax.bounds import OneOf, Place, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.learn.data import example_stream, fitting_records, next_batches
-from coa_jax.learn.fit import FitConfig, compute_of, fit
+from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.scratch import template_words
 from coa_jax.learn.step import TrainState
@@ -100,7 +100,7 @@ def train(config: SFTConfig, run: RunDir, output: Path) -> None:
         held_out, _ = fitting(held_out, source=config.validation)
         validation = [record_example(model.tokenizer, r, prompt) for r in held_out]
         longest = max(longest, *(len(example.tokens) for example in validation))
-    compute = compute_of(config, model.config, mesh)
+    compute = config.compute(model.config, mesh)
     stream = example_stream(
         model.tokenizer,
         kept,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.normalise import weigh
+from coa_jax.learn.objectives import weigh
 
 EXTRA = ("old_logp", "ref_logp", "value", "returns")
 

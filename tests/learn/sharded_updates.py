@@ -1,12 +1,13 @@
 """Updates on a mesh of eight simulated devices beside those on one.
 
-python -m tests.learn.sharded_updates MODEL KIND,DATA,FSDP,TENSOR ...
+python -m tests.learn.sharded_updates MODEL KIND,DATA,FSDP,TENSOR,COLLECTIVES ...
 
 MODEL is of the architecture `CONFIG`.  Each case prints its own name when all agree.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,22 @@ from jax.sharding import Mesh
 from coa_jax.engine.config import EngineConfig
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
 from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.api import load_model
-from coa_jax.model.attention.choice import Attention
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.lora import LoraConfig, lora_table, merge, split
-from coa_jax.model.weights import Params, from_paths, weight_table
+from coa_jax.model.compute import local_compute
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import (
+    Params,
+    flatten,
+    merge_adapters,
+    nest,
+    select,
+    shardings,
+    split_trained,
+)
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
@@ -97,17 +105,20 @@ def trajectories() -> list[list[Trajectory]]:
     return [[one(task, sample) for sample in range(4)] for task in range(4)]
 
 
-def run(path: str, kind: str, mesh: Mesh | None) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def run(
+    path: str, kind: str, mesh: Mesh | None, collectives: str = "compiler"
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """Statistics of a few steps; and arrays by name, each with how much it changed."""
     config, groups = config_of(kind), trajectories()
-    attention = Attention("xla", mesh)
-    model = load_model(path, mesh=mesh)
-    critic = critic_state(config, model.params)
-    params, base = split(model.params, model.config, config.lora, seed=5, mesh=mesh)
-    if base is not None:
+    compute = local_compute(mesh=mesh, collectives=collectives)
+    loaded = load_model(path, mesh=mesh)
+    model = dataclasses.replace(loaded.config, lora=config.lora)
+    critic = critic_state(config, loaded.params)
+    reference = reference_params(config, loaded.params)
+    params, frozen = split_trained(loaded.params, model, seed=5, mesh=mesh)
+    if frozen:
         params = begun(params)
-    reference = reference_params(config, model.params, base)
-    states = {"policy": init_state(params, config.optimizer)}
+    states = {"policy": init_state(params, config.optimizer, frozen)}
     if critic is not None:
         states["critic"] = critic
     before = {name: jax.tree.map(np.array, state.params) for name, state in states.items()}
@@ -118,11 +129,10 @@ def run(path: str, kind: str, mesh: Mesh | None) -> tuple[list[dict[str, float]]
             states["policy"], stats = train_step(
                 states["policy"],
                 split_rows(pack(examples, LENGTH), config.rows),
-                loss_fn=bind(sft_loss, dtype="float32", remat=False, attention=attention),
-                model=model.config,
+                loss=SFTLoss(),
+                model=model,
+                compute=compute,
                 optimizer=config.optimizer,
-                base=base,
-                mesh=mesh,
             )
         else:
             states["policy"], critic, stats = update(
@@ -130,9 +140,7 @@ def run(path: str, kind: str, mesh: Mesh | None) -> tuple[list[dict[str, float]]
                 states["policy"],
                 model,
                 groups,
-                mesh,
-                attention,
-                base=base,
+                compute,
                 critic=states.get("critic"),
                 reference=reference,
             )
@@ -140,10 +148,11 @@ def run(path: str, kind: str, mesh: Mesh | None) -> tuple[list[dict[str, float]]
                 states["critic"] = critic
         history.append(stats)
     if mesh is not None:
-        check_places(mesh, states, None if base is None else base.params, reference)
+        check_places(mesh, model, states, reference)
     after = {name: state.params for name, state in states.items()}
-    if base is not None:
-        before["merged"], after["merged"] = base.params, merge(base, states["policy"].params)
+    if frozen:
+        before["merged"] = frozen
+        after["merged"] = merge_adapters(model, states["policy"].model)
     return history, {
         jax.tree_util.keystr(at): (np.asarray(new), np.asarray(new) - np.asarray(old))
         for (at, old), new in zip(
@@ -159,16 +168,13 @@ def begun(adapters: Params) -> Params:
     def one(b: jax.Array) -> jax.Array:
         return jax.device_put(rng.normal(0, 0.02, b.shape).astype(np.float32), b.sharding)
 
-    return {name: {"a": x["a"], "b": one(x["b"])} for name, x in sorted(adapters.items())}
+    return nest({path: one(x) if path[-1] == "b" else x for path, x in flatten(adapters)})
 
 
 def check_places(
-    mesh: Mesh, states: dict[str, TrainState], base: Params | None, reference: Params | None
+    mesh: Mesh, model: ModelConfig, states: dict[str, TrainState], reference: Params | None
 ) -> None:
     """Every array lies where the rules of training want it, and so do its moments."""
-
-    def wanted(table: Any) -> Params:
-        return from_paths({s.path: sharding_for(mesh, s.axes, shape=s.shape) for s in table})
 
     def check(tree: Params, places: Params) -> None:
         def same(x: jax.Array, place: Any) -> None:
@@ -176,10 +182,10 @@ def check_places(
 
         jax.tree.map(same, tree, places)
 
-    whole = wanted(weight_table(CONFIG))
+    whole, frozen = shardings(CONFIG, mesh), states["policy"].frozen
     everywhere = sharding_for(mesh, (None,))
     places = {
-        "policy": whole if base is None else wanted(lora_table(CONFIG, LORA)),
+        "policy": select(model, shardings(model, mesh), adapter=True) if frozen else whole,
         "critic": {**{k: v for k, v in whole.items() if k != "head"}, "value_head": everywhere},
     }
     for name, state in states.items():
@@ -191,17 +197,18 @@ def check_places(
         )
         check(adam.mu, places[name])
         check(adam.nu, places[name])
-    for frozen in (base, reference):
-        if frozen is not None:
-            check(frozen, whole)
-    # And that is indeed in parts: the tables could be wrong as well.
+    for kept in (frozen, reference):
+        if kept:
+            check(kept, whole)
+    # And that is indeed in parts: the rules could be wrong as well.
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     heads = tensor if tensor <= 2 else 1
-    if base is None:
-        qkv = states["policy"].params["layers"]["qkv"]
+    layers = states["policy"].params["layers"]
+    if not frozen:
+        qkv = layers["attn"]["qkv"]["kernel"]
         assert qkv.addressable_shards[0].data.size * fsdp * heads == qkv.size
     else:
-        q, down = (states["policy"].params[name] for name in ("q", "down"))
+        q, down = layers["attn"]["q_lora"], layers["mlp"]["down_lora"]
         for array, parts in ((q["a"], fsdp), (q["b"], heads), (down["a"], tensor)):
             assert array.addressable_shards[0].data.size * parts == array.size
 
@@ -210,11 +217,11 @@ def main() -> None:
     path, *cases = sys.argv[1:]
     expected: dict[str, Any] = {}
     for case in cases:
-        kind, *sizes = case.split(",")
+        kind, *sizes, collectives = case.split(",")
         if kind not in expected:
             expected[kind] = run(path, kind, None)
         right_history, right = expected[kind]
-        history, found = run(path, kind, make_mesh(*map(int, sizes)))
+        history, found = run(path, kind, make_mesh(*map(int, sizes)), collectives)
         for stats, wanted in zip(history, right_history, strict=True):
             assert stats.keys() == wanted.keys()
             for name in (name for name in wanted if not name.startswith("time/")):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learn.advantages import group_advantages, has_signal
+from coa_jax.learn.objectives import group_advantages, has_signal
 
 rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0, 0.1, 0.25, 0.7]), min_size=1, max_size=9)
 

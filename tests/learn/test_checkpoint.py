@@ -22,6 +22,7 @@ from coa_jax.cli import explain
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged, fingerprint
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.model.params import DecodeParams, nest
 from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from tests.parallel.launched import launch
@@ -33,8 +34,8 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2, total_steps=10)
 def made(seed: int, rows: int = 64) -> TrainState:
     rng = np.random.default_rng(seed)
     params = {
-        "embed": jnp.asarray(rng.normal(size=(rows, 32)), jnp.float32),
-        "layers": {"down": jnp.asarray(rng.normal(size=(2, 8, 32)), jnp.float32)},
+        "embed": {"embedding": jnp.asarray(rng.normal(size=(rows, 32)), jnp.float32)},
+        "layers": {"mlp": {"down": jnp.asarray(rng.normal(size=(2, 8, 32)), jnp.float32)}},
     }
     return init_state(params, OPTIMIZER)._replace(step=jnp.int32(seed))
 
@@ -77,17 +78,51 @@ def test_what_is_saved_is_the_state_of_that_step_although_it_is_donated_at_once(
 
 
 def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
-    critic, sampler = made(5), {"layers": ({"w": jnp.ones((4,), jnp.bfloat16)},)}
+    layer = {"mlp": {"down": {"kernel": jnp.ones((4,), jnp.bfloat16)}}}
+    shared = {"final_norm": {"scale": jnp.ones((2,), jnp.bfloat16)}}
+    critic, sampler = made(5), DecodeParams(shared, (layer, layer), outputs_first=True)
     with opened(tmp_path / "c") as checkpoints:
         checkpoints.save(1, made(1), {}, more={"critic": critic})
         checkpoints.save(2, made(2), {}, more={"critic": critic, "sampler": sampler})
+        checkpoints.wait()
         first = checkpoints.restore(1, made(0), {"critic": made(0), "sampler": sampler})
         second = checkpoints.newest(made(0), {"critic": made(0), "sampler": sampler})
     assert first.more.keys() == {"critic"} and isinstance(first.more["critic"], TrainState)
     same(first.more["critic"], critic)
     assert second is not None and second.step == 2
     same(second.more["sampler"], sampler)
-    assert second.more["sampler"]["layers"][0]["w"].dtype == jnp.bfloat16
+    assert isinstance(second.more["sampler"], DecodeParams)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(second.more["sampler"]))
+
+
+@pytest.mark.parametrize("names", [("embed",), ("q", "a")], ids=["model", "adapters"])
+def test_the_parameter_names_of_earlier_versions_are_refused_in_one_clear_line(tmp_path, names):
+    older = nest({names: jnp.ones((4, 2)), (*names[:-1], "b"): jnp.ones((2, 4))})
+    with opened(tmp_path / "c") as checkpoints:
+        checkpoints.save(3, init_state(older, OPTIMIZER), {"cursor": 3})
+        checkpoints.wait()
+        with pytest.raises(UserError) as raised:
+            checkpoints.newest(made(0))
+    (line,) = str(raised.value).splitlines()
+    assert "checkpoint 3 has the parameters of an earlier version of coa_jax" in line
+    assert "export it with that version, or start in another workdir" in line
+    assert numbers(tmp_path / "c") == {"3"}  # nothing is set aside
+
+
+def test_frozen_parameters_are_not_saved_and_those_of_the_run_stay(tmp_path):
+    adapters = {"q_lora": {"a": jnp.ones((8, 2)), "b": jnp.full((2, 8), 0.25)}}
+    frozen = made(1, rows=20_000).params
+    with opened(tmp_path / "c") as checkpoints:
+        checkpoints.save(1, init_state(adapters, OPTIMIZER, frozen), {})
+        checkpoints.wait()
+    size = sum(path.stat().st_size for path in (tmp_path / "c").rglob("*") if path.is_file())
+    assert size < frozen["embed"]["embedding"].nbytes
+    zeros = jax.tree.map(jnp.zeros_like, adapters)
+    with opened(tmp_path / "c") as checkpoints:
+        restored = checkpoints.newest(init_state(zeros, OPTIMIZER, frozen))
+    assert restored is not None
+    same(restored.state.params, adapters)
+    assert restored.state.frozen is frozen
 
 
 def test_another_metric_than_the_earlier_checkpoints_have_may_decide(tmp_path):
@@ -359,7 +394,10 @@ def test_a_fingerprint_is_a_sum_of_scrambled_elements():
 
 def on_mesh(state: TrainState, **axes: int) -> TrainState:
     mesh = make_mesh(axes.get("data", 1), axes.get("fsdp", 1), axes.get("tensor", 1))
-    names = {"embed": ("vocab", "embed"), "layers": {"down": ("layers", "mlp", "embed")}}
+    names = {
+        "embed": {"embedding": ("vocab", "embed")},
+        "layers": {"mlp": {"down": ("layers", "mlp", "embed")}},
+    }
     params = jax.tree.map(
         lambda axes, x: jax.device_put(x, sharding_for(mesh, axes, shape=x.shape)),
         names,
@@ -373,7 +411,7 @@ def on_mesh(state: TrainState, **axes: int) -> TrainState:
 def restart_on_other_meshes(path: str) -> None:
     """The part of the test below that needs eight devices."""
     written = on_mesh(made(1), fsdp=4, tensor=2)
-    assert len(written.params["embed"].sharding.device_set) == 8
+    assert len(written.params["embed"]["embedding"].sharding.device_set) == 8
     with opened(path) as checkpoints:
         checkpoints.save(1, written, {"cursor": 7})
     for axes in ({"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4}):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.gae import gae, whiten
+from coa_jax.learn.objectives import gae, whiten
 from tests.learn.packed import batches, by_member, members
 
 

@@ -20,9 +20,9 @@ from coa_jax.learn.logps import (
     token_logps,
     weighted_logp_sum,
 )
-from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from coa_jax.parallel.mesh import AXES
 
 # Large enough for the fusions that XLA makes of real heads.
@@ -68,7 +68,7 @@ def constraint_table():
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("live", [3, 1])
 def test_values_and_gradients_are_those_of_float64(tied, constrained, live):
-    head = Head("float32", tied, temperature=0.7, entropy=True)
+    head = Head(local_compute(), tied, temperature=0.7, entropy=True)
     allowed, rules, may = constraint_table() if constrained else (None, None, None)
 
     @functools.partial(jax.jit, static_argnames="frozen")
@@ -104,7 +104,7 @@ def test_values_and_gradients_are_those_of_float64(tied, constrained, live):
 @pytest.mark.parametrize("temperature", [1e-2, 1e-10, 1e-30])
 def test_log_probabilities_are_exact_at_the_lowest_temperatures(temperature):
     allowed, rules, may = constraint_table()
-    head = Head("float32", True, temperature, entropy=True)
+    head = Head(local_compute(), True, temperature, entropy=True)
     logits = np.where(may, np.einsum("krcd,vd->krcv", HIDDEN, WEIGHT), -np.inf)
     likely = np.argmax(logits, -1).astype(np.int32)
     logp, entropy = jax.jit(lambda *a: score(head, *a, likely, rules, allowed, 3))(HIDDEN, WEIGHT)
@@ -119,7 +119,7 @@ def test_log_probabilities_are_exact_at_the_lowest_temperatures(temperature):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_sum_with_constant_weights_has_the_gradients_of_its_parts(frozen):
-    head, wrt = Head("float32", True), 0 if frozen else (0, 1)
+    head, wrt = Head(local_compute(), True), 0 if frozen else (0, 1)
 
     @jax.jit
     def both(hidden, weight):
@@ -139,7 +139,7 @@ def test_a_sum_with_constant_weights_has_the_gradients_of_its_parts(frozen):
 
 def test_bfloat16_gradients_are_near_those_of_float32():
     def gradients(dtype):
-        f = lambda h, w: weighted_sum(Head(dtype, True), h, w, TARGETS, OF_LOGP, 3)  # noqa: E731
+        f = lambda h, w: weighted_sum(Head(local_compute(dtype), True), h, w, TARGETS, OF_LOGP, 3)  # noqa: E731
         return jax.jit(jax.grad(f, (0, 1)))(HIDDEN, WEIGHT)
 
     for exact, rounded in zip(gradients("float32"), gradients("bfloat16"), strict=True):
@@ -153,9 +153,9 @@ def test_chunks_without_a_loss_are_not_computed():
 
     @jax.jit
     def both(hidden):
-        f = lambda h, w: weighted_sum(Head("float32", True), h, w, TARGETS, OF_LOGP, 1)  # noqa: E731
+        f = lambda h, w: weighted_sum(Head(local_compute(), True), h, w, TARGETS, OF_LOGP, 1)  # noqa: E731
         g = lambda h, w: jnp.sum(  # noqa: E731
-            OF_LOGP * score(Head("float32", True), h, w, TARGETS, None, None, 1)[0]
+            OF_LOGP * score(Head(local_compute(), True), h, w, TARGETS, None, None, 1)[0]
         )
         return [jax.value_and_grad(k, (0, 1))(hidden, WEIGHT) for k in (f, g)]
 
@@ -186,10 +186,10 @@ def test_what_fills_the_last_chunk_of_each_row_does_not_count(chunk):
 
 
 def test_on_one_device_all_rows_fill_chunks_together_and_on_several_each_its_own():
-    on = lambda *sizes: Attention(mesh=AbstractMesh(sizes, AXES))  # noqa: E731
-    assert chunked(8, 257, Attention(), 512) == (1, 8 * 256, 512)
+    on = lambda *sizes: Compute(mesh=AbstractMesh(sizes, AXES))  # noqa: E731
+    assert chunked(8, 257, Compute(), 512) == (1, 8 * 256, 512)
     assert chunked(8, 257, on(1, 1, 1), 512) == (1, 8 * 256, 512)
-    assert chunked(2, 9, Attention(), 512) == (1, 16, 16)
+    assert chunked(2, 9, Compute(), 512) == (1, 16, 16)
     # Four groups of devices with two rows each; those of `tensor` have the same rows.
     assert chunked(8, 257, on(2, 2, 1), 512) == (8, 256, 256)
     assert chunked(8, 257, on(2, 2, 2), 512) == (8, 256, 256)
@@ -215,7 +215,7 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     def run(masked, chunk):
         def f(params):
             logp, entropy = token_logps(
-                params, MODEL, batch, dtype="float32", remat=False, vocab_chunk=chunk,
+                params, MODEL, batch, local_compute(), vocab_chunk=chunk,
                 mask=batch.mask if masked else None,
             )  # fmt: skip
             return jnp.sum(logp * batch.mask), (logp * batch.mask, entropy * batch.mask)
@@ -225,9 +225,7 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     @jax.jit
     @jax.value_and_grad
     def at_once(params):
-        return weighted_logp_sum(
-            params, MODEL, batch, batch.mask, dtype="float32", remat=False, vocab_chunk=6
-        )
+        return weighted_logp_sum(params, MODEL, batch, batch.mask, local_compute(), vocab_chunk=6)
 
     (total, values), gradient = run(False, 512)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -246,7 +244,7 @@ def test_where_every_position_is_wanted_each_counts_once(chunk):
     ids = np.random.default_rng(3).integers(0, 97, 24).astype(np.int32)
     ones = np.ones(24, np.float32)
     batch = pack([Example(ids, ones, 0 * ones, 0 * ones)] * 2, 24)
-    kwargs = {"dtype": "float32", "remat": False, "vocab_chunk": chunk}
+    kwargs = {"compute": local_compute(), "vocab_chunk": chunk}
 
     def by_values(params):
         return jnp.sum(token_logps(params, MODEL, batch, **kwargs)[0] * batch.mask)
@@ -266,6 +264,6 @@ def test_one_long_row_among_empty_ones_costs_its_own_chunks_only():
     batch = pack(rows, 24)
     mask = np.zeros((4, 24), np.float32)
     mask[2, 1:] = 1.0
-    hidden, order = _hidden(params, MODEL, batch, "float32", False, REFERENCE, mask, 10)
+    hidden, _, order = _hidden(params, MODEL, batch, local_compute(), mask, 10)
     assert hidden.shape[:3] == (10, 1, 10)  # 4 x 23 positions
     assert int(order.live) == 3

@@ -9,9 +9,9 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.learn.induction import add_induction
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import bind, init_params
 
 CONFIG = ModelConfig("llama", 600, 256, 128, 3, 4, 2, 64, rope_theta=1e6)
 
@@ -21,8 +21,9 @@ def accuracy_on_repeats(params):
     sequence = np.random.default_rng(0).integers(0, 600, size=(4, 100))
     tokens = jnp.asarray(np.concatenate([sequence, sequence], axis=1))
     positions = jnp.broadcast_to(jnp.arange(200), tokens.shape)
-    hidden, _ = forward(params, CONFIG, tokens, positions)
-    predicted = jnp.argmax(unembed(params, CONFIG, hidden), axis=-1)[:, :-1]
+    decoder, compute = bind(CONFIG, params), local_compute()
+    hidden, _ = decoder(tokens, positions, compute)
+    predicted = jnp.argmax(decoder.logits(hidden, compute), axis=-1)[:, :-1]
     return float((predicted == tokens[:, 1:])[:, 101:].mean())
 
 
@@ -36,9 +37,10 @@ def test_shapes_and_untouched_parameters_stay():
     params = init_params(CONFIG, jax.random.key(0))
     changed = add_induction(params, CONFIG, seed=0)
     assert jax.tree.map(jnp.shape, changed) == jax.tree.map(jnp.shape, params)
-    for name in ("gate_up", "down", "attn_norm"):
-        assert jnp.array_equal(changed["layers"][name], params["layers"][name])
-    assert jnp.array_equal(changed["layers"]["qkv"][2], params["layers"]["qkv"][2])
+    for name in ("mlp", "attn_norm", "mlp_norm"):
+        jax.tree.map(np.testing.assert_array_equal, changed["layers"][name], params["layers"][name])
+    third = lambda tree: jax.tree.map(lambda x: x[2], tree["layers"]["attn"])  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, third(changed), third(params))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.learn.kl import kl_estimate
+from coa_jax.learn.objectives import kl_estimate
 
 RNG = np.random.default_rng(3)
 THETA, OTHER = RNG.normal(0, 1.0, (2, 11)).astype(np.float32)

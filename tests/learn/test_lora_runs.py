@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.learn import rl
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
-from coa_jax.model.lora import LoraConfig
+from coa_jax.model.config import LoraConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config, rows, run_sft, sft_config
+from tests.learn.test_rl import assert_same_run, interrupt, train
+from tests.learn.tiny_runs import rows, run_sft, sft_config
 
 pytestmark = pytest.mark.slow
 LORA = LoraConfig(rank=4, alpha=8.0, projections=("q", "v", "down"))
@@ -57,24 +58,38 @@ def test_a_resumed_run_ends_with_the_same_adapters_and_an_untouched_base(tmp_pat
     assert size < (base / "model.safetensors").stat().st_size  # the base is not in it
 
 
-def test_rollouts_sample_from_the_model_with_its_adapters(tmp_path):
-    save_model(tiny_policy.policy(), tmp_path / "model")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lora")
+    save_model(tiny_policy.policy(), path / "model")
     lines = [
         json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
         for task in tiny_policy.TASKS
     ]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    config = rl_config(
-        tmp_path / "model",
-        tmp_path / "tasks.jsonl",
-        lora=LORA,
-        optimizer=OptimizerConfig(learning_rate=3e-3, total_steps=2, weight_decay=0.0),
-    )
-    with RunDir(tmp_path / "run") as run:
-        rl.train(config, run, tmp_path / "out", list(tiny_policy.tools().values()))
-    history = rows(tmp_path / "run", "rl")
-    assert len(history) == 2
-    # In the second step adapters are no longer zero: the sampler has them too.
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+RATE = OptimizerConfig(learning_rate=3e-3, total_steps=3, final_ratio=1.0, weight_decay=0.0)
+
+
+def test_rollouts_sample_from_the_model_with_its_adapters(folder):
+    run = train(folder, "run", lora=LORA, optimizer=RATE)
+    history = rows(run, "rl")
+    assert len(history) == 3
+    # After the first step adapters are no longer zero: the sampler has them too.
     assert max(row["mismatch/abs_logp_max"] for row in history) < 1e-4
-    before, after = tensors(tmp_path / "model"), tensors(tmp_path / "out")
+    before, after = tensors(folder / "model"), tensors(run / "model")
     assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_an_interrupted_rl_run_ends_with_the_same_adapters(folder):
+    """With the model as reference of the penalty, and rollouts ahead of the updates."""
+    algorithm = Algorithm("dapo", overlong_buffer=0, kl_coef=0.1)
+    changes = {"lora": LORA, "optimizer": RATE, "algorithm": algorithm, "rollouts_ahead": 1}
+    whole = train(folder, "whole", **changes)
+    assert rows(whole, "rl")[-1]["policy/kl_ref"] > 0  # of the adapters from the model
+    assert_same_run(whole, interrupt(folder, "parts", 2, **changes))
+    saved = whole / "checkpoints" / "rl" / "3"
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    assert size < (folder / "model" / "model.safetensors").stat().st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 
@@ -14,14 +15,16 @@ from coa_jax.learn import step
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.logps import token_logps
-from coa_jax.learn.losses import bind, policy_loss, sft_loss
+from coa_jax.learn.losses import PolicyLoss, SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.compute import local_compute
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import bind, flatten, init_params, nest, specs
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
 PARAMS = init_params(MODEL, jax.random.key(1))
-SFT = bind(sft_loss, dtype="float32", remat=False)
+COMPUTE = local_compute()
+SFT = SFTLoss()
 
 
 def examples(sizes=(12, 7, 19, 3, 16), seed=0, advantages=None):
@@ -42,21 +45,15 @@ def examples(sizes=(12, 7, 19, 3, 16), seed=0, advantages=None):
     return made
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn",))
-def loss_and_gradient(params, batch, loss_fn):
-    return jax.value_and_grad(lambda p: loss_fn(p, MODEL, batch)[0])(params)
+@functools.partial(jax.jit, static_argnames=("loss", "compute"))
+def loss_and_gradient(params, batch, loss, compute=COMPUTE):
+    return jax.value_and_grad(lambda p: loss(p, MODEL, batch, compute)[0])(params)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "vocab_chunk"))
 def scores(batch, temperature=1.0, vocab_chunk=2048):
     return token_logps(
-        PARAMS,
-        MODEL,
-        batch,
-        dtype="float32",
-        remat=False,
-        temperature=temperature,
-        vocab_chunk=vocab_chunk,
+        PARAMS, MODEL, batch, COMPUTE, temperature=temperature, vocab_chunk=vocab_chunk
     )
 
 
@@ -94,7 +91,7 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
     batch = pack(members, 32)
     assert batch.tokens.shape[0] < len(members)  # some share a row
     (loss, _), gradients = jax.jit(
-        jax.value_and_grad(lambda p: SFT(p, model.config, batch), has_aux=True)
+        jax.value_and_grad(lambda p: SFT(p, model.config, batch, COMPUTE), has_aux=True)
     )(model.params)
     expected = 0.0
     for e in members:
@@ -106,7 +103,10 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
     np.testing.assert_allclose(
-        gradients["embed"], reference.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-4
+        gradients["embed"]["embedding"],
+        reference.model.embed_tokens.weight.grad,
+        rtol=1e-3,
+        atol=1e-4,
     )
 
 
@@ -137,7 +137,9 @@ def test_an_update_does_not_depend_on_micro_batches():
     for groups in ([[0, 1], [2]], [[2], [1], [0]], [[2, 0], [1]]):
         state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer)
         parts = rows_of(batch, groups)
-        state, stats = train_step(state, parts, loss_fn=SFT, model=MODEL, optimizer=optimizer)
+        state, stats = train_step(
+            state, parts, loss=SFT, model=MODEL, compute=COMPUTE, optimizer=optimizer
+        )
         results.append((state.opt_state, stats))
         programs.append(step.train_program._cache_size())
     for moments, stats in results[1:]:
@@ -152,7 +154,7 @@ def test_rematerialisation_and_chunks_of_the_vocabulary_change_nothing():
     batch = pack(examples(), 32)
     plain = loss_and_gradient(PARAMS, batch, SFT)
     assert_same_tree(
-        plain, loss_and_gradient(PARAMS, batch, bind(sft_loss, dtype="float32", remat=True))
+        plain, loss_and_gradient(PARAMS, batch, SFT, dataclasses.replace(COMPUTE, remat="full"))
     )
     for left, right in zip(scores(batch), scores(batch, vocab_chunk=7), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
@@ -161,9 +163,9 @@ def test_rematerialisation_and_chunks_of_the_vocabulary_change_nothing():
 def test_the_entropy_is_that_of_the_distribution_at_the_temperature():
     batch = pack(examples((9,)), 9)
     _, entropy = scores(batch, temperature=0.7)
-    from coa_jax.model.api import _logits
-
-    logits = np.asarray(_logits(PARAMS, MODEL, batch.tokens, "float32"), np.float64)[0] / 0.7
+    decoder = bind(MODEL, PARAMS)
+    hidden, _ = decoder(batch.tokens, batch.positions, COMPUTE)
+    logits = np.asarray(decoder.logits(hidden, COMPUTE), np.float64)[0] / 0.7
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     expected = -(probs * np.log(probs)).sum(-1)
@@ -174,7 +176,7 @@ def test_the_entropy_is_that_of_the_distribution_at_the_temperature():
 @jax.jit
 @jax.grad
 def weighted_gradient(params, batch, slope):
-    logps, _ = token_logps(params, MODEL, batch, dtype="float32", remat=False, temperature=0.9)
+    logps, _ = token_logps(params, MODEL, batch, COMPUTE, temperature=0.9)
     return jnp.sum(logps * slope)
 
 
@@ -211,9 +213,9 @@ def test_policy_loss_is_the_clipped_objective(clip):
     # Ratios on both sides of every bound, the dual one too.
     shift = np.random.default_rng(2).choice([-1.6, -0.3, -0.15, 0.0, 0.15, 0.3], old.shape)
     batch = batch._replace(logp=((np.asarray(old) + shift) * batch.mask).astype(np.float32))
-    loss_fn = bind(policy_loss, algorithm=clip, temperature=0.9, dtype="float32", remat=False)
+    policy_loss = PolicyLoss(clip, temperature=0.9)
     (loss, stats), gradient = jax.jit(
-        jax.value_and_grad(lambda p: loss_fn(p, MODEL, batch), has_aux=True)
+        jax.value_and_grad(lambda p: policy_loss(p, MODEL, batch, COMPUTE), has_aux=True)
     )(PARAMS)
     logp = np.asarray(old, np.float64)
     expected, slope, low, high = reference_policy_loss(logp, batch, clip)
@@ -234,7 +236,7 @@ def test_a_token_without_loss_has_no_influence():
     for member in members:
         member.mask[-1] = 0
     algorithm = Algorithm("dapo").resolve(20)
-    loss_fn = bind(policy_loss, algorithm=algorithm, temperature=1.0, dtype="float32", remat=False)
+    policy_loss = PolicyLoss(algorithm, temperature=1.0)
     batch = pack(members, 20)
     noise = np.where(batch.mask > 0, 0, 9.0).astype(np.float32)
     # The last tokens of both sequences are targets only: nothing reads on from them.
@@ -247,8 +249,8 @@ def test_a_token_without_loss_has_no_influence():
     )
     jax.tree.map(
         np.testing.assert_array_equal,
-        loss_and_gradient(PARAMS, batch, loss_fn),
-        loss_and_gradient(PARAMS, other, loss_fn),
+        loss_and_gradient(PARAMS, batch, policy_loss),
+        loss_and_gradient(PARAMS, other, policy_loss),
     )
 
 
@@ -270,15 +272,11 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine(warmup, ratio, total):
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():
-    names = ("attn_norm", "q_norm", "qkv_bias", "qkv", "down")
-    layers = {name: jnp.ones(3) for name in names}
-    params = {"layers": layers, "embed": jnp.ones(3), "final_norm": jnp.ones(3)}
+    model = dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=False, lora=LoraConfig(rank=2))
+    params = nest({path: jnp.ones(3) for path in specs(model)})
     optimizer = make_optimizer(OptimizerConfig(1.0, 10, final_ratio=1.0, weight_decay=0.5))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-    decayed = {
-        path[-1].key
-        for path, update in jax.tree_util.tree_leaves_with_path(updates)
-        if np.allclose(update, -0.5) or update.any()
-    }
-    assert decayed == {"qkv", "down", "embed"}
+    decayed = {path[-1] for path, update in flatten(updates) if update.any()}
+    assert decayed == {"embedding", "kernel", "a", "b"}
+    assert {path[-1] for path, update in flatten(updates) if not update.any()} == {"scale", "bias"}

@@ -15,8 +15,8 @@ from coa_jax.learn import metrics
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack
 from coa_jax.learn.experience import _explained_variance
-from coa_jax.learn.losses import policy_objective, value_objective
 from coa_jax.learn.metrics import mfu, sequence_lengths, train_speed
+from coa_jax.learn.objectives import policy_objective, value_objective
 from coa_jax.learn.preference import dpo_objective
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coa_jax.learn.algorithms import Algorithm, presets
-from coa_jax.learn.losses import policy_objective, value_objective
+from coa_jax.learn.objectives import policy_objective, value_objective
 from tests.learn.packed import batches, by_member, members
 
 torch = pytest.importorskip("torch")

@@ -17,6 +17,7 @@ from coa_jax.learn.batch import record_example
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import load_model
+from coa_jax.model.params import flatten, nest
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.protocol import Prompt
 from coa_jax.trajectory import write_records
@@ -90,20 +91,20 @@ def test_a_finished_run_trains_no_further(finished, folder):
 def test_a_checkpoint_of_another_model_is_refused(finished, folder, change):
     config = sft_config(folder / "base", folder / "data.jsonl")
     state = init_state(load_model(folder / "base").params, config.optimizer)
-    params = dict(state.params)
+    params = dict(flatten(state.params))
     if change == "shape":
-        params["embed"] = params["embed"][:, :-1]
+        params["embed", "embedding"] = params["embed", "embedding"][:, :-1]
     elif change == "more":
         bias = jnp.zeros((LAYERS, KV_HEADS, 4, HEAD_DIM))
-        params["layers"] = {**params["layers"], "qkv_bias": bias}
+        params["layers", "attn", "qkv", "bias"] = bias
     else:
-        del params["final_norm"]
+        del params["final_norm", "scale"]
     checkpoints = Checkpoints(finished / "checkpoints" / "sft")
     with (
         contextlib.closing(checkpoints),
         pytest.raises(UserError, match="does not fit this configuration"),
     ):
-        checkpoints.restore(SFT_STEPS, state._replace(params=params))
+        checkpoints.restore(SFT_STEPS, state._replace(params=nest(params)))
 
 
 def test_records_that_are_too_long_are_said_to_be(folder):

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import bind, policy_loss, value_loss
-from coa_jax.learn.normalise import weigh
+from coa_jax.learn.losses import PolicyLoss, ValueLoss
+from coa_jax.learn.objectives import weigh
 from coa_jax.learn.step import gradient_sums
 from coa_jax.learn.value import init_critic
-from coa_jax.model.attention.choice import REFERENCE, Attention
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from tests.learn.tiny_runs import rl_config
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
 PARAMS = init_params(MODEL, jax.random.key(1))
+COMPUTE = local_compute()
 ROW, WHOLE = 64, 96
 
 
@@ -93,17 +94,19 @@ MEMBERS = [*group(17, (9, 5, 12, 3), 0), *group(6, (11, 4), 1), *group(1, (7, 2)
 
 
 @functools.cache
-def sums(loss_fn, params_of=lambda: PARAMS, whole=0, rows=1, normalise="token"):
+def sums(loss, params_of=lambda: PARAMS, whole=0, rows=1, normalise="token", compute=COMPUTE):
     """Gradients and statistics over all of an update, and how many tokens were computed."""
     packed = pack(MEMBERS, ROW, whole)
     batches = weigh(split_rows(packed, rows), normalise)
     total = None
     for batch in batches:
-        if loss_fn.func is value_loss:
+        if isinstance(loss, ValueLoss):
             batch = batch._replace(value=0.3 * batch.logp, returns=batch.advantage)
         one = jax.tree.map(lambda x: x[None], batch)
-        step = jax.jit(gradient_sums, static_argnames=("loss_fn", "model"))
-        found = jax.device_get(step(params_of(), one, 1, loss_fn=loss_fn, model=MODEL))
+        step = jax.jit(gradient_sums, static_argnames=("loss", "model", "compute"))
+        found = jax.device_get(
+            step(params_of(), {}, one, 1, loss=loss, model=MODEL, compute=compute)
+        )
         total = found if total is None else jax.tree.map(np.add, total, found)
     return *total, int((packed.segment_ids > 0).sum())
 
@@ -124,16 +127,9 @@ def check_equal(found, expected, tolerance=1e-5):
     assert found[2] < expected[2]
 
 
-def policy(name="dapo", attention=REFERENCE, remat="none"):
+def policy(name="dapo"):
     settings = {"overlong_buffer": 0} if name == "dapo" else {}
-    return bind(
-        policy_loss,
-        algorithm=Algorithm(name, **settings).resolve(ROW),
-        temperature=1.2,
-        dtype="float32",
-        remat=remat,
-        attention=attention,
-    )
+    return PolicyLoss(Algorithm(name, **settings).resolve(ROW), temperature=1.2)
 
 
 def test_losses_and_gradients_are_those_of_prompts_that_are_not_shared():
@@ -143,14 +139,14 @@ def test_losses_and_gradients_are_those_of_prompts_that_are_not_shared():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_algorithms_that_look_at_sequences_find_them(name):
-    loss = policy(name, remat="full")
-    options = {"normalise": loss.keywords["algorithm"].normalise}
+    loss = policy(name)
+    options = {"normalise": loss.algorithm.normalise, "compute": local_compute(remat="full")}
     check_equal(sums(loss, whole=WHOLE, rows=2, **options), sums(loss, rows=3, **options))
 
 
 @pytest.mark.slow
 def test_values_are_those_of_prompts_that_are_not_shared():
-    loss = bind(value_loss, bound=0.2, dtype="float32", remat=False)
+    loss = ValueLoss(bound=0.2)
     check_equal(sums(loss, critic, whole=WHOLE), sums(loss, critic))
 
 
@@ -159,8 +155,8 @@ def test_values_are_those_of_prompts_that_are_not_shared():
     ["splash", *(pytest.param(k, marks=pytest.mark.slow) for k in ("cudnn", "pallas_gpu"))],
 )
 def test_kernels_share_prompts_as_the_reference_does(kernel):
-    loss = policy(attention=Attention(kernel, interpret=True))
-    check_equal(sums(loss, whole=WHOLE), sums(policy()), 1e-4)
+    compute = local_compute(attention=kernel, interpret=True)
+    check_equal(sums(policy(), whole=WHOLE, compute=compute), sums(policy()), 1e-4)
 
 
 def test_rows_of_attention_that_are_shorter_than_rows_are_refused():

@@ -12,18 +12,18 @@ from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.learn.losses import bind, policy_loss
+from coa_jax.learn.losses import PolicyLoss
 from coa_jax.learn.step import OptimizerConfig, check_updates, init_state, train_step
 from coa_jax.model.api import load_model
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import run_sft, sft_config
 
 MODEL = ModelConfig("llama", 97, 32, 48, 1, 4, 2, 8)
 DAPO = Algorithm("dapo", overlong_buffer=0).resolve(64)
-LOSS = bind(policy_loss, algorithm=DAPO, temperature=1.0, dtype="float32", remat="none")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, total_steps=20, warmup_steps=4, max_skipped=2)
 
 
@@ -44,7 +44,13 @@ def fresh():
 
 def advance(state, parts, capacity=4):
     return train_step(
-        state, parts, loss_fn=LOSS, model=MODEL, optimizer=OPTIMIZER, capacity=capacity
+        state,
+        parts,
+        loss=PolicyLoss(DAPO, temperature=1.0),
+        model=MODEL,
+        compute=local_compute(),
+        optimizer=OPTIMIZER,
+        capacity=capacity,
     )
 
 

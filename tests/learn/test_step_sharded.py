@@ -11,7 +11,7 @@ import pytest
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
@@ -20,10 +20,10 @@ PROGRAM = """
 import sys, jax, numpy as np
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.losses import bind, policy_loss, sft_loss
+from coa_jax.learn.losses import PolicyLoss, SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import load_model
-from coa_jax.model.attention.choice import Attention
+from coa_jax.model.compute import local_compute
 from coa_jax.parallel.mesh import make_mesh
 
 rng = np.random.default_rng(0)
@@ -43,11 +43,9 @@ optimizer = OptimizerConfig(
     learning_rate=1.0, total_steps=9, final_ratio=1.0, eps=1.0, weight_decay=0.0, clip_norm=1e9
 )
 
-def run(mesh, kind):
-    options = dict(dtype="float32", remat=False, attention=Attention("xla", mesh))
-    loss = bind(sft_loss, **options) if kind == "sft" else bind(
-        policy_loss, algorithm=Algorithm("dapo", overlong_buffer=0).resolve(64), temperature=1.3,
-        **options
+def run(mesh, kind, collectives="compiler"):
+    loss = SFTLoss() if kind == "sft" else PolicyLoss(
+        Algorithm("dapo", overlong_buffer=0).resolve(64), temperature=1.3
     )
     model = load_model(sys.argv[1], mesh=mesh)
     before = jax.tree.map(np.array, model.params)
@@ -55,7 +53,8 @@ def run(mesh, kind):
     history = []
     for _ in range(2):
         state, stats = train_step(
-            state, halves, loss_fn=loss, model=model.config, optimizer=optimizer, mesh=mesh
+            state, halves, loss=loss, model=model.config, optimizer=optimizer,
+            compute=local_compute(mesh=mesh, collectives=collectives),
         )
         history.append(stats)
     adam = next(part for part in jax.tree.leaves(
@@ -70,11 +69,11 @@ def run(mesh, kind):
     return state, history, change
 
 expected = {}
-for kind, *sizes in [case.split(",") for case in sys.argv[2:]]:
+for kind, *sizes, collectives in [case.split(",") for case in sys.argv[2:]]:
     if kind not in expected:
         expected[kind] = run(None, kind)
     mesh = make_mesh(*map(int, sizes))
-    state, history, change = run(mesh, kind)
+    state, history, change = run(mesh, kind, collectives)
     _, right_history, right_change = expected[kind]
     for stats, right in zip(history, right_history):
         assert stats.keys() == right.keys()
@@ -85,16 +84,21 @@ for kind, *sizes in [case.split(",") for case in sys.argv[2:]]:
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max() + 3e-7),
         change, right_change,
     )
-    qkv = state.params["layers"]["qkv"]
+    qkv = state.params["layers"]["attn"]["qkv"]["kernel"]
     parts = int(sizes[1]) * (int(sizes[2]) if int(sizes[2]) <= 2 else 1)
     assert qkv.addressable_shards[0].data.size == qkv.size // parts, qkv.sharding
-    print(kind, *sizes)
+    print(kind, *sizes, collectives)
 """
 
 
-SOME = ["rl,2,2,2"]
+SOME = ["rl,2,2,2,compiler", "rl,2,2,2,manual"]
 SHAPES = ["8,1,1", "1,8,1", "1,1,8", "2,4,1", "4,2,1", "2,2,2", "4,1,2", "1,4,2", "1,2,4"]
-ALL = [f"{kind},{shape}" for kind in ("sft", "rl") for shape in SHAPES]
+ALL = [
+    f"{kind},{shape},{collectives}"
+    for kind in ("sft", "rl")
+    for shape in SHAPES
+    for collectives in ("compiler", "manual")
+]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from coa_jax.learn.update import (
     reference_params,
     update,
 )
-from coa_jax.model.api import Model
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests.learn.test_gae import reference_gae
@@ -33,7 +33,8 @@ from tests.learn.tiny_runs import rl_config
 
 MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
 LENGTH = 40
-SCORING = (("dtype", "float32"), ("remat", False), ("temperature", 1.2))
+COMPUTE = local_compute()
+SCORING = {"model": MODEL, "compute": COMPUTE, "temperature": 1.2}
 DEFAULT = ("gspo",)
 NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in presets(LENGTH)]
 
@@ -61,7 +62,7 @@ def params():
 
 def logps(parameters, examples):
     batch = pack(examples, LENGTH)
-    found = score(parameters, batch, model=MODEL, options=SCORING)
+    found = score(parameters, batch, **SCORING)
     return batch, np.asarray(found, np.float64)
 
 
@@ -114,12 +115,11 @@ def preference(parameters):
 
 def run(settings, steps=1):
     start = jax.tree.map(jnp.copy, params())
-    model = Model(MODEL, start, None)
     reference, critic = reference_params(settings, start), critic_state(settings, start)
     state, history = init_state(start, settings.optimizer), []
     for _ in range(steps):
         state, critic, stats = update(
-            settings, state, model, groups(), critic=critic, reference=reference
+            settings, state, MODEL, groups(), COMPUTE, critic=critic, reference=reference
         )
         history.append(stats)
     return state, critic, history
@@ -167,7 +167,7 @@ def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
     settings = config("dapo", knobs={"old_logp": "trainer", "tis_cap": 1.5}, updates=2)
     start = jax.tree.map(jnp.copy, params())
     state = init_state(start, settings.optimizer)
-    state, _, stats = update(settings, state, Model(MODEL, start, None), shifted)
+    state, _, stats = update(settings, state, MODEL, shifted, COMPUTE)
     assert int(state.step) == 2
     assert stats["policy/clip_low"] == stats["policy/clip_high"] == 0
     assert 1e-9 < stats["policy/kl_old"] < 1e-2  # 0 in the first update, not in the second
@@ -239,7 +239,7 @@ def experience(settings, reference=None, critic=None):
         critic=critic,
         reference=reference,
         temperature=settings.temperature,
-        options={"dtype": "float32", "remat": "none"},
+        compute=COMPUTE,
     )
     return batch, filled, stats
 
@@ -254,7 +254,7 @@ def test_a_penalty_in_the_reward_counts_for_the_tokens_before_it():
     reference = init_params(MODEL, jax.random.key(9))
     settings = config("reinforce++", knobs={"kl_coef": 0.3})
     batch, filled, _ = experience(settings, reference)
-    other = np.asarray(score(reference, batch, model=MODEL, options=SCORING), np.float64)
+    other = np.asarray(score(reference, batch, **SCORING), np.float64)
     expected = np.zeros(batch.mask.shape)
     for row, at in sequences(batch):
         mask = batch.mask[row, at]
@@ -298,10 +298,7 @@ def test_a_value_reads_nothing_after_its_state():
     batch = pack([trajectory_example(groups()[0][0], 0.0)], LENGTH)
     changed = batch._replace(tokens=batch.tokens.copy())
     changed.tokens[0, 5] = (changed.tokens[0, 5] + 1) % 61
-    left, right = (
-        np.asarray(token_values(critic, MODEL, b, dtype="float32", remat=False))
-        for b in (batch, changed)
-    )
+    left, right = (np.asarray(token_values(critic, MODEL, b, COMPUTE)) for b in (batch, changed))
     np.testing.assert_array_equal(left[:, :6], right[:, :6])
     assert (left[0, 6:8] != right[0, 6:8]).all()
 

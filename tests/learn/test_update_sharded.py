@@ -10,10 +10,13 @@ import pytest
 
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.bpe import train_bpe
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from tests.learn.sharded_updates import CONFIG, KINDS
 
-SHAPES = (("2,2,2", "8,1,1", "1,2,4"), ("1,4,2", "1,8,1", "2,1,4"))
+SHAPES = (
+    ("2,2,2,compiler", "8,1,1,manual", "1,2,4,manual"),
+    ("1,4,2,manual", "1,8,1,compiler", "2,1,4,compiler"),
+)
 """Of each kind of update one half, in turns."""
 CASES = [
     pytest.param([f"{kind},{shape}" for shape in SHAPES[i % 2]], id=kind)

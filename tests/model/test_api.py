@@ -351,5 +351,5 @@ def test_bytes_of_two_tensors_are_refused(broken):
     header[UP] = twin
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(UserError, match=r"up_proj\.weight have the same bytes"):
+    with pytest.raises(UserError, match=r"invalid offset for tensor .*up_proj\.weight"):
         load_model(broken)
