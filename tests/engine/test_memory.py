@@ -18,7 +18,7 @@ from coa_jax.engine.memory import (
 )
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 SHAPES = EngineConfig(
@@ -40,7 +40,7 @@ def test_parameters_and_cache_are_what_an_engine_then_has(changes, tied):
     engine = Engine(init_params(model, jax.random.key(0)), model, shapes)
     memory = engine_memory(model, shapes)
     assert memory.parameters == nbytes(engine.params)
-    assert memory.cache == nbytes(engine._layers)
+    assert memory.cache == nbytes(engine._pages)
     assert memory.total == memory.parameters + memory.cache + memory.scratch
 
 
