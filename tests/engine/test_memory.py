@@ -1,6 +1,7 @@
 """What an engine will take is known before it takes it, and what does not fit is refused."""
 
 import dataclasses
+import gc
 
 import jax
 import pytest
@@ -105,6 +106,7 @@ def test_an_engine_beyond_the_machine_is_refused_before_anything_is_allocated():
 def tight(monkeypatch):
     """Leaves room for parameters and an engine of `SHAPES` and for not a byte more."""
     params = init_params(MODEL, jax.random.key(0))
+    gc.collect()  # what earlier tests left must not become free later
     before = nbytes(jax.live_arrays())
     room = engine_memory(MODEL, SHAPES).total
 
