@@ -81,6 +81,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_QUICK = ("qwen2", "qwen3-yarn", "llama3-rope")
+every_family = pytest.mark.parametrize(
+    "family",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+"""Three of them have everything between them: biases, norms of heads, scaled positions, a head."""
+
 
 def sentencepiece_like(control: Sequence[str] = ()) -> Any:
     """A tokenizer in the manner of Llama 2: a sign for the space, and bytes with names."""
