@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 PARTS = ("norm", "qkv", "rope", "write", "attend", "out", "mlp", "head", "sample")
-"""Named scopes of a step, see `model.forward` and `engine.sampling`."""
+"""Named scopes of a step, see `model.decoder` and `engine.sampling`."""
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"", re.MULTILINE)
 

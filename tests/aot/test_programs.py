@@ -28,12 +28,10 @@ from coa_jax.learn.batch import Batch, empty_batch
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import init_state
 from coa_jax.learn.update import critic_state, reference_params, update
-from coa_jax.model.api import Model
-from coa_jax.model.attention.choice import REFERENCE
 from coa_jax.model.bpe import train_bpe
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.lora import LoraConfig, split
-from coa_jax.model.weights import num_params
+from coa_jax.model.compute import local_compute
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import num_params, split_trained
 from coa_jax.parallel.mesh import AXES
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.request import RolloutConfig
@@ -106,7 +104,7 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
 CACHE = """
 import sys, jax, jax.numpy as jnp
 from coa_jax.aot import arrays
-from coa_jax.aot.arrays import chip_bytes, paged_attention, pages, set_up
+from coa_jax.aot.arrays import chip_bytes, engine_compute, pages, set_up
 from coa_jax.aot.slices import Slice
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
@@ -121,15 +119,15 @@ for case in sys.argv[1:]:
     config = rl_config("m", "t", engine=engine, mesh=MeshConfig(1, 4, 1, 4))
     # The chips are simulated; what is chosen is what those of a TPU can run.
     setup = set_up(config, model, Slice("v5e:2x2", "v5e", (2, 2)), jax.devices())
-    attention = paged_attention(setup)
-    params = {"x": replicate(jnp.zeros(4), attention.mesh)}
-    real = jax.tree.leaves(layout.new_layers(params, model, engine, attention))
+    compute = engine_compute(setup)
+    params = {"x": replicate(jnp.zeros(4), compute.mesh)}
+    real = jax.tree.leaves(layout.new_pages(params, model, engine, compute))
     for expected, found in zip(real, jax.tree.leaves(pages(setup)), strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert found.sharding == expected.sharding, (found.sharding, expected.sharding)
     chip = sum(x.addressable_shards[0].data.nbytes for x in real)
     assert chip_bytes(pages(setup)) == chip
-    print(case, attention.implementation, sum(x.nbytes for x in real) // chip)
+    print(case, compute.attention, sum(x.nbytes for x in real) // chip)
 """
 
 
@@ -223,13 +221,14 @@ def handed(settings: RLConfig, constraint: Constraint | None) -> list[tuple[str,
     found = []
     graded = groups()  # which scores as well
     start = jax.tree.map(jnp.copy, params())
-    trained, base = split(start, MODEL, settings.lora, 0, None)
-    state, critic = init_state(trained, settings.optimizer), critic_state(settings, start)
+    model = dataclasses.replace(MODEL, lora=settings.lora)
+    trained, frozen = split_trained(start, model, seed=0)
+    state, critic = init_state(trained, settings.optimizer, frozen), critic_state(settings, start)
 
     def recorder(name, program):
         def recorded(*arguments, **options):
-            extra = (options["extra"],) if "extra" in options else ()
-            found.append((name, (*arguments, *extra)))
+            allowed = (options["allowed"],) if "allowed" in options else ()
+            found.append((name, (*arguments, *allowed)))
             shapes = jax.eval_shape(lambda *a: program(*a, **options), *arguments)
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -240,8 +239,8 @@ def handed(settings: RLConfig, constraint: Constraint | None) -> list[tuple[str,
         for module, name in patched:
             patch.setattr(module, name, recorder(name, getattr(module, name)))
         update(
-            settings, state, Model(MODEL, start, None), graded, constraint=constraint, base=base,
-            critic=critic, reference=reference_params(settings, start, base),
+            settings, state, model, graded, local_compute(), constraint,
+            critic=critic, reference=reference_params(settings, start),
         )  # fmt: skip
     return found
 
@@ -296,8 +295,7 @@ def test_the_loop_over_the_output_head_turns_as_often_as_is_counted(rows, length
     (train, *_) = all_programs(setup_of(settings))
     batch = empty_batch(rows, length)
     hidden, _ = jax.eval_shape(
-        lambda weights: logps._hidden(weights, MODEL, batch, "float32", "none", REFERENCE, None, 0),
-        params(),
+        lambda weights: logps._hidden(weights, MODEL, batch, local_compute(), None, 0)[::2], params()
     )
     assert train.data_trips[1] == hidden.shape[0]
 

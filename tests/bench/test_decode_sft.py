@@ -98,7 +98,7 @@ def test_decoding_is_reported_for_each_batch_size_beside_its_floor():
 def test_a_training_step_is_measured_without_its_compilation():
     # The step donates its parameters.
     own = dataclasses.replace(subject(), params=jax.tree.map(jax.numpy.copy, subject().params))
-    result = sft.measure(own, batch=4, length=32, rows=2, dtype="float32", remat=False, steps=2)
+    result = sft.measure(own, batch=4, length=32, rows=2, dtype="float32", remat="none", steps=2)
     assert result["compiles_after_warmup"] == 0
     assert result["first_step_s"] > result["step_s"]["max"]
     assert result["tokens_per_s"]["max"] == pytest.approx(128 / result["step_s"]["min"], rel=1e-3)

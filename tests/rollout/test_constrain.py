@@ -21,10 +21,10 @@ from coa_jax.learn.batch import pack, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.api import Model
 from coa_jax.model.bpe import train_bpe
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
+from coa_jax.model.params import bind, init_params
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.model.weights import init_params
 from coa_jax.protocol import Prompt, get_protocol, protocol_names
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.constrain import constraint_for
@@ -58,8 +58,11 @@ def untrained() -> Model:
     config = ModelConfig("llama", 330, 32, 64, 2, 4, 2, 8, tie_embeddings=False)
     params = init_params(config, jax.random.key(0))
     liked = [f"</{role}>" for role in roles] + [*"1234`", "score", "Ċ"]
-    params["embed"] = params["embed"].at[:, 0].set(1.0)  # what all hidden states have in common
-    params["head"] = params["head"].at[0, np.array(tokenizer.convert_tokens_to_ids(liked))].set(0.6)
+    embed, head = params["embed"]["embedding"], params["head"]["kernel"]
+    likes = np.array(tokenizer.convert_tokens_to_ids(liked))
+    # What all hidden states have in common, and what of it speaks for a token.
+    params["embed"]["embedding"] = embed.at[:, 0].set(1.0)
+    params["head"]["kernel"] = head.at[0, likes].set(0.6)
     return Model(config, params, tokenizer)
 
 
@@ -165,13 +168,14 @@ def policy_tokens(trajectory):
 
 
 def test_log_probabilities_are_those_among_the_allowed_tokens():
-    model, made = untrained(), engine().constraint
+    model, made, compute = untrained(), engine().constraint, local_compute()
+    decoder = bind(model.config, model.params)
     forced = 0
     for trajectory in sampled()[::9]:
         ids = np.zeros((1, SHAPES.max_length), np.int32)
         ids[0, : len(trajectory.tokens)] = trajectory.tokens
-        hidden, _ = forward(model.params, model.config, ids, jnp.arange(ids.shape[1])[None])
-        logits = np.asarray(unembed(model.params, model.config, hidden)[0], np.float64) / 1.3
+        hidden, _ = decoder(ids, jnp.arange(ids.shape[1])[None], compute)
+        logits = np.asarray(decoder.logits(hidden, compute)[0], np.float64) / 1.3
         for state, token, logp, index in policy_tokens(trajectory):
             may = made.next_state[state, made.kind] != DEAD
             assert may[token]
@@ -186,7 +190,7 @@ def test_the_loss_sees_the_distribution_that_was_sampled():
     model, made = untrained(), engine().constraint
     batch = pack([trajectory_example(t, 1.0, made) for t in sampled()], SHAPES.max_length)
     score = jax.jit(
-        functools.partial(token_logps, dtype="float32", remat=False, temperature=1.3),
+        functools.partial(token_logps, compute=local_compute(), temperature=1.3),
         static_argnames=("config",),
     )
     allowed = made.tables.allowed

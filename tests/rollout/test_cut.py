@@ -15,6 +15,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import pack, trajectory_example
 from coa_jax.learn.logps import token_logps
+from coa_jax.model.compute import local_compute
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.cut import KEPT, kept_spans
@@ -111,7 +112,7 @@ def test_the_policy_reads_its_prompt_its_plan_and_the_newest_steps(searching):
         cut, tokens=cut.tokens[places], author=cut.author[places], logp=cut.logp[places]
     )
     batch = pack([trajectory_example(read, 1.0)], SHAPES.max_length)
-    score = functools.partial(token_logps, dtype="float32", remat=False, temperature=1.0)
+    score = functools.partial(token_logps, compute=local_compute(), temperature=1.0)
     logps, _ = score(searching[0].params, config=searching[0].config, batch=batch)
     gap = np.abs((np.asarray(logps) - batch.logp) * batch.mask)[0]
     after = len(places) - (len(cut.tokens) - ends[2])

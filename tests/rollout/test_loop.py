@@ -15,6 +15,7 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import pack, record_example, trajectory_example
 from coa_jax.learn.logps import token_logps
+from coa_jax.model.compute import local_compute
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
@@ -78,7 +79,7 @@ def test_log_probabilities_are_those_of_the_full_forward_pass(greedy, sampled):
     for temperature, group in ((1.0, greedy), (1.3, [t for g in sampled for t in g])):
         batch = pack([trajectory_example(t, 1.0) for t in group], SHAPES.max_length)
         score = jax.jit(
-            functools.partial(token_logps, dtype="float32", remat=False, temperature=temperature),
+            functools.partial(token_logps, compute=local_compute(), temperature=temperature),
             static_argnames=("config",),
         )
         logps, _ = score(model.params, config=model.config, batch=batch)

@@ -12,7 +12,7 @@ import pytest
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.api import save_model
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 from coa_jax.rollout import replay as command
 from coa_jax.rollout.compare import describe_difference
 from coa_jax.rollout.replay import read_recordings, recording, replay
