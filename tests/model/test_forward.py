@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from coa_jax.model.api import load_model
 from coa_jax.model.cache import Cache, init_layers
@@ -110,6 +109,7 @@ def test_bfloat16_gradients_point_the_way_of_float32_ones(references, family):
 
 
 def test_gradients_equal_torch_with_and_without_remat(references):
+    torch = pytest.importorskip("torch")
     reference = references["qwen2"]
     model = load_model(reference.path)
     tokens = RNG.integers(0, 384, (2, 20))

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from coa_jax.errors import UserError
@@ -31,6 +30,8 @@ from coa_jax.model.tokenizer import (
     load_tokenizer,
 )
 from coa_jax.model.weights import unstack_layers
+
+torch = pytest.importorskip("torch")
 
 NAMES = {
     "self_attn.q_proj": "attn_q",

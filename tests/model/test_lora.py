@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coa_jax.errors import UserError
@@ -17,6 +16,8 @@ from coa_jax.model.bpe import train_bpe
 from coa_jax.model.forward import forward, unembed
 from coa_jax.model.lora import PROJECTIONS, LoraBase, LoraConfig, attach, lora_table, merge, split
 from coa_jax.model.peft_io import save_trained
+
+torch = pytest.importorskip("torch")
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 20)).astype(np.int32)
