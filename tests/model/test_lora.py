@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coa_jax.errors import UserError
@@ -29,6 +28,8 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.model.peft_io import save_trained
+
+torch = pytest.importorskip("torch")
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 20)).astype(np.int32)
