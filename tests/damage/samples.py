@@ -29,8 +29,8 @@ from coa_jax.evaluate.exposure import exposure_of
 from coa_jax.evaluate.journal import Journal
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.tokenizer import chat_ids, train_bpe
 from coa_jax.model.params import init_params
+from coa_jax.model.tokenizer import chat_ids, train_bpe
 from coa_jax.records import read_records
 from coa_jax.report.build import build_report
 from coa_jax.report.sweep import read_runs, summarize

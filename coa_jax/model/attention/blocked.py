@@ -41,9 +41,8 @@ def attend_causally(
     # Matmuls round their operands to these values, so the backward pass may keep them instead.
     scaled = (q * q.shape[-1] ** -0.5).transpose(0, 2, 3, 1, 4).astype(dtype)
     keys, values = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
-    attend = functools.partial(_attend_block, dtype=dtype)
     # Within the scan over layers XLA merges nothing across the two passes.
-    attend = jax.checkpoint(attend, prevent_cse=False)
+    attend = jax.checkpoint(functools.partial(_attend_block, dtype=dtype), prevent_cse=False)
     length = q.shape[1]
     blocks = [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
     parts = [
