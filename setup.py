@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parent
 # What `import coa_jax` and the pipeline on the built-in tasks need.
 CORE = [
     "jax>=0.10.2",
+    "flax>=0.12.8",
     "numpy>=2.4",
     "scipy>=1.17",
     "ml_dtypes>=0.6",
@@ -70,12 +71,22 @@ EXTRAS = {
     "tpu": ["jax[tpu]>=0.10.2"],
 }
 
-# torch and peft give golden values of independent implementations; the package imports neither.
 LINT = ["ruff>=0.17", "mypy>=2.4"]
-TEST = [
-    *LINT,
+# Enough for tests/{model,engine,learn,rollout}; those that compare with torch are skipped.
+TEST_JAX = [
     *EXTRAS["gguf"],
     *EXTRAS["tasks"],
+    "pytest>=9.2",
+    "pytest-xdist>=3.8",
+    "pytest-timeout>=2.4",
+    "hypothesis>=6.170",
+    # The processes that a test leaves behind.
+    "psutil>=7.0",
+]
+# torch and peft give golden values of independent implementations; the package imports neither.
+TEST = [
+    *LINT,
+    *TEST_JAX,
     *EXTRAS["web"],
     *EXTRAS["maths"],
     *EXTRAS["mcp"],
@@ -86,14 +97,9 @@ TEST = [
     *EXTRAS["tfds"],
     "datasets>=5.2",
     *EXTRAS["wandb"],
-    "pytest>=9.2",
-    "pytest-xdist>=3.8",
-    "pytest-timeout>=2.4",
-    "hypothesis>=6.170",
-    # Clients of the servers under test, and the processes that a test leaves behind.
+    # Clients of the servers under test.
     "httpx>=0.28",
     "packaging>=26.0",
-    "psutil>=7.0",
     "protobuf>=7.36",
     "torch>=2.13",
     "peft>=0.21",
@@ -127,9 +133,14 @@ setuptools.setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["coa_jax", "coa_jax.*"]),
-    package_data={"coa_jax": ["py.typed", "serve/page.html"]},
+    package_data={"coa_jax": ["py.typed", "serve/page.html", "constraints/*.txt"]},
     install_requires=CORE,
     entry_points={"console_scripts": ["coa-jax = coa_jax.__main__:main"]},
     cmdclass={"build_py": BuildWithConfigs},
-    extras_require={**EXTRAS, "test": TEST, "dev": [*TEST, "pre-commit>=4.7"]},
+    extras_require={
+        **EXTRAS,
+        "test": TEST,
+        "testjax": TEST_JAX,
+        "dev": [*TEST, "pre-commit>=4.7"],
+    },
 )

@@ -1,4 +1,4 @@
-"""How this package is installed: where its configs are, and how to add the packages of an extra."""
+"""How this package is installed: its configs, packages of an extra, tested versions of JAX."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ _CHECKOUT = _PACKAGE.parent
 
 ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _CHECKOUT
 """Directory that holds ``configs/``: the package if it came as a wheel, else the checkout."""
+
+CONSTRAINTS = _PACKAGE / "constraints"
+"""Directory of the constraint files for pip, one for each tested combination of versions."""
 
 _EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']""")
 
@@ -43,11 +46,19 @@ def install_hint(extra: str) -> str:
     Args:
         extra: name of an extra in setup.py.
     """
-    script, requirements = _CHECKOUT / "launch" / "setup_env.sh", requirements_of(extra)
-    if not script.is_file() or (requirements and Path(sys.prefix) != _CHECKOUT / ".venv"):
+    script, requirements = _script(), requirements_of(extra)
+    if not script or (requirements and Path(sys.prefix) != _CHECKOUT / ".venv"):
         return shlex.join(["pip", "install", *requirements])
+    return f"{script} {shlex.quote(extra)}"
+
+
+def _script() -> str:
+    """The command of a checkout that completes its ``.venv``; empty without a checkout."""
+    script = _CHECKOUT / "launch" / "setup_env.sh"
+    if not script.is_file():
+        return ""
     here = Path.cwd() == _CHECKOUT
-    return shlex.join(["bash", str(script.relative_to(_CHECKOUT) if here else script), extra])
+    return shlex.join(["bash", str(script.relative_to(_CHECKOUT) if here else script)])
 
 
 def missing(what: str, package: str, extra: str) -> UserError:
@@ -59,6 +70,63 @@ def missing(what: str, package: str, extra: str) -> UserError:
         extra: the extra in setup.py that brings the package.
     """
     return UserError(f"{what} needs {package}; run: {install_hint(extra)}")
+
+
+def tested_versions() -> list[tuple[str, str, Path]]:
+    """Returns (Python, JAX, constraint file) of each tested combination, the oldest first.
+
+    An example is ``("3.11", "0.10.2", Path(".../constraints/jax-0.10.txt"))``.
+    """
+    found = []
+    for path in CONSTRAINTS.glob("*.txt"):
+        text = path.read_text(encoding="utf-8")
+        python = re.search(r"^# Tested with Python ([\d.]+)\.$", text, re.MULTILINE)
+        jax = re.search(r"^jax==(\S+)$", text, re.MULTILINE)
+        if python is None or jax is None:
+            raise ValueError(f"{path}: no Python or no jax")
+        found.append((python[1], jax[1], path))
+    return sorted(found, key=lambda each: _minor(each[1]))
+
+
+def untested() -> str:
+    """Returns a line for the user if Python or JAX lies outside of the tested versions, else "".
+
+    Minor versions count (3.12, 0.11): everything between the oldest and the newest combination
+    is taken as tested.
+    """
+    import importlib.metadata  # here for the reason given above
+
+    tested = tested_versions()
+    try:
+        jax = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    (old_python, old_jax, _), (new_python, new_jax, newest) = tested[0], tested[-1]
+    python = "{}.{}".format(*sys.version_info)
+    known_python = _minor(old_python) <= _minor(python) <= _minor(new_python)
+    if known_python and _minor(old_jax) <= _minor(jax) <= _minor(new_jax):
+        return ""
+    file = next((path for version, _, path in tested if version == python), newest)
+    if (script := _script()) and Path(sys.prefix) == _CHECKOUT / ".venv":
+        advice = f"CONSTRAINTS={file.stem} {script}"
+    else:
+        advice = shlex.join(["pip", "install", "-c", str(file), "jax", "flax"])
+    return (
+        f"Python {python} with jax {jax} is not tested (Python {old_python} with jax {old_jax} to "
+        f"Python {new_python} with jax {new_jax} are); if something fails, "
+        + (advice if known_python else f"take Python {old_python} to {new_python}")
+    )
+
+
+def warn_untested() -> None:
+    """Prints what `untested` has to say to stderr."""
+    if text := untested():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def config_files() -> list[Path]:

@@ -25,6 +25,7 @@ from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
+from coa_jax.installed import warn_untested
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
@@ -227,6 +228,7 @@ def main(argv: list[str]) -> None:
     if seed is not None:
         for part in ("distill", "teacher", "policy", "sft", "rl", "evaluate"):
             config[part].seed = seed
+    warn_untested()
     summary = run_pipeline(config, Path(flags.FLAGS.workdir))
     for stage in ("teacher", "base", "sft", "rl"):
         block = summary[stage]

@@ -1,18 +1,22 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
-#                                               endpoint distill tfds notebook wandb test dev cuda tpu
+#                                               endpoint distill tfds notebook wandb test testjax dev
+#                                               cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
 # PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later); where none is
 # found, uv installs one if it is there.
+# CONSTRAINTS=jax-0.12 installs the tested versions of coa_jax/constraints/jax-0.12.txt; a path names
+# a file of your own.  Later runs keep to that file.
+# COA_JAX_VENV=.venv-other makes or completes an environment of that name beside .venv.
 # The second run is instant: .venv/.coa_jax names what was installed for which setup.py, and it
 # is written last, so an interrupted installation is completed by the next run.
 # shellcheck shell=bash
 
 COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-COA_VENV="$COA_ROOT/.venv"
+COA_VENV="$COA_ROOT/${COA_JAX_VENV:-.venv}"
 
 coa_say() { printf '[setup] %s\n' "$*" >&2; }
 
@@ -90,15 +94,35 @@ coa_make_venv() {
       return 1
     fi
   fi
-  coa_quietly "making .venv with $python" "$python" -m venv --clear "$COA_VENV"
+  coa_quietly "making ${COA_VENV##*/} with $python" "$python" -m venv --clear "$COA_VENV"
 }
 
-# coa_installed EXTRA...: whether the marker covers these extras for this setup.py and place.
+# coa_constraints: the absolute path of the file that CONSTRAINTS names.
+coa_constraints() {
+  local file
+  for file in "$COA_ROOT/coa_jax/constraints/$CONSTRAINTS.txt" "$CONSTRAINTS" "$PWD/$CONSTRAINTS"; do
+    case "$file" in /*) ;; *) continue ;; esac
+    if [ -f "$file" ]; then
+      printf '%s\n' "$file"
+      return 0
+    fi
+  done
+  coa_say "error: CONSTRAINTS=$CONSTRAINTS: no such file, and none in coa_jax/constraints"
+  return 1
+}
+
+# coa_marked LINE: a line of the marker: the hash, the extras, the file of constraints.
+coa_marked() { sed -n "$1p" "$COA_VENV/.coa_jax" 2>/dev/null; }
+
+# coa_installed FILE EXTRA...: whether the marker covers these constraints and extras for this
+# setup.py and place.  Without a FILE those of the earlier installation will do.
 coa_installed() {
-  local hash extras extra
+  local file="$1" extras extra
+  shift
   [ -f "$COA_VENV/.coa_jax" ] || return 1
-  { read -r hash && read -r extras; } <"$COA_VENV/.coa_jax" || return 1
-  [ "$hash" = "$(coa_hash)" ] || return 1
+  [ "$(coa_marked 1)" = "$(coa_hash)" ] || return 1
+  extras="$(coa_marked 2)"
+  [ -z "$file" ] || [ "$(coa_marked 3)" = "$file" ] || return 1
   for extra in "$@"; do
     case " $extras " in *" $extra "*) ;; *) return 1 ;; esac
   done
@@ -109,19 +133,23 @@ coa_hash() {
   "$COA_VENV/bin/python" -c '
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
-parts = [str(root), sys.version] + [(root / n).read_text() for n in ("setup.py", "pyproject.toml")]
+files = [root / "setup.py", root / "pyproject.toml", *sorted(root.glob("coa_jax/constraints/*.txt"))]
+parts = [str(root), sys.version, *(file.read_text() for file in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 }
 
-# coa_install EXTRA...: installs the package with these extras and those installed before.
+# coa_install FILE EXTRA...: installs the package with these extras and those installed before, under
+# the constraints of the file or, without one, of the earlier installation.
 coa_install() {
   local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
-  local extras hash implied="" what="coa_jax"
+  local extras hash implied="" what="coa_jax" constraints="${1:-$(coa_marked 3)}"
+  shift
   hash="$(coa_hash)" || return 1
+  [ -z "$constraints" ] || pip+=(-c "$constraints")
   # What setup.py includes in these two, so that a later request for a part installs nothing.
-  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf maths mcp notebook serve tasks test tfds web" ;; esac
+  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf maths mcp notebook serve tasks test testjax tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
-  extras="$(printf '%s\n' "$@" $implied $(sed -n 2p "$COA_VENV/.coa_jax" 2>/dev/null) |
+  extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
     sort -u | grep . | paste -sd ' ' -)"
   rm -f "$COA_VENV/.coa_jax"
   case " $extras " in
@@ -131,9 +159,9 @@ coa_install() {
       ;;
   esac
   [ -z "$extras" ] || what="coa_jax[${extras// /,}]"
-  coa_quietly "installing $what into .venv" \
+  coa_quietly "installing $what into ${COA_VENV##*/}" \
     "${pip[@]}" -e "$COA_ROOT${what#coa_jax}" || return 1
-  printf '%s\n%s\n' "$hash" "$extras" >"$COA_VENV/.coa_jax.new" &&
+  printf '%s\n' "$hash" "$extras" "$constraints" >"$COA_VENV/.coa_jax.new" &&
     mv "$COA_VENV/.coa_jax.new" "$COA_VENV/.coa_jax"
 }
 
@@ -150,7 +178,7 @@ coa_program() {
 # coa_known EXTRA...: whether setup.py has all of them.
 coa_known() {
   local known extra
-  known="$(sed -n 's/^    "\([a-z0-9]*\)": .*/\1/p' "$COA_ROOT/setup.py" | paste -sd ' ' -) test dev"
+  known="$(sed -n 's/^    "\([a-z0-9]*\)": .*/\1/p' "$COA_ROOT/setup.py" | paste -sd ' ' -) test testjax dev"
   for extra in "$@"; do
     case " $known " in
       *" $extra "*) ;;
@@ -160,19 +188,20 @@ coa_known() {
 }
 
 coa_setup_env() {
-  local coa_fresh=no extra
+  local coa_fresh=no extra file=""
+  [ -z "${CONSTRAINTS:-}" ] || file="$(coa_constraints)" || return 1
   cd "$COA_ROOT" || return 1
   # Two scripts that start together must not install into .venv at the same time.
   if command -v flock >/dev/null 2>&1; then
     exec 9<"$COA_ROOT/launch" || return 1
     if ! flock -n 9; then
-      coa_say "waiting for another installation into .venv"
+      coa_say "waiting for another installation into ${COA_VENV##*/}"
       flock 9
     fi
   fi
-  if ! coa_installed "$@"; then
+  if ! coa_installed "$file" "$@"; then
     coa_fresh=yes
-    coa_make_venv && coa_install "$@" || return 1
+    coa_make_venv && coa_install "$file" "$@" || return 1
   fi
   coa_program bwrap bubblewrap "the code tool isolates programs with Landlock instead"
   for extra in "$@"; do

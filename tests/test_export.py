@@ -32,10 +32,10 @@ def run(tmp_path_factory):
     optimizer = OptimizerConfig(learning_rate=1e-3, total_steps=4)
     state = init_state(model.params, optimizer)
     # As if it had learnt something; the second checkpoint is another one again.
-    first = state._replace(params={**state.params, "embed": state.params["embed"] + 0.25})
+    first = state._replace(params=moved(state.params, 0.25))
     checkpoints = Checkpoints(folder / "run" / "checkpoints" / "rl", best="reward/mean")
     checkpoints.save(1, first, {"cursor": 0}, metrics={"reward/mean": 0.5})
-    second = state._replace(params={**state.params, "embed": state.params["embed"] - 0.5})
+    second = state._replace(params=moved(state.params, -0.5))
     checkpoints.save(2, second, {"cursor": 3}, metrics={"reward/mean": 0.25})
     checkpoints.close()
     config = {
@@ -46,6 +46,11 @@ def run(tmp_path_factory):
     config["optimizer"] = config["optimizer"].to_dict()
     (folder / "run" / "config.json").write_text(json.dumps(config))
     return folder / "run", Model(model.config, first.params, model.tokenizer), model
+
+
+def moved(params, by):
+    """Parameters with other embeddings."""
+    return {**params, "embed": {"embedding": params["embed"]["embedding"] + by}}
 
 
 def torch_logits(path) -> np.ndarray:
@@ -82,16 +87,16 @@ def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    exported = load_model(tmp_path / "out").params["embed"]
-    np.testing.assert_array_equal(exported, first.params["embed"])
+    exported = load_model(tmp_path / "out").params["embed"]["embedding"]
+    np.testing.assert_array_equal(exported, first.params["embed"]["embedding"])
 
 
 def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
     workdir, _, start = run
     before = sorted(workdir.rglob("*"))
     assert export(workdir, tmp_path / "out", dtype="bfloat16") == ("rl", 2)
-    exported = load_model(tmp_path / "out", dtype="bfloat16").params["embed"]
-    expected = np.asarray(start.params["embed"]) - 0.5
+    exported = load_model(tmp_path / "out", dtype="bfloat16").params["embed"]["embedding"]
+    expected = np.asarray(start.params["embed"]["embedding"]) - 0.5
     assert np.allclose(np.asarray(exported, np.float32), expected, atol=4e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert sorted(workdir.rglob("*")) == before
@@ -102,8 +107,8 @@ def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
 def test_the_best_checkpoint_is_taken_on_demand(run, tmp_path):
     workdir, first, _ = run
     assert export(workdir, tmp_path / "out", best=True) == ("rl", 1)
-    exported = load_model(tmp_path / "out").params["embed"]
-    np.testing.assert_array_equal(exported, first.params["embed"])
+    exported = load_model(tmp_path / "out").params["embed"]["embedding"]
+    np.testing.assert_array_equal(exported, first.params["embed"]["embedding"])
 
 
 @pytest.mark.parametrize("phase", ["rft", "dpo"])

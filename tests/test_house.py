@@ -169,7 +169,7 @@ def declared() -> tuple[set[str], set[str], set[str]]:
             names = (re.match(r"([\w.-]+)(?=\[|>=)", str(text)) for text in texts)
             lists[node.targets[0].id] = {normal(m[1]) for m in names if m}
     core, extras = lists["CORE"], lists["CORE"] | lists["EXTRAS"]
-    return core, extras, extras | lists["TEST"] | lists["LINT"]
+    return core, extras, extras | lists["TEST"] | lists["TEST_JAX"] | lists["LINT"]
 
 
 def normal(name: str) -> str:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
@@ -99,13 +100,19 @@ def test_configs_are_listed_and_copied_but_no_changed_file_is_overwritten(tmp_pa
 
 
 @pytest.fixture(scope="module")
-def declared() -> dict[str, list[str]]:
-    """The extras as setup.py gives them to setuptools."""
-    given: dict[str, dict[str, list[str]]] = {}
+def setup() -> dict[str, Any]:
+    """What setup.py gives to setuptools."""
+    given: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
         runpy.run_path(str(REPOSITORY / "setup.py"))
-    return given["extras_require"]
+    return given
+
+
+@pytest.fixture(scope="module")
+def declared(setup) -> dict[str, list[str]]:
+    """The extras of setup.py."""
+    return setup["extras_require"]
 
 
 def test_hints_name_extras_that_there_are(declared):
@@ -153,6 +160,16 @@ def test_a_hint_is_a_command_that_works_where_it_is_shown(monkeypatch, tmp_path,
     listed = ["jax>=0.10", 'a>=1; extra == "x"', "b[c]>=2 ; extra == 'x'", 'd; extra == "y"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
     assert installed.install_hint("x") == "pip install 'a>=1' 'b[c]>=2'"
+
+
+def test_constraints_keep_to_the_floors_of_setup_py(setup):
+    core = {each.name: each for each in map(Requirement, setup["install_requires"])}
+    for _, _, path in installed.tested_versions():
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        pinned = dict(line.split("==") for line in lines)
+        assert {"jax", "jaxlib", "flax", "optax", "numpy"} <= pinned.keys()
+        below = [n for n in pinned if n in core and pinned[n] not in core[n].specifier]
+        assert below == []
 
 
 # --- the wheel -----------------------------------------------------------------------------
@@ -216,11 +233,14 @@ def test_the_wheel_has_the_command_and_the_configs(environment, declared, tmp_pa
         "import coa_jax.installed as i, json, sys\n"
         "from coa_jax.cli import load_config\n"
         "config = load_config('configs/rl/web.py:debug')\n"
+        "files = [path.name for *_, path in i.tested_versions()]\n"
         "extras = {extra: i.requirements_of(extra) for extra in sys.argv[1:]}\n"
-        "print(json.dumps([i.__file__, str(i.ROOT), config.groups, extras, i.install_hint('web')]))"
+        "print(json.dumps([i.__file__, str(i.ROOT), config.groups, extras, i.install_hint('web'), "
+        "files]))"
     )
     told = environment("python", "-c", code, *declared, cwd=tmp_path)
-    file, root, groups, extras, hint = json.loads(told)
+    file, root, groups, extras, hint, constraints = json.loads(told)
+    assert constraints == ["jax-0.10.txt", "jax-0.12.txt"]
     assert Path(file).is_relative_to(environment.home) and Path(root).is_relative_to(
         environment.home
     )

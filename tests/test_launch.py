@@ -47,6 +47,7 @@ def tree(tmp_path):
     shutil.copytree(REPOSITORY / "launch", root / "launch")
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, root)
+    shutil.copytree(REPOSITORY / "coa_jax" / "constraints", root / "coa_jax" / "constraints")
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in TOOLS:
@@ -184,7 +185,9 @@ def test_torch_comes_first_for_the_tests(tree):
     assert tree("setup_env.sh", "test").returncode == 0
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
-    assert calls[1].endswith("[distill,endpoint,gguf,maths,mcp,notebook,serve,tasks,test,tfds,web]")
+    assert calls[1].endswith(
+        "[distill,endpoint,gguf,maths,mcp,notebook,serve,tasks,test,testjax,tfds,web]"
+    )
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0
     assert len(pip_calls(tree.root)) == 2

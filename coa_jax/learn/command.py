@@ -10,6 +10,7 @@ from typing import TypeVar
 from absl import flags
 
 from coa_jax.cli import config_flag, workdir_flag
+from coa_jax.installed import warn_untested
 from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -40,6 +41,8 @@ def open_run() -> Iterator[tuple[RunDir, Path]]:
     """
     workdir = Path(flags.FLAGS.workdir)
     active, project = processes.index() == 0, flags.FLAGS.wandb_project
+    if active:
+        warn_untested()
     with RunDir(workdir, active=active, wandb_project=project) as run:
         run.write_config(flags.FLAGS.config)
         yield run, workdir / "model"

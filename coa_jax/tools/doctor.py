@@ -7,6 +7,8 @@ no isolation.
 ``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` says instead of each tool
 how it is configured and whether the servers behind it answer; without a file, with the default
 settings.  Exit code 0: all can be called; 1: one cannot; 2: the file cannot be read.
+
+Both warn first if this Python or JAX lies outside of the tested versions.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 
 from coa_jax.errors import UserError
+from coa_jax.installed import warn_untested
 from coa_jax.tools.sandbox import landlock, trial
 from coa_jax.tools.sandbox.canaries import canaries
 from coa_jax.tools.sandbox.isolation import BACKENDS, Isolation, find_isolation
@@ -113,6 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
     parser.add_argument("--config", default="", help="config file with a group 'tools'")
     options = parser.parse_args(arguments)
+    warn_untested()
     if options.tools or options.config:
         return _show_tools(options.config)
     try:

@@ -1,4 +1,4 @@
-"""Decoding equals transformers, and no bookkeeping of slots changes what is decoded."""
+"""Decoding equals the full forward pass, and no bookkeeping of slots changes what is decoded."""
 
 import dataclasses
 import math
@@ -14,9 +14,9 @@ from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
+from coa_jax.model.compute import REFERENCE
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import bind, init_params
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
@@ -50,8 +50,9 @@ def run(engine, slots):
 
 @jax.jit
 def full_logits(tokens):
-    hidden, _ = forward(PARAMS, MODEL, tokens, jnp.arange(tokens.shape[1])[None])
-    return unembed(PARAMS, MODEL, hidden)[0]
+    decoder = bind(MODEL, PARAMS)
+    hidden, _ = decoder(tokens, jnp.arange(tokens.shape[1]), REFERENCE)
+    return decoder.logits(hidden, REFERENCE)[0]
 
 
 def reference_logits(ids):
@@ -68,45 +69,6 @@ def reference_greedy(prompt, count):
     return ids[len(prompt) :]
 
 
-def test_greedy_tokens_equal_transformers_generate(tmp_path):
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from coa_jax.model.api import load_model
-    from coa_jax.model.bpe import train_bpe
-
-    torch.manual_seed(0)
-    reference = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=300,
-            hidden_size=64,
-            intermediate_size=112,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    ).eval()
-    reference.save_pretrained(tmp_path)
-    train_bpe(["some words for a tokenizer"], 300, tmp_path)
-    model = load_model(tmp_path)
-    engine = Engine(model.params, model.config, SHAPES)
-    prompts = np.random.default_rng(1).integers(3, 300, size=(4, 12)).tolist()
-    engine.extend([(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
-    for slot, prompt in enumerate(prompts):
-        begin(engine, slot, prompt, limit=len(prompt) + 30)
-    tokens, _ = run(engine, range(4))
-    for slot, prompt in enumerate(prompts):
-        expected = reference.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=30,
-            min_new_tokens=30,
-            do_sample=False,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        assert tokens[slot] == expected
-
-
 def sampled(engine, slot, others=()):
     """One sample in a slot, with others beside it."""
     for number, other in enumerate(others):
@@ -119,6 +81,7 @@ def sampled(engine, slot, others=()):
     return tokens[slot], logps[slot]
 
 
+@pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -356,17 +319,11 @@ def test_decoding_compiles_once_for_all_chunk_sizes_and_lengths():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes on a CPU")
+@pytest.mark.usefixtures("cpu_ops")
 def test_no_step_copies_weights():
     engine = make(slots=2, decode_programs=1)
     program = engine.lower_decode().compile().as_text() or ""
     copies = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", program)
     copied = {math.prod(map(int, shape.split(","))) for shape in copies}
-    matrices = {x.size for x in jax.tree.leaves(engine.params["layers"]) if x.ndim > 1}
+    matrices = {x.size for x in jax.tree.leaves(engine.params.layers) if x.ndim > 1}
     assert not copied & matrices
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes on a CPU")
-def test_a_step_computes_the_cosines_of_its_positions_once():
-    program = make(slots=2, decode_programs=1).lower_decode().compile().as_text() or ""
-    assert MODEL.num_layers > 1
-    assert len(re.findall(r" cosine\(", program)) == 1

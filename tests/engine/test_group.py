@@ -13,7 +13,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import copies, make_engines, publish_all, take_copies
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 
 MODEL = ModelConfig("llama", 97, 32, 48, 2, 4, 2, 8)
 SHAPES = EngineConfig(slots=5, max_length=64, chunk=4, page_size=16, engines=2)

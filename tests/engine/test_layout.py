@@ -10,18 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, groups_of
 from coa_jax.errors import UserError
-from coa_jax.model.attention.choice import Attention
 from coa_jax.model.cache import layer_axes
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.forward import forward, unembed
-from coa_jax.model.sharding import decode_shardings
-from coa_jax.model.weights import init_params, unstack_layers
+from coa_jax.model.params import flatten, init_params
 from coa_jax.parallel.mesh import AXES, make_mesh
 
 
@@ -49,8 +46,7 @@ from coa_jax.engine.group import make_engines, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import shard_params
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params, shardings
 from coa_jax.parallel.mesh import make_mesh
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=False)
@@ -85,17 +81,18 @@ expected, expected_logps = sampled(Engine(jax.device_put(params), config, shapes
 for case in sys.argv[1:]:
     *sizes, tensor = map(int, case.split(","))
     mesh = make_mesh(*sizes)
-    placed = shard_params(params, config, mesh)
+    placed = jax.device_put(params, shardings(config, mesh))
     engines = make_engines(placed, config, shapes, tensor=tensor)
     size = tensor or sizes[2]
     assert len(engines) == 8 // size
     engine = engines[-1]
     assert len(jax.tree.leaves(engine.params)[0].devices()) == size
-    keys = engine._layers[0].keys
+    keys = engine._pages[0].keys
     assert keys.addressable_shards[0].data.shape[1] == (1 if size == 2 else 2), keys.sharding
-    width = engine.params["layers"][0]["gate_up"].addressable_shards[0].data.shape[-1]
+    gate_up = engine.params.layers[0]["mlp"]["gate_up"]["kernel"]
+    width = gate_up.addressable_shards[0].data.shape[-1]
     assert width == 96 // size
-    cache = [array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(engine._layers)]
+    cache = [array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(engine._pages)]
     assert sum(cache) == engine_memory(config, shapes, size).cache
     try:
         Engine(engine.params, config, dataclasses.replace(shapes, slots=2**24))
@@ -124,47 +121,58 @@ def test_engines_of_every_layout_sample_what_one_device_samples(cases):
     assert in_eight_devices(PROGRAM, *cases) == [case.replace(",", " ") for case in cases]
 
 
+@pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_of_several_slots_on_a_cpu_have_their_outputs_first(tied):
     import jax
 
     config = ModelConfig("qwen2", 70, 32, 48, 2, 4, 2, 8, qkv_bias=True, tie_embeddings=tied)
     params = init_params(config, jax.random.key(0))
-    (one,), (several,) = (
-        layout.publish(params, config, EngineConfig(slots=slots)) for slots in (1, 2)
-    )
-    shapes = {name: several["layers"][1][name].array.shape for name in ("qkv", "out", "down")}
-    assert shapes == {"qkv": (2, 4, 8, 32), "out": (32, 2, 2, 8), "down": (32, 48)}
-    assert one["layers"][1]["qkv"].shape == (32, 2, 4, 8)
+    published = [layout.publish(params, config, EngineConfig(slots=slots))[0] for slots in (1, 2)]
+    assert [copies.outputs_first for copies in published] == [False, True]
+    one, several = (dict(flatten(copies.layers[1])) for copies in published)
+    shapes = {path: x.shape for path, x in several.items() if path[-1] == "kernel"}
+    assert shapes == {
+        ("attn", "qkv", "kernel"): (2, 4, 8, 32),
+        ("attn", "out", "kernel"): (32, 2, 2, 8),
+        ("mlp", "gate_up", "kernel"): (2, 48, 32),
+        ("mlp", "down", "kernel"): (32, 48),
+    }
+    assert one["attn", "qkv", "kernel"].shape == (32, 2, 4, 8)
     tokens, positions = np.arange(12).reshape(2, 6) % 70, np.arange(6)
-    found = [unembed(p, config, forward(p, config, tokens, positions)[0]) for p in (one, several)]
+    found = []
+    for slots, copies in zip((1, 2), published, strict=True):
+        compute = layout.engine_compute(config, EngineConfig(slots=slots), copies)
+        assert compute.backend == "cpu" and compute.outputs_first == copies.outputs_first
+        decoder, layers = copies.bind(config)
+        hidden, _ = decoder(tokens, positions, compute, layers=layers)
+        found.append(decoder.logits(hidden, compute))
     np.testing.assert_allclose(*found, atol=1e-5)
     assert np.abs(found[0]).max() > 0.01
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_decode_shardings_have_the_form_of_the_decode_layout(tied):
+def test_an_engine_computes_with_the_backend_of_its_platform_or_the_one_asked_for(monkeypatch):
     import jax
 
-    config = ModelConfig("qwen3", 384, 48, 96, 2, 4, 2, 16, qk_norm=True, tie_embeddings=tied)
-    params = jax.eval_shape(
-        lambda key: unstack_layers(init_params(config, key), config), jax.random.key(0)
-    )
-    mesh = AbstractMesh((1, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
-    places = decode_shardings(config, mesh)
-    shards = jax.tree.map(lambda p, s: s.shard_shape(p.shape), params, places)
-    if not tied:
-        assert shards["head"] == (48, 192)  # fsdp splits nothing
-    assert shards["layers"][1]["qkv"] == (48, 1, 4, 16)
-    assert shards["layers"][1]["down"] == (48, 48)
+    config = ModelConfig("llama", 70, 32, 48, 1, 4, 2, 8)
+    params = init_params(config, jax.random.key(0))
+    monkeypatch.setenv("COA_JAX_OPS", "reference")
+    shapes = EngineConfig(slots=2)
+    (copies,) = layout.publish(params, config, shapes)
+    compute = layout.engine_compute(config, shapes, copies)
+    assert not copies.outputs_first
+    assert compute == Compute(collectives="none")
+    monkeypatch.setenv("COA_JAX_OPS", "fast")
+    with pytest.raises(UserError, match="COA_JAX_OPS is 'fast'; give one of reference, cpu"):
+        layout.engine_compute(config, shapes, copies)
 
 
 def test_heads_that_cannot_be_split_stay_together_in_every_layout():
     config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16)
     for name, axis in (("xla", 1), ("pallas_gpu", 0), ("ragged_paged", 2)):
-        attention = Attention(name)
-        assert layer_axes(config, attention, 2)[axis] == "kv_heads"
-        assert layer_axes(config, attention, 4) == (None,) * 4
+        compute = Compute(attention=name)
+        assert layer_axes(config, compute, 2)[axis] == "kv_heads"
+        assert layer_axes(config, compute, 4) == (None,) * 4
 
 
 def test_groups_that_cannot_be_made_are_refused():
@@ -244,8 +252,7 @@ import jax, numpy as np
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import shard_params
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import flatten, init_params, shardings
 from coa_jax.parallel.mesh import make_mesh
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
@@ -254,14 +261,18 @@ params = init_params(config, jax.random.key(0))
 # As on a slice: devices 0, 1, 4 and 5 are of one host, the rest of another.
 axes = layout.group_axes(np.array([0, 0, 1, 1, 0, 0, 1, 1]), 4)
 for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):
-    placed = shard_params(params, config, make_mesh(*sizes))
+    placed = jax.device_put(params, shardings(config, make_mesh(*sizes)))
     mesh = layout.Mesh(make_mesh(*sizes).devices.reshape(axes[0]), axes[1])
     everywhere = layout.publish_program(config, "float32", mesh)(placed)
     for group, wanted in zip(layout.groups_of(mesh, 4), ({0, 1, 4, 5}, {2, 3, 6, 7}), strict=True):
         assert {device.id for device in group} == wanted, group
-        for name, axis in (("gate_up", 2), ("qkv", 1), ("attn_norm", None)):
-            whole = np.asarray(expected["layers"][1][name])
-            array = everywhere["layers"][1][name]
+        for path, axis in (
+            (("mlp", "gate_up", "kernel"), 2),
+            (("attn", "qkv", "kernel"), 1),
+            (("attn_norm", "scale"), None),
+        ):
+            whole, array = (dict(flatten(p.layers[1]))[path] for p in (expected, everywhere))
+            whole = np.asarray(whole)
             pieces = {shard.device: shard.data for shard in array.addressable_shards}
             parts = [whole] * 4 if axis is None else np.split(whole, 4, axis)
             for device, part in zip(group, parts, strict=True):

@@ -1,6 +1,7 @@
 """What an engine will take is known before it takes it, and what does not fit is refused."""
 
 import dataclasses
+import gc
 
 import jax
 import pytest
@@ -18,7 +19,7 @@ from coa_jax.engine.memory import (
 )
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.weights import init_params
+from coa_jax.model.params import init_params
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 SHAPES = EngineConfig(
@@ -40,7 +41,7 @@ def test_parameters_and_cache_are_what_an_engine_then_has(changes, tied):
     engine = Engine(init_params(model, jax.random.key(0)), model, shapes)
     memory = engine_memory(model, shapes)
     assert memory.parameters == nbytes(engine.params)
-    assert memory.cache == nbytes(engine._layers)
+    assert memory.cache == nbytes(engine._pages)
     assert memory.total == memory.parameters + memory.cache + memory.scratch
 
 
@@ -105,6 +106,7 @@ def test_an_engine_beyond_the_machine_is_refused_before_anything_is_allocated():
 def tight(monkeypatch):
     """Leaves room for parameters and an engine of `SHAPES` and for not a byte more."""
     params = init_params(MODEL, jax.random.key(0))
+    gc.collect()  # what earlier tests left must not become free later
     before = nbytes(jax.live_arrays())
     room = engine_memory(MODEL, SHAPES).total
 

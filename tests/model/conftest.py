@@ -1,15 +1,18 @@
-"""Tiny random models of each family, written by transformers, which is also the reference."""
+"""Tiny random models of each family as transformers stores them; transformers is the reference."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-import torch
+import safetensors.numpy
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -81,6 +84,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_QUICK = ("qwen2", "qwen3-yarn", "llama3-rope")
+every_family = pytest.mark.parametrize(
+    "family",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+"""Three of them have everything between them: biases, norms of heads, scaled positions, a head."""
+
 
 def sentencepiece_like(control: Sequence[str] = ()) -> Any:
     """A tokenizer in the manner of Llama 2: a sign for the space, and bytes with names."""
@@ -94,26 +104,67 @@ def sentencepiece_like(control: Sequence[str] = ()) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A model directory and the torch model that wrote it."""
+    """A model directory, and the model that transformers reads from it."""
 
     path: Path
-    torch_model: Any
+
+    @functools.cached_property
+    def torch_model(self) -> Any:
+        """Skips the test where torch is missing."""
+        pytest.importorskip("torch")
+        auto = transformers.AutoModelForCausalLM
+        model, told = auto.from_pretrained(self.path, output_loading_info=True)
+        assert not any(told.values()), told  # no name is missing, unexpected or of another shape
+        return model.eval()
 
 
-def make_reference(family: str, path: Path, dtype: torch.dtype = torch.float32) -> Reference:
-    """Writes a random model whose every tensor, norms and biases too, is random."""
+def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor as transformers stores it."""
+    embed, heads, groups = (
+        getattr(config, name)
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    width, vocab = config.intermediate_size, config.vocab_size
+    dim = getattr(config, "head_dim", None) or embed // heads
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (heads * dim, embed),
+        "self_attn.k_proj.weight": (groups * dim, embed),
+        "self_attn.v_proj.weight": (groups * dim, embed),
+        "self_attn.o_proj.weight": (embed, heads * dim),
+        "mlp.gate_proj.weight": (width, embed),
+        "mlp.up_proj.weight": (width, embed),
+        "mlp.down_proj.weight": (embed, width),
+        "input_layernorm.weight": (embed,),
+        "post_attention_layernorm.weight": (embed,),
+    }
+    if config.model_type == "qwen2":
+        for name, rows in (("q", heads), ("k", groups), ("v", groups)):
+            layer[f"self_attn.{name}_proj.bias"] = (rows * dim,)
+    if config.model_type == "qwen3":
+        layer |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    shapes = {
+        f"model.layers.{i}.{name}": shape
+        for i in range(config.num_hidden_layers)
+        for name, shape in layer.items()
+    }
+    shapes |= {"model.embed_tokens.weight": (vocab, embed), "model.norm.weight": (embed,)}
+    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": (vocab, embed)}
+
+
+def make_reference(family: str, path: Path, dtype: str = "float32") -> Reference:
+    """Writes a random model whose every tensor, norms and biases too, is random; without torch."""
     name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**_SMALL, **options})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (0.15, 0.0)
-            parameter.copy_(torch.randn_like(parameter) * scale + shift)
-    model = model.to(dtype)
-    model.save_pretrained(path)
+    config.architectures, config.dtype = [f"{name}ForCausalLM"], dtype
+    config.save_pretrained(path)
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for tensor, shape in tensor_shapes(config).items():
+        scale, shift = (0.2, 1.0) if len(shape) == 1 else (0.15, 0.0)
+        tensors[tensor] = (rng.standard_normal(shape) * scale + shift).astype(jnp.dtype(dtype))
+    safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     train_bpe(CORPUS, 384, path, tags=("<think>", "</think>"))
-    return Reference(path, model)
+    return Reference(path)
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
 import transformers
 
 from coa_jax.errors import UserError
@@ -20,6 +18,8 @@ from coa_jax.model.api import load_description, load_model, logits, save_model
 from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
 
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 TOKENS = np.random.default_rng(0).integers(0, 384, (2, 70))
 
 
@@ -57,31 +57,29 @@ def test_rope_scaling_matters_for_the_golden_logits(references, family, change):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_round_trip_through_transformers_is_bit_identical(tmp_path, family, stored):
     reference = make_reference(family, tmp_path / "in", stored)
     # bfloat16 weights held in float32 come back unchanged when saved as bfloat16.
-    save_model(
-        load_model(tmp_path / "in"), tmp_path / "out", dtype=str(stored).removeprefix("torch.")
-    )
+    save_model(load_model(tmp_path / "in"), tmp_path / "out", dtype=stored)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected, actual = reference.torch_model.state_dict(), loaded.state_dict()
     assert type(loaded) is type(reference.torch_model)
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        assert actual[name].dtype == stored
+        assert actual[name].dtype == getattr(torch, stored)
         assert torch.equal(actual[name], tensor), name
     assert loaded.config.rope_parameters == reference.torch_model.config.rope_parameters
     assert loaded.generation_config.eos_token_id == [1, 2]
 
 
 def test_bfloat16_params_are_kept_and_saved_without_a_cast(tmp_path):
-    make_reference("qwen3-head-dim", tmp_path / "in", torch.bfloat16)
+    make_reference("qwen3-head-dim", tmp_path / "in", "bfloat16")
     model = load_model(tmp_path / "in", dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}
     save_model(model, tmp_path / "out")
     first, second = (
-        safetensors.torch.load_file(tmp_path / d / "model.safetensors") for d in ("in", "out")
+        safetensors_torch.load_file(tmp_path / d / "model.safetensors") for d in ("in", "out")
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -92,7 +90,7 @@ def test_shards_are_bounded_and_load_everywhere(references, tmp_path):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 3
-    tensors = [safetensors.torch.load_file(tmp_path / "out" / file) for file in files]
+    tensors = [safetensors_torch.load_file(tmp_path / "out" / file) for file in files]
     for part in tensors:
         assert sum(t.nbytes for t in part.values()) <= 60_000 or len(part) == 1
     assert index["metadata"]["total_size"] == sum(t.nbytes for p in tensors for t in p.values())
@@ -221,9 +219,9 @@ def broken(references, tmp_path) -> Path:
 
 
 def edit_tensors(path: Path, change) -> None:
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    tensors = safetensors_torch.load_file(path / "model.safetensors")
     change(tensors)
-    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    safetensors_torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_missing_tensor_is_named(broken):

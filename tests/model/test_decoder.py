@@ -19,11 +19,9 @@ from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder
 from coa_jax.model.params import bind, init_params, unstack
-from tests.model.conftest import FAMILIES
+from tests.model.conftest import every_family
 
 RNG = np.random.default_rng(1)
-QUICK = ("qwen2", "qwen3-yarn", "llama3-rope")
-"""Families that have everything between them: biases, norms of heads, scaled positions, a head."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))
@@ -118,13 +116,7 @@ def near(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.usefixtures("cpu_ops")
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
-        for family in FAMILIES
-    ],
-)
+@every_family
 def test_both_backends_have_the_same_logits_and_gradients(references, family):
     model = load_model(references[family].path)
     tokens = jnp.asarray(RNG.integers(0, 384, (2, 40)))

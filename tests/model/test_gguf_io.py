@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from coa_jax.errors import UserError
@@ -32,6 +31,8 @@ from coa_jax.model.tokenizer import (
     gguf_tokenizer,
     load_tokenizer,
 )
+
+torch = pytest.importorskip("torch")
 
 NAMES = {
     "self_attn.q_proj": "attn_q",

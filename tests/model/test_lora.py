@@ -1,22 +1,35 @@
 """Adapters: those of PEFT in values and gradients, exact when merged, and nothing else moves."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.losses import bind, sft_loss
-from coa_jax.model.api import Model, load_model
+from coa_jax.learn.losses import SFTLoss
+from coa_jax.model.api import load_model
 from coa_jax.model.bpe import train_bpe
-from coa_jax.model.forward import forward, unembed
-from coa_jax.model.lora import PROJECTIONS, LoraBase, LoraConfig, attach, lora_table, merge, split
+from coa_jax.model.compute import REFERENCE, Compute, local_compute
+from coa_jax.model.config import PROJECTIONS, LoraConfig
+from coa_jax.model.params import (
+    bind,
+    flatten,
+    join,
+    merge_adapters,
+    param_dtype,
+    select,
+    specs,
+    split_trained,
+    without_adapters,
+)
 from coa_jax.model.peft_io import save_trained
+
+torch = pytest.importorskip("torch")
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 20)).astype(np.int32)
@@ -43,40 +56,57 @@ def base(tmp_path_factory):
     return path
 
 
+def adapted(model, lora):
+    """A model with adapters before training."""
+    config = dataclasses.replace(model.config, lora=lora)
+    params = join(*split_trained(model.params, config, seed=1))
+    return dataclasses.replace(model, config=config, params=params)
+
+
 def grown(model, lora):
-    """Adapters as after training: B is no longer zero."""
-    adapters, kept = split(model.params, model.config, lora, seed=1)
-    noise = np.random.default_rng(1)
-    return jax.tree.map(lambda x: x + noise.normal(0, 0.2, x.shape).astype("f"), adapters), kept
+    """A model with adapters as after training: B is no longer zero."""
+    start, noise = adapted(model, lora), np.random.default_rng(1)
+    config = start.config
+    adapters, kept = split_trained(model.params, config, seed=1)
+    adapters = jax.tree.map(lambda x: x + noise.normal(0, 0.2, x.shape).astype("f"), adapters)
+    return dataclasses.replace(start, params=join(adapters, kept))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def logits(params, config, dtype="float32"):
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    hidden, _ = forward(params, config, TOKENS, positions, dtype=dtype)
-    return unembed(params, config, hidden, dtype)
+@functools.partial(jax.jit, static_argnames=("config", "compute"))
+def apply(params, config, compute):
+    decoder = bind(config, params)
+    hidden, _ = decoder(TOKENS, jnp.arange(TOKENS.shape[1]), compute)
+    return decoder.logits(hidden, compute)
 
 
-def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path):
+def logits(model, compute=REFERENCE):
+    return apply(model.params, model.config, compute)
+
+
+def merged(model):
+    params = merge_adapters(model.config, model.params)
+    return dataclasses.replace(model, config=without_adapters(model.config), params=params)
+
+
+def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path, backend):
     peft = pytest.importorskip("peft")
-    model = load_model(base)
-    adapters, kept = grown(model, LORA)
-    save_trained(model, adapters, kept, str(base), tmp_path / "model")
+    model, compute = grown(load_model(base), LORA), Compute(backend=backend)
+    save_trained(model, str(base), tmp_path / "model")
     reference = peft.PeftModel.from_pretrained(
         LlamaForCausalLM.from_pretrained(base), tmp_path / "model-adapters", is_trainable=True
     )
     expected = reference(torch.tensor(TOKENS, dtype=torch.long)).logits
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
-    close(logits(attach(kept, adapters), model.config), expected.detach().numpy())
-    merged = load_model(tmp_path / "model")
-    close(logits(merged.params, merged.config), expected.detach().numpy())
+    close(logits(model, compute), expected.detach().numpy())
+    close(logits(load_model(tmp_path / "model"), compute), expected.detach().numpy())
 
     mask = np.ones(TOKENS.shape, np.float32)
     mask[:, 0] = 0
     ones, positions = np.ones(TOKENS.shape, np.int32), np.arange(20, dtype=np.int32)
     batch = Batch(TOKENS, np.tile(positions, (2, 1)), ones, mask, 0 * mask, 0 * mask)
-    loss_fn = bind(sft_loss, dtype="float32", remat="none")
-    ours = jax.jit(jax.grad(lambda a: loss_fn(attach(kept, a), model.config, batch)[0]))(adapters)
+    adapters, kept = (select(model.config, model.params, adapter=kind) for kind in (True, False))
+    ours = jax.jit(jax.grad(lambda a: SFTLoss()(join(a, kept), model.config, batch, compute)[0]))
+    ours = ours(adapters)["layers"]
     torch.nn.functional.cross_entropy(
         expected[:, :-1].flatten(0, 1),
         torch.tensor(TOKENS[:, 1:]).flatten().long(),
@@ -84,44 +114,41 @@ def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path):
     ).backward()
     layer = reference.base_model.model.model.layers[1]
     for name in PROJECTIONS:
-        home = layer.self_attn if name in "qkvo" else layer.mlp
+        home, part = (layer.self_attn, "attn") if name in "qkvo" else (layer.mlp, "mlp")
         linear = getattr(home, f"{name}_proj")
         pairs = (("a", linear.lora_A["default"].weight), ("b", linear.lora_B["default"].weight))
         for key, weight in pairs:
             grad = weight.grad.numpy().T
-            close(np.asarray(ours[name][key][1]).reshape(grad.shape), grad,
-                  atol=2e-5 * np.abs(grad).max())  # fmt: skip
+            actual = np.asarray(ours[part][f"{name}_lora"][key][1]).reshape(grad.shape)
+            close(actual, grad, atol=2e-5 * np.abs(grad).max())
 
 
 @pytest.mark.parametrize("lora", [SOME, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_training_begins_at_the_model_and_merging_changes_nothing(base, lora):
     model = load_model(base)
-    start, kept = split(model.params, model.config, lora, seed=1)
-    plain = logits(model.params, model.config)
-    np.testing.assert_array_equal(logits(attach(kept, start), model.config), plain)
-    jax.tree.map(np.testing.assert_array_equal, merge(kept, start), model.params)
-    adapters, kept = grown(model, lora)
-    attached = logits(attach(kept, adapters), model.config)
+    start, plain = adapted(model, lora), logits(model)
+    np.testing.assert_array_equal(logits(start), plain)
+    jax.tree.map(np.testing.assert_array_equal, merged(start).params, model.params)
+    end = grown(model, lora)
+    attached = logits(end)
     assert np.abs(attached - plain).max() > 0.01
-    np.testing.assert_allclose(
-        logits(merge(kept, adapters), model.config), attached, rtol=0, atol=1e-5
-    )
-    rounded = logits(attach(kept, adapters), model.config, "bfloat16")
+    np.testing.assert_allclose(logits(merged(end)), attached, rtol=0, atol=1e-5)
+    rounded = logits(end, Compute("bfloat16"))
     assert np.linalg.norm(rounded - attached) < 0.03 * np.linalg.norm(attached)
 
 
 def test_only_the_chosen_projections_change(base, tmp_path):
     from safetensors.numpy import load_file
 
-    model = load_model(base)
-    adapters, kept = grown(model, SOME)
-    save_trained(model, adapters, kept, str(base), tmp_path / "model")
+    model = grown(load_model(base), SOME)
+    save_trained(model, str(base), tmp_path / "model")
     before, after = (load_file(p / "model.safetensors") for p in (base, tmp_path / "model"))
     changed = {name.split(".")[-2] for name in after if (before[name] != after[name]).any()}
     assert changed == {"v_proj", "up_proj", "down_proj"}
     names = load_file(tmp_path / "model-adapters" / "adapter_model.safetensors")
     assert {name.split(".")[-3] for name in names} == changed
-    assert len(names) == len(lora_table(model.config, SOME)) * model.config.num_layers
+    adapters = [path for path, spec in specs(model.config).items() if spec.adapter]
+    assert len(names) == len(adapters) * model.config.num_layers == 3 * 2 * 2
 
 
 @pytest.mark.slow
@@ -129,26 +156,27 @@ def test_only_the_chosen_projections_change(base, tmp_path):
 def test_frozen_weights_cost_no_gradient(base, dtype):
     """Their products would be a third of a step."""
     model = load_model(base)
-    adapters, kept = split(model.params, model.config, LoraConfig(1, 1.0, ("q",)), seed=1)
+    config = dataclasses.replace(model.config, lora=LoraConfig(1, 1.0, ("q",)))
+    compute = local_compute(dtype)
     ones = np.ones((4, 64), np.float32)
     ints = ones.astype(np.int32)
     batch = Batch(ints, np.tile(np.arange(64, dtype=np.int32), (4, 1)), ints, ones, ones, ones)
-    loss_fn = bind(sft_loss, dtype=dtype, remat="none")
 
-    def flops(trained, kept):
-        grad = jax.grad(lambda p, kept: loss_fn(attach(kept, p), model.config, batch)[0])
+    def flops(config):
+        trained, kept = split_trained(model.params, config, seed=1)
+        grad = jax.grad(lambda p, kept: SFTLoss()(join(p, kept), config, batch, compute)[0])
         # The platform's count; it counts the body of a loop once, which is a layer here.
         return jax.jit(grad).lower(trained, kept).compile().cost_analysis()["flops"]
 
-    assert flops(adapters, kept) < 0.85 * flops(model.params, None)
+    assert flops(config) < 0.85 * flops(model.config)
 
 
 def test_a_model_trained_as_a_whole_has_no_adapters(base, tmp_path):
     model = load_model(base)
-    params, kept = split(model.params, model.config, LoraConfig(), seed=1)
-    assert params is model.params and kept is None
-    assert attach(None, params) is params and merge(None, params) is params
-    save_trained(Model(model.config, params, model.tokenizer), params, None, "", tmp_path / "m")
+    params, frozen = split_trained(model.params, model.config, seed=1)
+    assert params is model.params and frozen == {}
+    assert merge_adapters(model.config, params) is params
+    save_trained(model, "", tmp_path / "m")
     assert not (tmp_path / "m-adapters").exists()
 
 
@@ -157,4 +185,22 @@ def test_settings_that_cannot_work_are_refused():
         LoraConfig(rank=-1)
     with pytest.raises(UserError, match=r"^projections\[1\] is 'w'; give one of q, k"):
         LoraConfig(rank=2, projections=("q", "w"))
-    assert isinstance(LoraBase({}, LORA), LoraBase)
+    with pytest.raises(UserError, match=r"^alpha is 0"):
+        LoraConfig(rank=2, alpha=0.0)
+    with pytest.raises(UserError, match=r"^projections is \(\); give 1 to 7"):
+        LoraConfig(rank=2, projections=())
+
+
+def test_adapters_are_merged_into_weights_of_16_bits(base):
+    model = grown(load_model(base, dtype="bfloat16"), LORA)
+    assert param_dtype(model.params) == "bfloat16"
+    kernel = ("layers", "mlp", "down", "kernel")
+    exact = dataclasses.replace(
+        model, params=jax.tree.map(lambda x: x.astype("float32"), model.params)
+    )
+    found, expected = (dict(flatten(merged(m).params))[kernel] for m in (model, exact))
+    assert found.dtype == "bfloat16"
+    # Rounded twice: the product, and the sum.
+    np.testing.assert_allclose(
+        found.astype("f"), expected, rtol=0, atol=np.abs(expected).max() / 128
+    )

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import param_shardings, shard_params
-from coa_jax.model.weights import init_params, weight_table
+from coa_jax.model.params import init_params, shardings, specs
 from coa_jax.parallel import placement
 from coa_jax.parallel.mesh import (
     AXES,
@@ -54,7 +53,7 @@ def test_devices_that_do_nothing_of_their_own_are_told_of(caplog):
 
 
 def test_rules_name_mesh_axes_only():
-    logical = {axis for s in weight_table(CONFIG) for axis in s.axes} | {"batch", "length"}
+    logical = {axis for s in specs(CONFIG).values() for axis in s.axes} | {"batch", "length"}
     for rules in (RULES, DECODE_RULES):
         assert {axis for axis, _ in rules} <= logical
         assert {name for _, names in rules for name in names} <= set(AXES)
@@ -79,9 +78,8 @@ def test_a_mesh_axis_splits_one_dimension_only():
 
 
 def test_one_device_mesh_holds_whole_params(params):
-    placed = shard_params(params, CONFIG, make_mesh())
+    placed = jax.device_put(params, shardings(CONFIG, make_mesh()))
     jax.tree.map(np.testing.assert_array_equal, params, placed)
-    assert jax.tree.structure(param_shardings(CONFIG, make_mesh())) == jax.tree.structure(params)
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 64), (0, 1, 1), (-1, -1, 1), (-1, 7, 1), (-2, 1, 1)])
@@ -133,7 +131,7 @@ def test_chips_that_are_no_block_of_a_slice_are_refused():
 PROGRAM = """
 import sys, jax, numpy as np
 from coa_jax.model.api import load_model, logits, save_model
-from coa_jax.model.sharding import shard_params
+from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import DECODE_RULES, make_mesh
 assert jax.device_count() == 8
 path, out = sys.argv[1:]
@@ -144,13 +142,13 @@ for sizes in ((2, 2, 2), (1, 8, 1), (1, 1, 8), (-1, 1, 2)):
     mesh = make_mesh(*sizes)
     model = load_model(path, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, model.params, single.params)
-    qkv = model.params["layers"]["qkv"]
+    qkv = model.params["layers"]["attn"]["qkv"]["kernel"]
     if sizes == (2, 2, 2):
         assert qkv.addressable_shards[0].data.shape == (3, 24, 1, 4, 12), qkv.sharding
     actual = logits(model, tokens)
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error < 1e-5, (sizes, error)
-    decode = shard_params(model.params, model.config, mesh, DECODE_RULES)
+    decode = jax.device_put(model.params, shardings(model.config, mesh, DECODE_RULES))
     actual = logits(type(model)(model.config, decode, model.tokenizer), tokens)
     assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max(), sizes
 save_model(model, out)

@@ -22,13 +22,14 @@ from coa_jax.distill.smol import as_smolagents_tool
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.bpe import train_bpe
+from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import init_params
 from coa_jax.model.tokenizer import conversation_ids, encode_plain, eos_ids
-from coa_jax.model.weights import init_params
 from coa_jax.serve.schema import ChatRequest
 from tests import tiny_policy
 from tests.serve.live import CONFIG, server
@@ -116,12 +117,10 @@ def learnt(turns):
     assert max(len(example.tokens) for example in examples) < LENGTH
     batches = split_rows(pack(examples, LENGTH), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=120, warmup_steps=5)
-    loss_fn = bind(sft_loss, dtype="float32", remat=False)
+    static = {"loss": SFTLoss(), "model": model.config, "compute": local_compute()}
     state = init_state(model.params, optimizer)
     for _ in range(optimizer.total_steps):
-        state, stats = train_step(
-            state, batches, loss_fn=loss_fn, model=model.config, optimizer=optimizer
-        )
+        state, stats = train_step(state, batches, optimizer=optimizer, **static)
     assert stats["loss"] < 0.05, stats
     return Model(model.config, state.params, model.tokenizer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -35,6 +36,15 @@ def test_without_isolation_it_ends_with_code_2_and_one_line(monkeypatch, capsys)
     assert captured.out == ""
     assert captured.err.startswith("no isolation available: bubblewrap: not on this machine")
     assert captured.err.count("\n") == 1
+
+
+def test_versions_that_are_not_tested_are_said_first(monkeypatch, capsys):
+    monkeypatch.setattr(isolation, "_why_not", lambda backend: "not on this machine")
+    monkeypatch.setattr(importlib.metadata, "version", {"jax": "0.99.0"}.__getitem__)
+    assert doctor.main([]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: Python ") and " with jax 0.99.0 is not tested " in first
+    assert second.startswith("no isolation available")
 
 
 def test_a_program_that_escapes_makes_it_fail(monkeypatch, capsys):

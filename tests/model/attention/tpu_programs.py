@@ -19,14 +19,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.engine import programs
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.losses import bind, sft_loss
+from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import gradient_sums
 from coa_jax.model.attention import paged
-from coa_jax.model.attention.choice import Attention, Case, resolve
+from coa_jax.model.attention.choice import Case, resolve
 from coa_jax.model.cache import init_layers
+from coa_jax.model.compute import Compute, training_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import param_shardings
-from coa_jax.model.weights import init_params, unstack_layers
+from coa_jax.model.params import abstract_params, init_params, unstack
 from coa_jax.parallel.mesh import AXES, sharding_for
 
 MODEL = ModelConfig("llama", 2048, 512, 1024, 2, 8, 4, 128)
@@ -37,6 +37,12 @@ def mesh_of(topology: str, *sizes: int) -> Mesh:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     chosen = np.asarray(devices[: int(np.prod(sizes))]).reshape(sizes)
     return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def decode_compute(mesh: Mesh) -> Compute:
+    """As of an engine on these chips."""
+    name = resolve("paged", "auto", CASE)
+    return Compute("bfloat16", attention=name, mesh=mesh, collectives="none")
 
 
 def report(name: str, compiled: jax.stages.Compiled) -> None:
@@ -59,14 +65,9 @@ def report(name: str, compiled: jax.stages.Compiled) -> None:
 
 def training(topology: str, rows: int = 4, length: int = 256) -> None:
     """Gradients of packed rows, sharded over four chips."""
-    implementation = resolve("causal", "auto", CASE)
     mesh = mesh_of(topology, 1, 2, 2)
-    shapes = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
-    params = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        shapes,
-        param_shardings(MODEL, mesh),
-    )
+    compute = training_compute(MODEL, dtype="bfloat16", remat="full", mesh=mesh)
+    params = abstract_params(MODEL, mesh)
 
     def array(dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
@@ -75,16 +76,17 @@ def training(topology: str, rows: int = 4, length: int = 256) -> None:
 
     batch = Batch(*(array("int32") for _ in range(3)), *(array("float32") for _ in range(3)))
     number = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
-    loss = bind(sft_loss, dtype="bfloat16", remat=True, attention=Attention(implementation, mesh))
-    sums = jax.jit(gradient_sums, static_argnames=("loss_fn", "model"))
-    lowered = sums.lower(params, batch, number, loss_fn=loss, model=MODEL)
+    sums = jax.jit(gradient_sums, static_argnames=("loss", "model", "compute"))
+    static = {"loss": SFTLoss(), "model": MODEL, "compute": compute}
+    lowered = sums.lower(params, {}, batch, number, **static)
     report("training", lowered.compile())
 
 
 def decoding(topology: str, tensor: int, new: int) -> None:
     """One layer of a cached step: write the new keys and values, attend to all."""
     mesh = mesh_of(topology, 1, 1, tensor)
-    name = resolve("paged", "auto", CASE)
+    compute = decode_compute(mesh)
+    name = compute.attention
     rows, pages_each, size = 8, 16, CASE.page_size
     heads, groups, width = CASE.num_kv_heads, CASE.num_groups, CASE.head_dim
 
@@ -93,8 +95,7 @@ def decoding(topology: str, tensor: int, new: int) -> None:
 
     def step(q, pages, table, k, v, positions):
         pages = paged.write_pages(name, pages, table, k, v, positions)
-        attention = Attention(name, mesh)
-        return paged.attend_paged(attention, q, pages, table, positions, "bfloat16"), pages
+        return paged.attend_paged(compute, q, pages, table, positions), pages
 
     pool = jax.eval_shape(
         lambda: paged.init_pages(name, rows * pages_each, size, heads, width, jnp.bfloat16)
@@ -115,7 +116,7 @@ def decoding(topology: str, tensor: int, new: int) -> None:
 def engine(topology: str) -> None:
     """The programs of the engine: two decoded tokens at least, a prefill, copies of pages."""
     mesh = mesh_of(topology, 1, 1, 1)
-    attention = Attention(resolve("paged", "auto", CASE), mesh)
+    compute = decode_compute(mesh)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def placed(function):
@@ -131,18 +132,18 @@ def engine(topology: str) -> None:
     params = placed(
         lambda: jax.tree.map(
             lambda x: x.astype("bfloat16"),
-            unstack_layers(init_params(MODEL, jax.random.key(0)), MODEL),
+            unstack(init_params(MODEL, jax.random.key(0)), MODEL),
         )
     )
-    layers = placed(lambda: init_layers(MODEL, rows * pages_each, size, "bfloat16", attention))
+    layers = placed(lambda: init_layers(MODEL, rows * pages_each, size, "bfloat16", compute))
     state = placed(
         lambda: programs.DecodeState(
             *(jnp.zeros(rows, dtype) for dtype in ("int32", "int32", "int32", "bool")),
-            jnp.zeros((rows, 2), "uint32"),
+            jnp.zeros((rows, 3), "int32"),
             *(jnp.zeros(rows, dtype) for dtype in ("float32", "float32", "int32")),
         )
     )
-    options = {"config": MODEL, "dtype": "bfloat16", "attention": attention}
+    options = {"config": MODEL, "compute": compute}
     decode = programs.decode_chunk.lower(
         params, layers, int32(rows, pages_each), state, int32(1), int32(), capacity=32, **options
     )
@@ -150,7 +151,7 @@ def engine(topology: str) -> None:
     table, block = int32(16, pages_each), int32(16, 16)
     extend = programs.extend.lower(params, layers, table, block, block, **options)
     report("extend", extend.compile())
-    copy = programs.copy_pages.lower(layers, int32(4), int32(4), attention=attention)
+    copy = programs.copy_pages.lower(layers, int32(4), int32(4), compute=compute)
     report("copy", copy.compile())
 
 

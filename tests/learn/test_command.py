@@ -1,0 +1,24 @@
+"""What the commands that train have in common."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+
+import pytest
+
+from coa_jax.learn import command
+
+
+@pytest.mark.parametrize(("process", "lines"), [(0, 1), (1, 0)])
+def test_the_first_line_of_a_run_says_that_its_versions_are_not_tested(
+    monkeypatch, tmp_path, capsys, process, lines
+):
+    flags = types.SimpleNamespace(workdir=str(tmp_path), wandb_project="", config={})
+    monkeypatch.setattr(command.flags, "FLAGS", flags)
+    monkeypatch.setattr(command.processes, "index", lambda: process)
+    monkeypatch.setattr(importlib.metadata, "version", {"jax": "0.99.0"}.__getitem__)
+    with command.open_run():
+        told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count(" with jax 0.99.0 is not tested ") == told.err.count("\n") == lines
