@@ -27,6 +27,7 @@ from coa_jax.learn.update import critic_optimizer
 from coa_jax.model.attention.causal import STAND_IN
 from coa_jax.model.attention.choice import Case, resolve
 from coa_jax.model.compute import Compute, backend_for, collectives_for
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, merge_program, without_adapters
 
 
@@ -121,13 +122,13 @@ def _scoring(setup: Setup) -> list[Program]:
         flops, mask = _attention_flops(setup, backward=False), _mask_bytes(setup)
         return Program(name, lower, times * number, lying, devices, turns, flops, mask)
 
-    def score(name: str, times: int, params: Params, shared: Params) -> Program:
+    def score(name: str, times: int, params: Params, shared: Params, model: ModelConfig) -> Program:
         def lower() -> jax.stages.Lowered:
             return experience.score.lower(
                 params,
                 batch,
                 allowed,
-                model=setup.model,
+                model=model,
                 compute=compute,
                 temperature=config.temperature,
             )
@@ -137,11 +138,12 @@ def _scoring(setup: Setup) -> list[Program]:
     found = []
     old, reference = arrays.scores_old(config), config.chosen.needs_reference
     if policy.frozen and old:
-        found.append(score("score_adapters", 1, policy.model, policy.frozen))
+        found.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
         old = False
     if old or reference:
         params = policy.frozen or policy.params
-        found.append(score("score", old + reference, params, params))
+        base = without_adapters(setup.model)
+        found.append(score("score", old + reference, params, params, base))
     if critic is not None:
         found.append(
             program(

@@ -23,7 +23,7 @@ from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
-from coa_jax.model.params import Params
+from coa_jax.model.params import Params, without_adapters
 from coa_jax.parallel.placement import put_batch
 
 Parts = Sequence[Sequence[Batch]]
@@ -109,7 +109,8 @@ def complete_experience(
         old = functools.partial(score, policy, allowed=allowed, **settings)
         filled = each(filled, lambda b: b._replace(old_logp=here(old, b)))
     if reference is not None:
-        ref = functools.partial(score, reference, allowed=allowed, **settings)
+        base = {**settings, "model": without_adapters(model)}
+        ref = functools.partial(score, reference, allowed=allowed, **base)
         filled = each(filled, lambda b: b._replace(ref_logp=here(ref, b)))
     if critic is not None:
         value = functools.partial(score_values, critic, model=model, compute=compute)

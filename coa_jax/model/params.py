@@ -112,16 +112,13 @@ def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
 def bind(config: ModelConfig, params: Params) -> Decoder:
     """The module with these parameters, inside a compiled function.
 
-    Args:
-        config: the architecture.
-        params: with adapters or without.
-
     Raises:
-        ValueError: the parameters are not those of the architecture.
+        ValueError: the parameters are not those of the architecture, adapters among them.
     """
-    layer = params["layers"]
-    if not any(key.endswith("_lora") for part in ("attn", "mlp") for key in layer[part]):
-        config = without_adapters(config)
+    # Flax fills leaves in by their order, so it would take other names without a word.
+    if (found := {path for path, _ in flatten(params)}) != specs(config).keys():
+        wrong = sorted("/".join(path) for path in found ^ specs(config).keys())
+        raise ValueError(f"parameters and architecture differ in {', '.join(wrong)}")
     return nnx.merge(_graphs(config)[0], params)
 
 

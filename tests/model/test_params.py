@@ -209,7 +209,7 @@ def test_a_module_has_the_parameters_it_is_bound_to():
     state = nnx.to_pure_dict(nnx.state(decoder))
     jax.tree.map(np.testing.assert_array_equal, state, params(ADAPTED))
     # Without adapters the same architecture is that of the model itself.
-    assert bind(ADAPTED, params(MODEL)).layers.attn.q_lora is None
+    assert bind(MODEL, params(MODEL)).layers.attn.q_lora is None
     assert bind(ADAPTED, params(ADAPTED)).layers.attn.q_lora is not None
 
 

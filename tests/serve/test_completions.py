@@ -102,9 +102,9 @@ def test_a_client_that_calls_the_tools_itself_gets_to_the_answer(client):
 
 
 def test_a_stream_joins_to_the_completion(client):
-    whole = chat(client, QUESTIONS[0], n=2, temperature=1.0, seed=3, max_tokens=30, logprobs=True)
+    whole = chat(client, QUESTIONS[0], n=2, temperature=2.0, seed=3, max_tokens=30, logprobs=True)
     streamed = chat(
-        client, QUESTIONS[0], n=2, temperature=1.0, seed=3, max_tokens=30, logprobs=True,
+        client, QUESTIONS[0], n=2, temperature=2.0, seed=3, max_tokens=30, logprobs=True,
         stream=True, stream_options={"include_usage": True},
     )  # fmt: skip
     texts, tokens, ends, usage = ["", ""], [[], []], [None, None], None
