@@ -122,6 +122,7 @@ def run(
     if critic is not None:
         states["critic"] = critic
     before = {name: jax.tree.map(np.array, state.params) for name, state in states.items()}
+    kept = jax.tree.map(np.array, frozen)
     history = []
     for _ in range(STEPS):
         if kind.startswith("sft"):
@@ -151,7 +152,8 @@ def run(
         check_places(mesh, model, states, reference)
     after = {name: state.params for name, state in states.items()}
     if frozen:
-        before["merged"] = frozen
+        jax.tree.map(np.testing.assert_array_equal, states["policy"].frozen, kept)
+        before["merged"] = kept
         after["merged"] = merge_adapters(model, states["policy"].model)
     return history, {
         jax.tree_util.keystr(at): (np.asarray(new), np.asarray(new) - np.asarray(old))
