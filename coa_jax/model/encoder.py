@@ -74,7 +74,8 @@ def read_bert_config(folder: Path) -> BertConfig:
         first = 0 if values["model_type"] == "bert" else values.get("pad_token_id", 1) + 1
         values["first_position"] = first
         values["max_tokens"] = values["max_position_embeddings"] - first
-        return BertConfig(**{key: values[key] for key in declared(BertConfig) if key in values})
+        needed = [k for k in declared(BertConfig) if k in values or not hasattr(BertConfig, k)]
+        return BertConfig(**{key: values[key] for key in needed})
     except (UserError, *reading.MALFORMED) as error:
         raise UserError(f"{file}: {reading.reason(error)}") from None
 
@@ -184,8 +185,7 @@ def load_params(source: TensorSource, config: BertConfig, device: jax.Device) ->
         UserError: see `hf_weights.read_params`; tensors of other parts, such as a classifier, may
             be there.
     """
-    found = (name.removesuffix(_WORDS) for name in source.shapes if name.endswith(_WORDS))
-    prefix = next(found, "")
+    prefix = next((n.removesuffix(_WORDS) for n in source.shapes if n.endswith(_WORDS)), "")
     table = {
         path: dataclasses.replace(row, tensors=tuple(prefix + name for name in row.tensors))
         for path, row in _TABLE.items()

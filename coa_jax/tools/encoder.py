@@ -110,8 +110,7 @@ class Encoder:
         params = load_params(checkpoint, bert, self._device)
         self._program = functools.partial(_embed, params, config=bert, pooling=pooling)
         self._tokenizer = _tokenizer(folder / "tokenizer.json", self._longest)
-        ids, rows = self._tokenizer.get_vocab_size(), bert.vocab_size
-        if ids > rows:
+        if (ids := self._tokenizer.get_vocab_size()) > (rows := bert.vocab_size):
             raise ValueError(f"its tokenizer has {ids:,} tokens, the model {rows:,} embeddings")
         files = [*checkpoint.files, folder / "config.json", folder / "tokenizer.json"]
         self.fingerprint = _fingerprint(files, config, self._longest, pooling)

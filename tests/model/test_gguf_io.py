@@ -20,9 +20,9 @@ from coa_jax.model.api import load_model, logits, save_model
 from coa_jax.model.cache import Cache, init_layers
 from coa_jax.model.compute import local_compute
 from coa_jax.model.gguf_io import GgufFile, gguf_file
-from coa_jax.model.hf_table import tensors_of
+from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import load_params
-from coa_jax.model.params import shardings, unstack
+from coa_jax.model.params import shardings, specs, unstack
 from coa_jax.model.tokenizer import (
     chat_ids,
     decode_ids,
@@ -117,7 +117,7 @@ def test_gguf_gives_the_tensors_of_the_model_it_was_made_of(references, tmp_path
     file = GgufFile(tmp_path / "m.gguf")
     model = load_model(references[family].path)
     assert file.config == model.config
-    assert dict(file.shapes) == tensors_of(model.config)
+    assert dict(file.shapes) == tensors_of(TABLE, specs(model.config))
     params = load_params(file, file.config, jnp.float32, shardings(file.config, None))
     jax.tree.map(np.testing.assert_array_equal, params, model.params)
 

@@ -124,6 +124,8 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
             {"position_embedding_type": "relative_key"},
             "position_embedding_type is 'relative_key'; give one of absolute",
         ),
+        ({"vocab_size": "left out"}, r"config\.json: the field 'vocab_size' is missing"),
+        ({"hidden_size": 16}, r"has shape \[200, 32\], config.json asks for \[200, 16\]"),
         ({"num_hidden_layers": 4}, r"tensor encoder\.layer\.3\.attention\..* is missing"),
         ("pooling", "only one of mean and cls is known"),
         ("device", "device is 'abacus'; give one of"),
@@ -139,8 +141,9 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path, fault, said):
     elif isinstance(fault, str):
         (folder / fault).write_text("{")
     else:
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**values, **fault}))
+        values = json.loads((folder / "config.json").read_text()) | fault
+        kept = {key: value for key, value in values.items() if value != "left out"}
+        (folder / "config.json").write_text(json.dumps(kept))
     with pytest.raises(UserError, match=said):
         Encoder(EncoderConfig(str(folder), device=device))
     with pytest.raises(UserError, match="batch_size is 0"):
