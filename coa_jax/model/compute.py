@@ -26,7 +26,11 @@ Collectives = Literal["none", "compiler", "manual"]
 BACKEND_VARIABLE = "COA_JAX_OPS"
 """Environment variable that overrides the platform's choice among `BACKENDS`."""
 
-BACKENDS = {"reference": "coa_jax.model.ops", "cpu": "coa_jax.model.ops_cpu"}
+BACKENDS = {
+    "reference": "coa_jax.model.ops",
+    "cpu": "coa_jax.model.ops_cpu",
+    "tpu": "coa_jax.model.ops_tpu",
+}
 """Name of a backend -> the module with its operations."""
 
 

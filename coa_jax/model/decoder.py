@@ -10,7 +10,7 @@ K head width, F MLP width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,8 @@ from coa_jax.model.rope import apply_rope, rope_tables
 class Embed(nnx.Module):
     """Token embeddings ``[V, D]``, which a model with tied weights also has as its head."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.hidden_size)
-        values = jax.random.normal(rngs.params(), shape) * STDDEV
+    def __init__(self, count: int, width: int, *, rngs: nnx.Rngs):
+        values = jax.random.normal(rngs.params(), (count, width)) * STDDEV
         self.embedding = nnx.Param(values, axes=("vocab", "embed"))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -176,13 +175,9 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stacked: bool = True):
-        self.embed = Embed(config, rngs=rngs)
+        self.embed = Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         if stacked:
-            create = nnx.vmap(lambda key: Layer(config, rngs=nnx.Rngs(key)))
-            self.layers = create(jax.random.split(rngs.params(), config.num_layers))
-            for _, value in nnx.iter_graph(self.layers):
-                if isinstance(value, nnx.Variable):
-                    value.set_metadata(axes=("layers", *value.get_metadata("axes")))
+            self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.num_layers, rngs)
         self.final_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
         shape, axes = ((config.hidden_size,), (config.vocab_size,)), ("embed", "vocab")
         self.head = None if config.tie_embeddings else Linear(*shape, axes, rngs=rngs)
@@ -246,6 +241,15 @@ class Decoder(nnx.Module):
         if self.head is None:
             return self.embed.attend(hidden, compute)
         return compute.ops.linear(hidden, self.head.kernel[...], 1, compute)
+
+
+def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+    """``count`` layers as one module, whose parameters have a first axis of the layers."""
+    layers = nnx.vmap(lambda key: create(nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
+    for _, value in nnx.iter_graph(layers):
+        if isinstance(value, nnx.Variable):
+            value.set_metadata(axes=("layers", *value.get_metadata("axes")))
+    return layers
 
 
 def _residual(config: ModelConfig) -> float:

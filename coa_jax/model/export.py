@@ -20,9 +20,9 @@ from coa_jax.errors import UserError
 from coa_jax.model.card import CARD
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_to_hf
-from coa_jax.model.hf_table import tensors_of
+from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import export_tensors
-from coa_jax.model.params import Params
+from coa_jax.model.params import Params, specs
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
 
@@ -114,7 +114,7 @@ def _write_weights(
             pass
         return
     itemsize = jnp.dtype(dtype).itemsize
-    shards = _plan_shards(tensors_of(config), itemsize, max_shard_bytes)
+    shards = _plan_shards(tensors_of(TABLE, specs(config)), itemsize, max_shard_bytes)
     if len(shards) == 1:
         write_safetensors(directory / SINGLE_FILE, shards[0], dtype_of(dtype), tensors)
         return

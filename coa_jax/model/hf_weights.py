@@ -1,7 +1,9 @@
-"""Reads and writes parameters as Hugging Face tensors, by the table of `model.hf_table`."""
+"""Reads and writes parameters as Hugging Face tensors, by a table of `model.hf_table`."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,8 +13,8 @@ import numpy as np
 from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.hf_table import EMBED, HEAD, TABLE, names, tensors_of, writing_order
-from coa_jax.model.params import Params, Path, flatten, nest, num_params, specs
+from coa_jax.model.hf_table import EMBED, HEAD, TABLE, Row, Table, names, tensors_of, writing_order
+from coa_jax.model.params import Params, Specs, flatten, nest, specs
 
 
 class TensorSource(Protocol):
@@ -24,57 +26,8 @@ class TensorSource(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
-def check_tensors(source: TensorSource, config: ModelConfig) -> None:
-    """Compares a checkpoint with what the architecture needs.
-
-    Raises:
-        UserError: a missing tensor, a wrong shape, or a tensor that the architecture has no use
-            for; the message names the first and says how many more there are.
-    """
-    found = dict(source.shapes)
-    if config.num_layers > len(found):  # before a table of as many layers is made
-        raise UserError(
-            f"{source.where}: config.json asks for {config.num_layers:,} layers, the weights have "
-            f"{len(found):,} tensors: fetch the model again"
-        )
-    expected = tensors_of(config)
-    # Buffers that old transformers versions saved, and the copy of a tied head.
-    extra = [
-        name
-        for name in found
-        if name not in expected
-        and not name.endswith("rotary_emb.inv_freq")
-        and not (config.tie_embeddings and name == HEAD)
-    ]
-    problems = [f"tensor {name} is missing" for name in expected if name not in found]
-    problems += [
-        f"tensor {name} has shape {list(found[name])}, config.json asks for {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != shape
-    ]
-    problems += [f"tensor {name} is unexpected for {config.architecture}" for name in extra]
-    if problems:
-        more = f" (and {len(problems) - 1} more such problems)" if len(problems) > 1 else ""
-        raise UserError(f"{source.where}: {problems[0]}{more}: fetch the model again")
-    if config.tie_embeddings and HEAD in found:
-        head, embed = source.read(HEAD), source.read(EMBED)
-        if head.shape != embed.shape or not np.array_equal(head, embed):
-            raise UserError(
-                f"{source.where}: {HEAD} differs from the embedding, but config.json "
-                "ties them: set tie_word_embeddings to false"
-            )
-
-
-def load_params(
-    source: TensorSource,
-    config: ModelConfig,
-    dtype: Any,
-    places: Params,
-) -> Params:
-    """Reads the parameters of a checkpoint.
-
-    Each device gets its own slice of each array.  The host holds the addressable slices of one
-    array at a time, never the whole model.
+def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: Params) -> Params:
+    """Reads the parameters of a decoder's checkpoint.
 
     Args:
         source: tensors, e.g. a :class:`~coa_jax.model.safetensors_io.Checkpoint`.
@@ -83,12 +36,45 @@ def load_params(
         places: sharding of each array, see `params.shardings`.
 
     Raises:
-        UserError: as :func:`check_tensors`; a weight is NaN or infinite; or, on CPUs, the
-            parameters need more than the machine's memory.
+        UserError: as `read_params`; or a tied head differs from the embedding.
     """
-    check_tensors(source, config)
+    if config.tie_embeddings and {HEAD, EMBED} <= source.shapes.keys():
+        head, embed = source.read(HEAD), source.read(EMBED)
+        if head.shape != embed.shape or not np.array_equal(head, embed):
+            raise UserError(
+                f"{source.where}: {HEAD} differs from the embedding, but config.json "
+                "ties them: set tie_word_embeddings to false"
+            )
+    # Buffers that old transformers versions saved, and the copy of a tied head.
+    spare = r".*rotary_emb\.inv_freq" + (f"|{HEAD}" if config.tie_embeddings else "")
+    return read_params(source, TABLE, specs(config), dtype, places, spare)
+
+
+def read_params(
+    source: TensorSource, table: Table, wanted: Specs, dtype: Any, places: Params, spare: str
+) -> Params:
+    """Reads the parameters of a checkpoint.
+
+    Each device gets its own slice of each array.  The host holds the addressable slices of one
+    array at a time, never the whole model.
+
+    Args:
+        source: the tensors.
+        table: which tensors hold which array.
+        wanted: the arrays that the architecture needs, see `params.specs`.
+        dtype: dtype of the parameters; stored values are rounded to it.
+        places: sharding of each array.
+        spare: regular expression of the names of tensors that may be there, though no array needs
+            them.
+
+    Raises:
+        UserError: a missing tensor, a wrong shape, or a tensor that the architecture has no use
+            for (the message names the first and says how many more there are); a weight is NaN or
+            infinite; or, on CPUs, the parameters need more than the machine's memory.
+    """
+    _check_tensors(source, table, wanted, spare)
     dtype = np.dtype(dtype)
-    needed = num_params(config) * dtype.itemsize
+    needed = sum(math.prod(spec.shape) for spec in wanted.values()) * dtype.itemsize
     if jax.default_backend() == "cpu" and needed > reading.memory():
         raise UserError(
             f"{source.where}: the parameters need {needed / 1e9:,.1f} GB in {dtype}, this machine "
@@ -96,53 +82,62 @@ def load_params(
         )
     arrays = {}
     for path, place in flatten(places):
-        shape = specs(config)[path].shape
-        read = _slice_reader(source, config, path, shape, dtype)
+        shape, stacked = wanted[path].shape, path[0] == "layers"
+        read = _slice_reader(source, table[path], shape, stacked, dtype)
         array = jax.make_array_from_callback(shape, place, read)
         arrays[path] = jax.block_until_ready(array)
     return nest(arrays)
 
 
+def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str) -> None:
+    """Compares a checkpoint with what the architecture needs; for errors see `read_params`."""
+    found = source.shapes
+    layers = max((spec.shape[0] for path, spec in wanted.items() if path[0] == "layers"), default=0)
+    if layers > len(found):  # before a table of as many layers is made
+        raise UserError(
+            f"{source.where}: config.json asks for {layers:,} layers, the weights have "
+            f"{len(found):,} tensors: fetch the model again"
+        )
+    expected = tensors_of(table, wanted)
+    problems = [f"tensor {name} is missing" for name in expected if name not in found]
+    problems += [
+        f"tensor {name} has shape {list(found[name])}, config.json asks for {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != shape
+    ]
+    problems += [
+        f"tensor {name} is unexpected in a model of this architecture"
+        for name in found
+        if name not in expected and not re.fullmatch(spare, name)
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more such problems)" if len(problems) > 1 else ""
+        raise UserError(f"{source.where}: {problems[0]}{more}: fetch the model again")
+
+
 def _slice_reader(
-    source: TensorSource,
-    config: ModelConfig,
-    path: Path,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+    source: TensorSource, row: Row, shape: tuple[int, ...], stacked: bool, dtype: np.dtype
 ) -> Callable[[Any], np.ndarray]:
     slices: dict[str, np.ndarray] = {}
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         # Replicas ask for the same slice again.
-        key = str(index)
-        if key not in slices:
-            slices[key] = _read_slice(source, config, path, shape, index, dtype)
-        return slices[key]
+        if (key := str(index)) in slices:
+            return slices[key]
+        # A fresh buffer: on CPU an array may alias what it was made from, and that must not be a
+        # mapped file which the user is free to delete.
+        sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+        out = slices[key] = np.empty(sizes, dtype)
+        layers = range(*index[0].indices(shape[0])) if stacked else range(1)
+        for i, layer in enumerate(layers):
+            tensors = names(row, layer)
+            whole = row.join(shape[stacked:], [source.read(name) for name in tensors])
+            part = out[i] if stacked else out
+            part[...] = whole[index[stacked:]]
+            _check_finite(source, tensors, part)
+        return out
 
     return read
-
-
-def _read_slice(
-    source: TensorSource,
-    config: ModelConfig,
-    path: Path,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
-    dtype: np.dtype,
-) -> np.ndarray:
-    # A fresh buffer: on CPU an array may alias what it was made from, and that must not be a
-    # mapped file which the user is free to delete.
-    out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
-    row = TABLE[path]
-    stacked = path[0] == "layers"
-    layers = range(*index[0].indices(shape[0])) if stacked else range(1)
-    for i, layer in enumerate(layers):
-        tensors = names(row, layer)
-        whole = row.join(config, [source.read(name) for name in tensors])
-        part = out[i] if stacked else out
-        part[...] = whole[index[1:] if stacked else index]
-        _check_finite(source, tensors, part)
-    return out
 
 
 def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray) -> None:
@@ -194,6 +189,6 @@ def export_tensors(
         host: brings an array to this host.
     """
     arrays = dict(flatten(params))
-    for path, row, layer in writing_order(config):
+    for path, row, layer in writing_order(TABLE, specs(config)):
         array = arrays[path][layer] if path[0] == "layers" else arrays[path]
-        yield from zip(names(row, layer), row.split(config, host(array)), strict=True)
+        yield from zip(names(row, layer), row.split(host(array)), strict=True)

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from coa_jax.model.compute import Compute
 from coa_jax.model.ops import attend as plain_attend
 from coa_jax.model.ops import einsum, first_passed, product, swiglu
+from coa_jax.model.ops_tpu import matmul_sum as row_sum
+from coa_jax.model.ops_tpu import rms_norm
 
 __all__ = [
     "attend",
@@ -111,38 +113,6 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 # --- sums ----------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def row_sum(x: jax.Array) -> jax.Array:
-    """See `ops.row_sum`; the order of the terms does not depend on the number of rows.
-
-    The order of XLA's reductions does; that of a matmul with a few columns of ones does not.
-    """
-    # Four equal columns: one would be a matrix-vector product, and with eight XLA of jaxlib 0.12
-    # sums in another order from 96 rows on.
-    ones = jnp.ones((x.shape[-1], 4), jnp.float32)
-    return einsum("...d,dk->...k", x, ones, jnp.float32)[..., 0]
-
-
-def _row_sum_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return row_sum(x), x
-
-
-def _row_sum_bwd(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (jnp.broadcast_to(g[..., None], x.shape).astype(x.dtype),)
-
-
-row_sum.defvjp(_row_sum_fwd, _row_sum_bwd)
-
-
-def _column_sum(x: jax.Array) -> jax.Array:
-    """Sum of ``[..., D]`` over all axes but the last, float32 ``[D]``.
-
-    A reduction that XLA fuses with what it adds up takes twenty times as long as this matmul.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    return einsum("kt,td->kd", jnp.ones((8, len(flat)), jnp.float32), flat, jnp.float32)[0]
-
-
 def materialize(x: jax.Array) -> jax.Array:
     """x in a buffer of its own.
 
@@ -150,44 +120,6 @@ def materialize(x: jax.Array) -> jax.Array:
     fuses them with a reduction.
     """
     return jax.lax.optimization_barrier(x)
-
-
-# --- normalisation -------------------------------------------------------------------------
-#
-# The gradient is written out: XLA fuses the sums of plain differentiation with their terms.
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """See `ops.rms_norm`."""
-    return _rms_norm(eps, x.astype(jnp.float32), scale)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * _inverse_rms(eps, x) * scale
-
-
-def _inverse_rms(eps: float, x: jax.Array) -> jax.Array:
-    return jax.lax.rsqrt(row_sum(x * x)[..., None] / x.shape[-1] + eps)
-
-
-def _rms_norm_fwd(
-    eps: float, x: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _rms_norm(eps, x, scale), (x, scale)
-
-
-def _rms_norm_bwd(
-    eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, scale = saved
-    inverse = _inverse_rms(eps, x)
-    x, scaled = x * inverse, g * scale
-    dx = inverse * (scaled - x * (row_sum(scaled * x)[..., None] / x.shape[-1]))
-    return dx, _column_sum(g * x).astype(scale.dtype)
-
-
-_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
 # --- decoding ------------------------------------------------------------------------------

@@ -43,15 +43,22 @@ class Spec:
     adapter: bool
 
 
+Specs = Mapping[Path, Spec]
+
+
 @functools.cache
-def specs(config: ModelConfig) -> Mapping[Path, Spec]:
+def specs(config: ModelConfig) -> Specs:
     """All arrays of a model, in the order of `jax.tree.leaves`."""
-    state = nnx.state(_abstract(config))
+    return specs_of(_abstract(config))
+
+
+def specs_of(module: nnx.Module) -> Specs:
+    """All arrays of a module, in the order of `jax.tree.leaves`."""
     return {
         tuple(map(str, path)): Spec(
             tuple(value.shape), value.get_metadata("axes"), isinstance(value, nnx.LoRAParam)
         )
-        for path, value in nnx.to_flat_state(state)
+        for path, value in nnx.to_flat_state(nnx.state(module))
     }
 
 

@@ -33,6 +33,7 @@ class Checkpoint:
     Attributes:
         where: the directory, for messages.
         shapes: shape of each tensor by name.
+        files: the files with the tensors.
 
     Raises:
         UserError: no weights, a missing shard, an index that disagrees with its shards, or a
@@ -43,7 +44,8 @@ class Checkpoint:
         self.where = str(directory)
         self._tensors: dict[str, tuple[Path, Any]] = {}
         weight_map = _weight_map(Path(directory))
-        for path in sorted(set(weight_map.values())) or [Path(directory) / SINGLE_FILE]:
+        self.files = sorted(set(weight_map.values())) or [Path(directory) / SINGLE_FILE]
+        for path in self.files:
             file = _open(path)
             for name in file.keys():  # noqa: SIM118  # a file is no mapping
                 self._tensors[name] = path, file

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
+from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import causal_attention
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind, init_params
 from coa_jax.model.remat import POLICIES, rematerialize
+from tests.learn.tiny_runs import sft_config
 
 MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(0))
@@ -104,3 +106,9 @@ def test_results_of_attention_are_kept_where_they_shall_be(name, width, capsys):
     assert kept("full") == kept("weight_dots") == []
     wanted = [f"f32[1,2,128,{width}]", *(["f32[1,2,128]"] if name == "splash" else [])]
     assert kept("attention") == kept("attention_block") == kept("dots") == sorted(wanted)
+
+
+def test_a_policy_that_there_is_not_is_refused_by_the_settings_of_a_run(tmp_path):
+    names = "none, dots, weight_dots, offload, attention_block, attention, full"
+    with pytest.raises(UserError, match=f"^remat is 'some'; give one of {names}$"):
+        sft_config(tmp_path, tmp_path, remat="some")

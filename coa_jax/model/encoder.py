@@ -1,0 +1,195 @@
+"""Text encoders of the BERT family (arXiv 1810.04805) as Flax NNX modules, and their checkpoints.
+
+The modules and the reader are those of the decoder.  Other than there, a token attends to all
+tokens of its text, and normalisation follows each sum (arXiv 1706.03762 §3.1).
+
+Shape letters: B batch, T tokens, D hidden, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from coa_jax import reading
+from coa_jax.bounds import Bounded, Natural, OneOf, Positive, Size, Times, declared
+from coa_jax.errors import UserError
+from coa_jax.files import read_json_object
+from coa_jax.model.compute import Compute
+from coa_jax.model.decoder import Embed, stack
+from coa_jax.model.hf_table import SAME, STACKED, STACKED_BIASES, TRANSPOSED, Row, Table
+from coa_jax.model.hf_weights import TensorSource, read_params
+from coa_jax.model.linear import Linear
+from coa_jax.model.params import Params, nest, specs_of
+
+_ACTIVATIONS: dict[str, Any] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig(Bounded):
+    """What the forward pass needs, under the names of ``config.json``, and two numbers from there.
+
+    A field with a default may be missing in the file.
+
+    Attributes:
+        first_position: position of a text's first token.
+        max_tokens: length of the longest text.
+    """
+
+    model_type: Literal["bert", "roberta", "xlm-roberta"]
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Times
+    num_attention_heads: Size
+    layer_norm_eps: Positive
+    first_position: Natural
+    max_tokens: Size
+    type_vocab_size: Size = 2
+    hidden_act: Annotated[str, OneOf(*_ACTIVATIONS)] = "gelu"
+    position_embedding_type: Literal["absolute"] = "absolute"
+
+
+def read_bert_config(folder: Path) -> BertConfig:
+    """The architecture of a Hugging Face directory.
+
+    Raises:
+        UserError: ``config.json`` cannot be read, or is not of a model that is known.
+    """
+    file = folder / "config.json"
+    values = read_json_object(file)
+    try:
+        # RoBERTa counts positions from the one behind that of padding.
+        first = 0 if values["model_type"] == "bert" else values.get("pad_token_id", 1) + 1
+        values["first_position"] = first
+        values["max_tokens"] = values["max_position_embeddings"] - first
+        return BertConfig(**{key: values[key] for key in declared(BertConfig) if key in values})
+    except (UserError, *reading.MALFORMED) as error:
+        raise UserError(f"{file}: {reading.reason(error)}") from None
+
+
+_AXES = {"axes": ("embed",)}
+LayerNorm = functools.partial(
+    nnx.LayerNorm, use_fast_variance=False, scale_metadata=_AXES, bias_metadata=_AXES
+)
+
+
+class EncoderLayer(nnx.Module):
+    """Attention and MLP, with a normalisation after each sum."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        c, d, f = config, config.hidden_size, config.intermediate_size
+        h, k = c.num_attention_heads, d // c.num_attention_heads
+        create = functools.partial(Linear, rngs=rngs, use_bias=True)
+        self.qkv = create((d,), (3, h, k), ("embed", "qkv", "heads", "head"))
+        self.out = create((h, k), (d,), ("heads", "head", "embed"))
+        self.attn_norm = LayerNorm(d, epsilon=c.layer_norm_eps, rngs=rngs)
+        self.up = create((d,), (f,), ("embed", "mlp"))
+        self.down = create((f,), (d,), ("mlp", "embed"))
+        self.mlp_norm = LayerNorm(d, epsilon=c.layer_norm_eps, rngs=rngs)
+        self.activation = c.hidden_act
+
+    def __call__(self, x: jax.Array, lengths: jax.Array, compute: Compute) -> jax.Array:
+        """float32 ``[B, T, D]`` -> the same shape; keys beyond ``lengths [B]`` are not seen."""
+        q, k, v = jnp.moveaxis(self.qkv(x, compute), 2, 0)
+        with jax.default_matmul_precision("highest"):
+            mixed = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+        x = self.attn_norm(x + self.out(mixed, compute))
+        inner = _ACTIVATIONS[self.activation](self.up(x, compute))
+        return self.mlp_norm(x + self.down(inner, compute))
+
+
+class Encoder(nnx.Module):
+    """Embeddings of tokens, positions and the first type of text, and the layers."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        c, d = config, config.hidden_size
+        self.word = Embed(c.vocab_size, d, rngs=rngs)
+        self.position = Embed(c.first_position + c.max_tokens, d, rngs=rngs)
+        self.type = Embed(c.type_vocab_size, d, rngs=rngs)
+        self.norm = LayerNorm(d, epsilon=c.layer_norm_eps, rngs=rngs)
+        self.layers = stack(lambda rngs: EncoderLayer(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.first_position = c.first_position
+
+    def __call__(self, tokens: jax.Array, lengths: jax.Array, compute: Compute) -> jax.Array:
+        """Last hidden states.
+
+        Args:
+            tokens: int32 ``[B, T]``, padded on the right.
+            lengths: int32 ``[B]``, number of tokens of each text, from 1.
+            compute: how to compute.
+
+        Returns:
+            float32 ``[B, T, D]``.
+        """
+        positions = self.first_position + jnp.arange(tokens.shape[1])
+        x = self.word(tokens) + self.position(positions) + self.type(jnp.zeros(1, jnp.int32))
+
+        def body(x: jax.Array, layer: EncoderLayer) -> tuple[jax.Array, None]:
+            return layer(x, lengths, compute), None
+
+        return jax.lax.scan(body, self.norm(x), self.layers)[0]
+
+
+@functools.cache
+def _abstract(config: BertConfig) -> Encoder:
+    return nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0)))
+
+
+def bind(config: BertConfig, params: Params) -> Encoder:
+    """The module with these parameters, inside a compiled function."""
+    return nnx.merge(nnx.graphdef(_abstract(config)), params)
+
+
+_WORDS = "embeddings.word_embeddings.weight"
+_LAYER = "encoder.layer.{}."
+_PROJECTIONS = tuple(f"{_LAYER}attention.self.{name}" for name in ("query", "key", "value"))
+_TABLE: Table = {
+    ("word", "embedding"): Row((_WORDS,), *SAME),
+    ("position", "embedding"): Row(("embeddings.position_embeddings.weight",), *SAME),
+    ("type", "embedding"): Row(("embeddings.token_type_embeddings.weight",), *SAME),
+    ("norm", "scale"): Row(("embeddings.LayerNorm.weight",), *SAME),
+    ("norm", "bias"): Row(("embeddings.LayerNorm.bias",), *SAME),
+    ("layers", "qkv", "kernel"): Row(tuple(f"{name}.weight" for name in _PROJECTIONS), *STACKED),
+    ("layers", "qkv", "bias"): Row(tuple(f"{name}.bias" for name in _PROJECTIONS), *STACKED_BIASES),
+    ("layers", "out", "kernel"): Row((f"{_LAYER}attention.output.dense.weight",), *TRANSPOSED),
+    ("layers", "out", "bias"): Row((f"{_LAYER}attention.output.dense.bias",), *SAME),
+    ("layers", "attn_norm", "scale"): Row((f"{_LAYER}attention.output.LayerNorm.weight",), *SAME),
+    ("layers", "attn_norm", "bias"): Row((f"{_LAYER}attention.output.LayerNorm.bias",), *SAME),
+    ("layers", "up", "kernel"): Row((f"{_LAYER}intermediate.dense.weight",), *TRANSPOSED),
+    ("layers", "up", "bias"): Row((f"{_LAYER}intermediate.dense.bias",), *SAME),
+    ("layers", "down", "kernel"): Row((f"{_LAYER}output.dense.weight",), *TRANSPOSED),
+    ("layers", "down", "bias"): Row((f"{_LAYER}output.dense.bias",), *SAME),
+    ("layers", "mlp_norm", "scale"): Row((f"{_LAYER}output.LayerNorm.weight",), *SAME),
+    ("layers", "mlp_norm", "bias"): Row((f"{_LAYER}output.LayerNorm.bias",), *SAME),
+}
+"""Path of each array -> its tensors, whose names may have one prefix, e.g. ``bert.``."""
+
+
+def load_params(source: TensorSource, config: BertConfig, device: jax.Device) -> Params:
+    """Reads the parameters of an encoder's checkpoint, float32, onto a device.
+
+    Raises:
+        UserError: see `hf_weights.read_params`; tensors of other parts, such as a classifier, may
+            be there.
+    """
+    found = (name.removesuffix(_WORDS) for name in source.shapes if name.endswith(_WORDS))
+    prefix = next(found, "")
+    table = {
+        path: dataclasses.replace(row, tensors=tuple(prefix + name for name in row.tensors))
+        for path, row in _TABLE.items()
+    }
+    specs = specs_of(_abstract(config))
+    places = nest(dict.fromkeys(specs, jax.sharding.SingleDeviceSharding(device)))
+    return read_params(source, table, specs, "float32", places, ".*")
