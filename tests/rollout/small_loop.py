@@ -8,12 +8,14 @@ import functools
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
-from coa_jax.tools.base import Observation
-from coa_jax.trajectory import Trajectory
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Observation, Tool
+from coa_jax.trajectory import DistilledRecord, Trajectory
 from tests import tiny_policy
 from tests.tiny_policy import TASKS
 
@@ -58,6 +60,35 @@ def collect_with(model, on, wanted, tools, config):
     """Trajectories of requests to another policy."""
     with asyncio.Runner() as loop:
         return collect(loop, on, model.tokenizer, wanted, tools, config)
+
+
+QUERIES, SEEN = ("one", "two", "six"), "seen"
+SEARCH = Task("search", "Which?", tiny_policy.PROTOCOL, ("Ume",), "tests")
+
+
+@functools.cache
+def searching() -> tuple[Model, Engine]:
+    """A policy that has learnt to search three times, whose searches find `SEEN`."""
+    parts = []
+    for number, query in enumerate(QUERIES):
+        begin = "<think>t</think>\n<plan>p</plan>\n" if not number else ""
+        parts += [("policy", f"{begin}<think>{query}</think>\n<wiki_search>{query}</wiki_search>"),
+                  ("environment", tiny_policy.observed(SEEN))]  # fmt: skip
+    parts.append(("policy", "<think>one two six one two six</think>\n<answer>Ume</answer>"))
+    record = DistilledRecord(
+        SEARCH.id, SEARCH.question, SEARCH.protocol, SEARCH.gold, tuple(parts), "Ume"
+    )
+    model = tiny_policy.learn([record])
+    return model, Engine(model.params, model.config, SHAPES, eos_ids(model.tokenizer))
+
+
+def search(tool: Tool, config: RolloutConfig = BUDGET) -> tuple[Request, Trajectory]:
+    """The greedy rollout of `searching`, with a ``wiki_search`` of its own."""
+    model, on = searching()
+    prompt = prompt_ids(model.tokenizer, SEARCH, Prompt("brief"))
+    request = Request(SEARCH, prompt, 7, 0, (0,), GREEDY)
+    ((trajectory,),) = collect_with(model, on, [request], [tool], config)
+    return request, trajectory
 
 
 def tokens_of(groups: list[list[Trajectory]]) -> list[list[list[int]]]:

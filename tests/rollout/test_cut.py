@@ -11,19 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import pack, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
-from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import Prompt
 from coa_jax.rollout.cut import KEPT, kept_spans
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
-from coa_jax.tasks import Task
-from coa_jax.trajectory import Author, DistilledRecord, SegmentSpan, StopReason
-from tests import tiny_policy
-from tests.rollout.small_loop import GREEDY, SHAPES, Says, collect_with
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.trajectory import Author, SegmentSpan, StopReason
+from tests.rollout.small_loop import QUERIES, SEEN, SHAPES, Says, search, searching
 
 ROLES = st.sampled_from(["think", "plan", "reflection", "wiki_search", None, "observation"])
 SPANS = st.lists(st.tuples(ROLES, st.integers(0, 9)), max_size=30)
@@ -58,42 +53,21 @@ def test_what_stays_is_the_newest_step_and_then_plans_and_reflections(pairs, roo
         assert all(spans[i].role in KEPT for i in places if i <= last)
 
 
-QUERIES = ("one", "two", "six")
-TASK = Task("cut", "Which?", tiny_policy.PROTOCOL, ("Ume",), "tests")
+def run(config):
+    request, trajectory = search(Says("wiki_search", SEEN), config)
+    return request.prompt, trajectory
 
 
-@pytest.fixture(scope="module")
-def searching():
-    """A policy that has learnt to search three times."""
-    parts = []
-    for number, query in enumerate(QUERIES):
-        begin = "<think>t</think>\n<plan>p</plan>\n" if not number else ""
-        parts += [("policy", f"{begin}<think>{query}</think>\n<wiki_search>{query}</wiki_search>"),
-                  ("environment", tiny_policy.observed("seen"))]  # fmt: skip
-    parts.append(("policy", "<think>one two six one two six</think>\n<answer>Ume</answer>"))
-    record = DistilledRecord("cut", TASK.question, TASK.protocol, TASK.gold, tuple(parts), "Ume")
-    model = tiny_policy.learn([record])
-    return model, Engine(model.params, model.config, SHAPES, eos_ids(model.tokenizer))
-
-
-def run(searching, config):
-    model, engine = searching
-    prompt = prompt_ids(model.tokenizer, TASK, Prompt("brief"))
-    request = Request(TASK, prompt, 7, 0, (0,), GREEDY)
-    ((trajectory,),) = collect_with(model, engine, [request], [Says("wiki_search", "seen")], config)
-    return prompt, trajectory
-
-
-def test_the_policy_reads_its_prompt_its_plan_and_the_newest_steps(searching):
+def test_the_policy_reads_its_prompt_its_plan_and_the_newest_steps():
     whole = RolloutConfig(max_tokens=192, max_tool_calls=3, max_observation_tokens=8)
-    prompt, free = run(searching, whole)
+    prompt, free = run(whole)
     assert (free.answer, len(free.tool_calls)) == ("Ume", 3)
     ends = [span.end for span in free.segments if span.author == Author.ENVIRONMENT]
     longest = max(b - a for a, b in itertools.pairwise((len(prompt), *ends, len(free.tokens))))
     room = {"max_tokens": len(free.tokens) - 3, "max_turn_tokens": longest + 1}
     small = dataclasses.replace(whole, **room)
-    assert run(searching, small)[1].stop_reason is StopReason.LENGTH
-    prompt, cut = run(searching, dataclasses.replace(small, cut_context=True))
+    assert run(small)[1].stop_reason is StopReason.LENGTH
+    prompt, cut = run(dataclasses.replace(small, cut_context=True))
     assert cut.tokens[: ends[2]].tolist() == free.tokens[: ends[2]].tolist()  # all is recorded
     assert [call.arguments for call in cut.tool_calls[:3]] == list(QUERIES)
     assert cut.text == "".join(span.text for span in cut.segments)
@@ -113,7 +87,8 @@ def test_the_policy_reads_its_prompt_its_plan_and_the_newest_steps(searching):
     )
     batch = pack([trajectory_example(read, 1.0)], SHAPES.max_length)
     score = functools.partial(token_logps, compute=local_compute(), temperature=1.0)
-    logps, _ = score(searching[0].params, config=searching[0].config, batch=batch)
+    model, _ = searching()
+    logps, _ = score(model.params, config=model.config, batch=batch)
     gap = np.abs((np.asarray(logps) - batch.logp) * batch.mask)[0]
     after = len(places) - (len(cut.tokens) - ends[2])
     assert gap[after - 1 :].max() < 1e-4 and batch.mask[0, after - 1 :].sum() > 5

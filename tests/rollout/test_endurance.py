@@ -79,9 +79,9 @@ class Flaky:
 
     async def __call__(self, arguments, context) -> Observation:
         self.made += 1
-        if self.made % 40 == 0:
+        if self.made % 20 == 0:
             await asyncio.sleep(3600)
-        if self.made % 40 == 20:
+        if self.made % 20 == 10:
             raise OSError("the server is gone")
         return await self.tool(arguments, context)
 

@@ -23,7 +23,7 @@ from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Author, StopReason
 from tests import tiny_policy
-from tests.rollout.small_loop import BUDGET, Hangs, Says, engine, requests, run
+from tests.rollout.small_loop import BUDGET, SEEN, Hangs, Says, engine, requests, run, search
 from tests.tiny_policy import TASKS
 
 
@@ -232,15 +232,13 @@ def test_time_for_tools_is_counted_over_all_calls():
             return await super().__call__(arguments, context)
 
     config = dataclasses.replace(BUDGET, max_tool_seconds=60.0)
-    # Text that the policy never saw makes it call again and again.
-    hostile = Slow("wiki_search", HOSTILE)
-    ((free,),) = run(requests(tasks=TASKS[:1]), config=config, tools=[hostile])
-    calls = len(free.tool_calls)
-    assert calls >= 2
+    slow = Slow("wiki_search", SEEN)
+    _, free = search(slow, config)
+    assert len(free.tool_calls) == len(deadlines) == 3
     assert deadlines[0] == 60.0
     assert all(later <= earlier - 0.3 for earlier, later in itertools.pairwise(deadlines))
     config = dataclasses.replace(config, max_tool_seconds=0.3)
-    ((short,),) = run(requests(tasks=TASKS[:1]), config=config, tools=[hostile])
+    _, short = search(slow, config)
     assert (short.stop_reason, len(short.tool_calls)) == (StopReason.TOOL_TIME, 1)
 
 
@@ -254,10 +252,9 @@ def test_a_tool_knows_the_earlier_calls_and_how_they_ended():
             first = len(seen) == 1
             return dataclasses.replace(observation, outcome="error") if first else observation
 
-    # Text that the policy never saw makes it call again and again.
-    ((trajectory,),) = run(requests(tasks=TASKS[:1]), tools=[Asks("wiki_search", HOSTILE)])
+    _, trajectory = search(Asks("wiki_search", SEEN))
     calls = trajectory.tool_calls
-    assert len(calls) >= 2 and calls[0].outcome == "error"
+    assert [call.outcome for call in calls] == ["error", "ok", "ok"]
     assert seen == [
         (tuple((c.tool, c.arguments) for c in calls[:i]), tuple(c.outcome for c in calls[:i]))
         for i, made in enumerate(calls)
