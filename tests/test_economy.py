@@ -10,8 +10,8 @@ from coa_jax.distill.judges import JudgesConfig
 from coa_jax.distill.pipeline import graded_runs
 from coa_jax.economy import describe, measure
 from coa_jax.errors import UserError
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
+from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import load_tasks
 from coa_jax.trajectory import Author, Reward, SegmentSpan, StopReason, Trajectory
 

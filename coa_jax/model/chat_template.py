@@ -14,6 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML, the template of Qwen and of policies that start from nothing."""
+
 _SECONDS = 5  # of one CPU; real templates take milliseconds
 _WAIT_S = 120.0  # on a machine that is busy
 _MEMORY = 1 << 30

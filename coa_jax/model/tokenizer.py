@@ -18,9 +18,7 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.errors import UserError
-from coa_jax.model.bpe import TEMPLATE
-from coa_jax.model.bpe import train_bpe as train_bpe
-from coa_jax.model.chat_template import ChatTemplateError, render
+from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -286,7 +284,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     (lone surrogates) and for control bytes that the vocabulary lacks; both become U+FFFD.
 
     Args:
-        tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
+        tokenizer: see :func:`load_tokenizer`.
         text: any string.
     """
     plain, unspelt = _plain(tokenizer)
@@ -376,7 +374,7 @@ def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[
     its bos_token among them where the template begins with one.
 
     Args:
-        tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
+        tokenizer: see :func:`load_tokenizer`.
         user_text: content of the user's turn.
         system: content of the system turn; ``""`` for none; None for the message that the
             tokenizer's own chat template supplies (Qwen2.5 and SmolLM2 have one).
@@ -397,7 +395,7 @@ def conversation_ids(
     The frame is ChatML, written with control ids; contents are encoded as plain text.
 
     Args:
-        tokenizer: of :func:`load_tokenizer` or :func:`train_bpe`.
+        tokenizer: see :func:`load_tokenizer`.
         turns: (role, content) pairs.  Where the first is no system turn, the message that the
             tokenizer's own chat template supplies goes before it; an empty one is left out.
         prefix: what the assistant has said of its open turn; None for no open turn.

@@ -14,10 +14,10 @@ from coa_jax.bounds import Bounded, Positive, Seed, Share, Size, Times
 from coa_jax.engine.memory import free_memory, size
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params, num_params
 from coa_jax.protocol import Prompt, get_protocol, messages_of
+from coa_jax.small.bpe import train_bpe
 from coa_jax.small.induction import add_induction
 from coa_jax.tasks.prompts import make_card
 from coa_jax.trajectory import DistilledRecord

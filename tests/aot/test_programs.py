@@ -28,13 +28,13 @@ from coa_jax.learn.batch import Batch, empty_batch
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import init_state
 from coa_jax.learn.update import critic_state, reference_params, update
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import num_params, split_trained
 from coa_jax.parallel.mesh import AXES
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.request import RolloutConfig
+from coa_jax.small.bpe import train_bpe
 from tests.learn.test_update import LENGTH, MODEL, config, groups, params
 from tests.learn.tiny_runs import rl_config
 

@@ -30,13 +30,14 @@ from coa_jax.evaluate.journal import Journal
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
-from coa_jax.model.tokenizer import chat_ids, train_bpe
+from coa_jax.model.tokenizer import chat_ids
 from coa_jax.records import read_records
 from coa_jax.report.build import build_report
 from coa_jax.report.sweep import read_runs, summarize
 from coa_jax.rollout.replay import read_recordings
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
+from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.private_tests import load_private_tests
 from coa_jax.tools.base import Observation, ToolContext

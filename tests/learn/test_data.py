@@ -11,8 +11,8 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example
 from coa_jax.learn.data import example_stream, fitting_records, next_batches
-from coa_jax.model.bpe import train_bpe
 from coa_jax.protocol import Prompt
+from coa_jax.small.bpe import train_bpe
 from coa_jax.trajectory import DistilledRecord
 
 RECORDS = [

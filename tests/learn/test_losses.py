@@ -70,7 +70,7 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from coa_jax.model.api import load_model
-    from coa_jax.model.bpe import train_bpe
+    from coa_jax.small.bpe import train_bpe
 
     torch.manual_seed(0)
     reference = Qwen2ForCausalLM(

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from coa_jax.model.api import Model, save_model
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
+from coa_jax.small.bpe import train_bpe
 
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)

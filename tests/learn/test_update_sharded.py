@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from coa_jax.model.api import Model, save_model
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.params import init_params
+from coa_jax.small.bpe import train_bpe
 from tests.learn.sharded_updates import CONFIG, KINDS
 
 SHAPES = (

@@ -13,7 +13,6 @@ from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.model.api import load_model
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.compute import REFERENCE, Compute, local_compute
 from coa_jax.model.config import PROJECTIONS, LoraConfig
 from coa_jax.model.params import (
@@ -28,6 +27,7 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.model.peft_io import save_trained
+from coa_jax.small.bpe import train_bpe
 
 torch = pytest.importorskip("torch")
 

@@ -21,8 +21,8 @@ from coa_jax.model.tokenizer import (
     eos_ids,
     find_tokenizer,
     load_tokenizer,
-    train_bpe,
 )
+from coa_jax.small.bpe import train_bpe
 from tests.model.conftest import CORPUS, sentencepiece_like
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

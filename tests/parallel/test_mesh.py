@@ -159,7 +159,7 @@ print("equal")
 
 def test_sharded_forward_on_eight_devices_equals_one_device(params, tmp_path):
     from coa_jax.model.api import Model, save_model
-    from coa_jax.model.bpe import train_bpe
+    from coa_jax.small.bpe import train_bpe
 
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path / "in")
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

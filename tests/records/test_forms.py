@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from coa_jax.distill.export import FORMS, export
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example
-from coa_jax.model.bpe import train_bpe
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt
 from coa_jax.records import LeftOut, iterate_records, read_records
 from coa_jax.records.forms import made_of
 from coa_jax.records.split import Unusable, parts_of
+from coa_jax.small.bpe import train_bpe
 from coa_jax.trajectory import write_records
 from tests.records.published import HOPS, RIVER, STORIES, SUMS, Story, alpaca, message, sharegpt
 

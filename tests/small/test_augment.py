@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.model.bpe import train_bpe
 from coa_jax.protocol import Prompt
 from coa_jax.small.augment import NamePieces, rename, renaming
+from coa_jax.small.bpe import train_bpe
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 RECORD = DistilledRecord(

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.model.bpe import SPECIAL_TOKENS, train_bpe
 from coa_jax.model.tokenizer import decode_ids, encode_plain
+from coa_jax.small.bpe import SPECIAL_TOKENS, train_bpe
 from tests.model.conftest import CORPUS
 
 TAGS = ("<think>", "</think>", "<wiki_search>", "</wiki_search>", "<never_seen>")

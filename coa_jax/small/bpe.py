@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coa_jax.errors import UserError
+from coa_jax.model.chat_template import TEMPLATE
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAG = r"</?[a-z_]+>"
@@ -25,10 +26,6 @@ _WORDS = (
 )
 _NAME_COUNT = 8
 """What a name weighs among the words that merges are learnt from in mode ``pieces``."""
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def train_bpe(
