@@ -30,8 +30,10 @@ from coa_jax.protocol import (
     LEVELS,
     add_note,
     add_protocol,
+    get_protocol,
     names_with_levels,
     protocol_with_tools,
+    split_level,
 )
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
@@ -193,6 +195,23 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     if "code" in config.names:
         add_note("code", _note(config, tools))
     return _stored(tools, config.store, _source(config))
+
+
+def tools_for(protocol: str, config: ToolsConfig) -> list[Tool]:
+    """The tools that have a tag in a protocol, which may be the one that the settings make.
+
+    Args:
+        protocol: a name, with or without a level.
+        config: the settings; tools that the protocol lacks are left out.
+
+    Raises:
+        UserError: the protocol is unknown, and see `make_tools`.
+    """
+    if split_level(protocol)[0] != config.protocol:
+        known = get_protocol(protocol).tools
+        kept = tuple(name for name in config.names if name in known)
+        config = dataclasses.replace(config, names=kept, protocol="")
+    return make_tools(config)
 
 
 def _wiki(config: ToolsConfig, search: WikiSearch) -> Tool:
