@@ -155,9 +155,7 @@ class ToolsConfig(Bounded):
         known = tuple[Annotated[str, OneOf(*BUILT_IN, *self.mcp)], ...]
         check(self.names, known, "names")
         check(self.store.tools, known, "store.tools")
-        addresses = [self.wiki_url, self.code_url]
-        addresses += [str(settings.get("url") or "") for settings in self.mcp.values()]
-        for address in filter(None, addresses):
+        for address in filter(None, (self.wiki_url, self.code_url)):
             trusting(address)  # before a setting is written anywhere
 
 
