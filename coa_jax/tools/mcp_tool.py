@@ -268,8 +268,9 @@ class McpTool:
             setting = f"command={' '.join(config.command)}" if config.command else config.url
             words = await self._last_words()
             said = f"; it wrote: {words}" if words else ""
+            cause = self._shown(_cause(error))  # an error may quote what the server sent
             raise UserError(
-                f"{where}: the server ({setting}) does not answer: {_cause(error)}{said}"
+                f"{where}: the server ({setting}) does not answer: {cause}{said}"
             ) from error
         found = {tool.name: tool for tool in listed.tools}
         if self._remote not in found:
