@@ -46,7 +46,7 @@ from coa_jax.settings import build
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.base import Tool
-from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig, tools_for
 from coa_jax.trajectory import Trajectory
 
 # --- the policy ----------------------------------------------------------------------------
@@ -91,12 +91,8 @@ def make_agent(
     prompt = load_prompt(config.prompt_style, path)
     if not protocol:
         protocol, tools = protocol_of(tools, protocol_of_model(path))
-    live = make_tools(tools) if protocol == tools.protocol else None
-    protocol = at_level(protocol, config.level)
-    rules = get_protocol(protocol)
-    if live is None:
-        kept = tuple(name for name in tools.names if name in rules.tools)
-        live = make_tools(dataclasses.replace(tools, names=kept, protocol=""))
+    live = tools_for(protocol, tools)  # before the lookup: tools may make the protocol
+    rules = get_protocol(at_level(protocol, config.level))
     model = load_model(path)
     length = config.max_tokens
     buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)

@@ -127,6 +127,7 @@ def test_the_command_says_what_it_wrote(run, tmp_path):
         [sys.executable, "-m", "coa_jax.export", *flags], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"rl step 1 -> {tmp_path / 'out'}\n"), done.stderr
+    assert "checkpoint_manager.py" not in done.stderr  # no warning of a library
 
 
 @pytest.mark.parametrize(

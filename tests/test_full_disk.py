@@ -62,7 +62,7 @@ def test_distillation_goes_on_after_a_full_disk(disk, tmp_path):
 @pytest.mark.slow
 def test_training_goes_on_after_a_full_disk(disk, tmp_path):
     debug = tmp_path / "debug"
-    subprocess.run(["bash", "launch/debug_files.sh", str(debug)], cwd=REPOSITORY, check=True)
+    assert run("coa_jax.debug_files", f"--workdir={debug}").returncode == 0
     sft = (
         "coa_jax.sft",
         "--config=configs/sft/tiny.py",

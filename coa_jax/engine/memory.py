@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +161,37 @@ def free_memory(device: jax.Device) -> int | None:
         return None
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
+        free = next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
+    return min([free, *free_in_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
+    """Bytes up to each memory limit of this process's control groups, as containers have them.
+
+    Args:
+        listing: the groups of this process.
+        mounted: where the file systems of version 2 and of version 1 are.
+    """
+    for line in listing.read_text().splitlines() if listing.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        top, maximum, usage, cache = mounted, "memory.max", "memory.current", "inactive_file"
+        if "memory" in controllers.split(","):
+            top, maximum = mounted / "memory", "memory.limit_in_bytes"
+            usage, cache = "memory.usage_in_bytes", "total_inactive_file"
+        elif controllers:
+            continue
+        group = top / path.lstrip("/")
+        # Inside a container the listing may have the host's path; the mount is the container's.
+        for place in (group, *group.parents):
+            if not place.is_relative_to(top):
+                break
+            with contextlib.suppress(OSError, ValueError):  # "max", or a group of another namespace
+                limit = int((place / maximum).read_text())
+                used = int((place / usage).read_text())
+                kept = dict(map(str.split, (place / "memory.stat").read_text().splitlines()))
+                yield max(0, limit - used + int(kept.get(cache, 0)))
 
 
 def check_room(

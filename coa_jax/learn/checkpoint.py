@@ -120,17 +120,23 @@ class Checkpoints:
             )
             policy = checkpoint_managers.AnyPreservationPolicy([policy, highest])
         self.directory, self._wait_seconds = Path(directory).resolve(), wait_seconds
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
-                best_fn=self._quality if best else None,
-                create=not read_only,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
-                enable_async_checkpointing=True,
-            ),
-        )
+        verbosity = logging.get_verbosity()
+        if read_only:
+            logging.set_verbosity(logging.ERROR)  # Orbax warns that the directory is read only
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=policy,
+                    best_fn=self._quality if best else None,
+                    create=not read_only,
+                    read_only=read_only,
+                    cleanup_tmp_directories=not read_only,
+                    enable_async_checkpointing=True,
+                ),
+            )
+        finally:
+            logging.set_verbosity(verbosity)
         self._reader = _reader_alone()
 
     def _quality(self, metrics: Mapping[str, float]) -> float:

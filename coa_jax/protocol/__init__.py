@@ -34,6 +34,7 @@ from coa_jax.protocol.parser import (
     quote_tool_text,
 )
 from coa_jax.protocol.prompts import (
+    LIBRARIES,
     PROMPT_STYLES,
     QUESTION,
     Asked,
@@ -63,6 +64,7 @@ __all__ = [
     "CRITERIA",
     "GRADES",
     "LEVELS",
+    "LIBRARIES",
     "PROMPT_STYLES",
     "QUESTION",
     "START",

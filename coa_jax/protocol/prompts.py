@@ -61,6 +61,8 @@ _ANSWERS = {
 PROMPT_STYLES = ("full", "brief", "data")
 QUESTION = "{question}"
 """Stands in a template for the question."""
+LIBRARIES = "{libraries}"
+"""Stands in a template for the sentence about what programs can import; "" where there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +155,8 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
         UserError: ``style`` is neither a style nor a template.
     """
     if Prompt(style).is_template:
-        before, _, behind = style.rpartition(QUESTION)
+        told = " ".join(filter(None, protocol.notes.values()))
+        before, _, behind = style.replace(LIBRARIES, told).rpartition(QUESTION)
         return f"{before}{question}{behind}"
     instructions = _brief(protocol) if style == "brief" else _full(protocol)
     return f"{instructions}\n\nQuestion: {question}"

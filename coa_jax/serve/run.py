@@ -12,13 +12,13 @@ from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import engine_memory
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import at_level, get_protocol
+from coa_jax.protocol import at_level
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.serve.app import make_app
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.service import Service
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
-from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig, tools_for
 from coa_jax.web.guard import check_exposure
 from coa_jax.web.refusals import RefusalLog
 from coa_jax.web.server import Server, address_of, allow_connections, listen, on_signals
@@ -46,7 +46,7 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     named = config.protocol or protocol_of_model(config.model) or "generalist"
     config = dataclasses.replace(config, protocol=at_level(named, config.rollout.level))
-    rules = get_protocol(config.protocol)
+    used = tools_for(config.protocol, tools)  # before the constraint: tools may make the protocol
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     size = model.config.vocab_size
@@ -57,8 +57,6 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     )
     for engine in engines:
         engine.warm_up()
-    wanted = tuple(name for name in tools.names if name in rules.tools)
-    used = make_tools(dataclasses.replace(tools, names=wanted))
     return Service(model, engines, used, config, prompt)
 
 

@@ -12,7 +12,8 @@ a path      the instructions of that file, and the question
 
 A path names a text file, or a data file whose rows carry one and the same instructions: parquet,
 JSON or JSON lines, such as the release's.  A text file holds instructions, which a blank line,
-``Question: `` and the question follow, or ``{question}`` where the question belongs.
+``Question: `` and the question follow, or ``{question}`` where the question belongs.  The sentence
+about the packages that programs can import stands where the file has ``{libraries}``.
 
 ``agent.json`` is a card that training writes beside the weights: protocol, prompt and system
 message with which the policy was trained.
@@ -32,11 +33,13 @@ from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.model.card import CARD, read_card
 from coa_jax.protocol import (
+    LIBRARIES,
     PROMPT_STYLES,
     QUESTION,
     Asked,
     Messages,
     Prompt,
+    get_protocol,
     messages_of,
 )
 from coa_jax.tasks.rows import Row, read_rows
@@ -262,7 +265,8 @@ def _prompt_of_card(card: Mapping[str, Any], path: Path) -> Prompt:
 
 
 def warn_of_prompts(asked: Sequence[Asked], prompt: Prompt, what: str, setting: str) -> None:
-    """Logs where a prompt replaces instructions that rows carry, or rows lack those it asks for.
+    """Logs where a prompt replaces instructions that rows carry, or rows lack those it asks for,
+    and where a prompt from a file tells nothing of the packages that programs can import.
 
     Args:
         asked: tasks or records.
@@ -270,6 +274,12 @@ def warn_of_prompts(asked: Sequence[Asked], prompt: Prompt, what: str, setting: 
         what: names them, for example ``tasks``.
         setting: names the setting, for example ``config.rollout.prompt_style``.
     """
+    notes = {note for one in asked for note in get_protocol(one.protocol).notes.values() if note}
+    if notes and prompt.is_template and LIBRARIES not in prompt.style:
+        logging.warning(
+            "%s: its prompt does not name the packages of code_libraries; write %s where the "
+            "sentence about them belongs", setting, LIBRARIES,
+        )  # fmt: skip
     own = [one for one in asked if one.prompt.strip() not in ("", one.question.strip())]
     without = sum(not one.prompt for one in asked)
     if prompt.style == "data" and without:

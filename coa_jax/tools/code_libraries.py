@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
     parser.add_argument("wanted", nargs="+", help="packages or directories")
     options = parser.parse_args(arguments)
-    wanted = [name for text in options.wanted for name in _split(text)]
+    wanted = [name for text in options.wanted for name in split_libraries(text)]
     try:
         isolation = find_isolation()
         libraries = find_libraries(wanted, isolation.interpreter)
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(ok for ok, _ in tried) else 1
 
 
-def _split(text: str) -> list[str]:
+def split_libraries(text: str) -> list[str]:
     """Entries that are joined by commas; a comma before a comparison belongs to its requirement."""
     return [entry for entry in re.split(r",(?![\s=~!<>])", text) if entry]
 

@@ -30,8 +30,10 @@ from coa_jax.protocol import (
     LEVELS,
     add_note,
     add_protocol,
+    get_protocol,
     names_with_levels,
     protocol_with_tools,
+    split_level,
 )
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
@@ -153,9 +155,7 @@ class ToolsConfig(Bounded):
         known = tuple[Annotated[str, OneOf(*BUILT_IN, *self.mcp)], ...]
         check(self.names, known, "names")
         check(self.store.tools, known, "store.tools")
-        addresses = [self.wiki_url, self.code_url]
-        addresses += [str(settings.get("url") or "") for settings in self.mcp.values()]
-        for address in filter(None, addresses):
+        for address in filter(None, (self.wiki_url, self.code_url)):
             trusting(address)  # before a setting is written anywhere
 
 
@@ -193,6 +193,23 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     if "code" in config.names:
         add_note("code", _note(config, tools))
     return _stored(tools, config.store, _source(config))
+
+
+def tools_for(protocol: str, config: ToolsConfig) -> list[Tool]:
+    """The tools that have a tag in a protocol, which may be the one that the settings make.
+
+    Args:
+        protocol: a name, with or without a level.
+        config: the settings; tools that the protocol lacks are left out.
+
+    Raises:
+        UserError: the protocol is unknown, and see `make_tools`.
+    """
+    if split_level(protocol)[0] != config.protocol:
+        known = get_protocol(protocol).tools
+        kept = tuple(name for name in config.names if name in known)
+        config = dataclasses.replace(config, names=kept, protocol="")
+    return make_tools(config)
 
 
 def _wiki(config: ToolsConfig, search: WikiSearch) -> Tool:

@@ -20,7 +20,8 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable
+from coa_jax import reading
+from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable, shown
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.tools.base import Observation, ToolContext, time_for
@@ -33,7 +34,6 @@ T = TypeVar("T")
 _PING_S = 2.0
 _MOST_NESTED = 64
 _STDERR_BYTES, _STDERR_LINES, _STDERR_CHARS = 8192, 3, 600
-_TAG = re.compile(r"[a-z][a-z0-9_]*")
 _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
@@ -63,6 +63,19 @@ class McpConfig(Bounded):
     key_env: Variable = ""
     timeout_s: Seconds = 30.0
     max_chars: Count = 6000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.command) == bool(self.url):
+            raise UserError("command and url: give either command or url")
+        if self.url:
+            trusting(self.url)  # before a setting is written anywhere
+        try:
+            schema = reading.parse_json(self.schema or "{}")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"schema is {reading.reason(error)}") from None
+        if not isinstance(schema, dict):
+            raise UserError(f'schema is {shown(self.schema)}; give a JSON object, or ""')
 
 
 class _LastWords:
@@ -213,28 +226,16 @@ class McpTool:
     """
 
     def __init__(self, tag: str, config: McpConfig):
-        """Checks the settings; the server starts at the first call or by `describe`.
+        """Sets up the tool; the server starts at the first call or by `describe`.
 
         Raises:
-            UserError: a setting is wrong, or the package is missing.
+            UserError: the package is missing.
         """
-        where = f"tools.mcp.{tag}"
-        if not _TAG.fullmatch(tag):
-            raise UserError(f"{where}: a tag has small letters, digits and _ only")
-        if bool(config.command) == bool(config.url):
-            raise UserError(f"{where}: give either command or url")
-        if config.url:
-            trusting(config.url)
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise missing(where, "mcp", "mcp") from None
-        self._schema: dict[str, Any] | None = None
-        if config.schema:
-            try:
-                self._schema = json.loads(config.schema)
-            except ValueError as error:
-                raise UserError(f"{where}.schema is not JSON: {error}") from None
+            raise missing(f"tools.mcp.{tag}", "mcp", "mcp") from None
+        self._schema: dict[str, Any] | None = json.loads(config.schema or "null")
         self.name, self._config, self._remote = tag, config, config.tool or tag
         self._description = config.description
         self._session = _Session(config)
@@ -267,8 +268,9 @@ class McpTool:
             setting = f"command={' '.join(config.command)}" if config.command else config.url
             words = await self._last_words()
             said = f"; it wrote: {words}" if words else ""
+            cause = self._shown(_cause(error))  # an error may quote what the server sent
             raise UserError(
-                f"{where}: the server ({setting}) does not answer: {_cause(error)}{said}"
+                f"{where}: the server ({setting}) does not answer: {cause}{said}"
             ) from error
         found = {tool.name: tool for tool in listed.tools}
         if self._remote not in found:

@@ -1,7 +1,7 @@
 """Serves ``wiki_search`` and ``code`` to other machines.
 
 ``python -m coa_jax.tools.tool_server [--port 8000] [--corpus FILE.jsonl]
-[--retrieval hybrid --encoder DIRECTORY]``
+[--retrieval hybrid --encoder DIRECTORY] [--libraries numpy,sympy]``
 
 * ``POST /retrieve`` in the form of Search-R1: ``{"queries": [...], "topk": 3,
   "return_scores": true}`` ->
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.tools.code_libraries import Libraries, find_libraries, split_libraries
 from coa_jax.tools.corpus import join_contents, read_corpus
 from coa_jax.tools.dense import RETRIEVALS, load_retriever
 from coa_jax.tools.encoder import EncoderConfig
@@ -95,12 +96,13 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
     return f'{{"result": [{", ".join(found)}]}}'.encode()
 
 
-async def run_code(isolation: Isolation, body: Any) -> bytes:
+async def run_code(isolation: Isolation, body: Any, libraries: tuple[str, ...] = ()) -> bytes:
     """Answers ``/run_code``.  Cancelling kills the program.
 
     Args:
         isolation: the sandbox.
         body: parsed JSON of the request.
+        libraries: directories with packages that programs may import.
 
     Returns:
         The JSON text of the answer.
@@ -120,7 +122,7 @@ async def run_code(isolation: Isolation, body: Any) -> bytes:
     limits = Limits(wall_s=float(seconds), cpu_s=float(seconds), memory_mb=memory)
     began = time.monotonic()
     try:
-        result = await run(isolation.job(limits), code, stdin)
+        result = await run(isolation.job(limits, libraries), code, stdin)
     except SandboxError as error:
         failed = {"status": "SandboxError", "message": str(error), "run_result": None}
         return json.dumps(failed).encode()
@@ -158,6 +160,7 @@ def make_app(
     local: bool,
     limits: ConnectionLimits,
     log: RefusalLog,
+    libraries: tuple[str, ...] = (),
 ) -> ASGIApp:
     """The application.
 
@@ -168,6 +171,7 @@ def make_app(
         local: whether the server listens on this machine only.
         limits: of connections.
         log: takes a line for each refused request.
+        libraries: directories with packages that programs may import.
     """
     from coa_jax.web.errors import Refused
     from coa_jax.web.guard import Rules
@@ -184,7 +188,7 @@ def make_app(
     async def program(body: Any) -> bytes:
         assert isolation is not None
         try:
-            return await run_code(isolation, body)
+            return await run_code(isolation, body, libraries)
         except BadRequestError as error:
             raise Refused(422, str(error)) from None
 
@@ -216,6 +220,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--encoder_device", default=encoder.device, help='"" for an accelerator')
     parser.add_argument("--key_env", default="", help="environment variable with the token")
     parser.add_argument("--no_code", action="store_true", help="do not offer /run_code")
+    what = "packages that programs may import, or directories with packages, joined by commas"
+    parser.add_argument("--libraries", default="", help=what)
     return parser.parse_args(arguments)
 
 
@@ -232,6 +238,11 @@ def _serve(options: argparse.Namespace) -> None:
     check_exposure(options.host, key, "give --key_env too, or --host 127.0.0.1")
     corpus = read_corpus(options.corpus) if options.corpus else None
     isolation = None if options.no_code else find_isolation()
+    libraries = Libraries()
+    if isolation is not None:
+        libraries = find_libraries(split_libraries(options.libraries), isolation.interpreter)
+    elif options.libraries:
+        raise UserError("--libraries are for programs, which --no_code refuses; leave one out")
     listener = listen(options.host, options.port, "choose another --port or --host")
     allow_connections(limits)
     encoder = EncoderConfig(
@@ -241,7 +252,8 @@ def _serve(options: argparse.Namespace) -> None:
         device=options.encoder_device,
     )
     index = load_retriever(options.retrieval, encoder, passages=corpus)
-    app = make_app(index, isolation, key, is_local(options.host), limits, log)
+    local = is_local(options.host)
+    app = make_app(index, isolation, key, local, limits, log, libraries.directories)
     asyncio.run(run_until_signal(Server(app, limits, log), listener))
 
 

@@ -15,6 +15,7 @@ from coa_jax.engine.memory import (
     chosen,
     engine_memory,
     fitted,
+    free_in_groups,
     free_memory,
 )
 from coa_jax.errors import UserError
@@ -156,6 +157,36 @@ def test_devices_of_a_group_share_what_an_engine_takes():
 
 def test_this_machine_says_what_is_free():
     assert free_memory(jax.devices()[0]) > 10**8
+
+
+def write_group(place, limit, used, cache):
+    place.mkdir(parents=True, exist_ok=True)
+    one = "memory" in place.parts
+    maximum, usage = ("limit_in", "usage_in") if one else ("max", "current")
+    ending = "_bytes" if one else ""
+    (place / f"memory.{maximum}{ending}").write_text(f"{limit}\n")
+    (place / f"memory.{usage}{ending}").write_text(f"{used}\n")
+    counts = f"anon 5\ninactive_file {cache}\n" + f"total_inactive_file {2 * cache}\n" * one
+    (place / "memory.stat").write_text(counts)
+
+
+@pytest.mark.parametrize(
+    ("listing", "groups", "free"),
+    [
+        ("0::/a/b", {"a": (1000, 400, 7), "a/b": ("max", 300, 7)}, [607]),
+        ("0::/a/b", {"a": (1000, 400, 0), "a/b": (500, 300, 10)}, [210, 600]),
+        ("0::/", {"": (100, 300, 10)}, [0]),
+        ("0::/../elsewhere", {"": (900, 300, 10)}, [610]),
+        ("7:cpu:/\n4:memory:/pod\n0::/", {"memory/pod": (800, 300, 10)}, [520]),
+        ("4:cpu,memory:/docker/of-the-host", {"memory": (2**63 - 4096, 0, 0)}, [2**63 - 4096]),
+        ("", {}, []),
+    ],
+)
+def test_limits_of_containers_count(tmp_path, listing, groups, free):
+    (tmp_path / "cgroup").write_text(listing)
+    for path, numbers in groups.items():
+        write_group(tmp_path / "fs" / path, *numbers)
+    assert list(free_in_groups(tmp_path / "cgroup", tmp_path / "fs")) == free
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

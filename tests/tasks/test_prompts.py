@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
 from coa_jax.model.card import CARD
-from coa_jax.protocol import Messages, Prompt, messages_of
+from coa_jax.protocol import Messages, Prompt, add_note, messages_of
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import (
@@ -199,6 +199,23 @@ def test_a_log_line_tells_when_instructions_are_replaced_or_missing(caplog):
     assert "1 of 3 tasks carry instructions of their own" in told[0]
     assert "1 of 3 tasks carry no prompt of their own" in told[1]
     assert told[2] == ""
+
+
+def test_a_prompt_of_a_file_names_packages_where_it_asks_for_them(tmp_path, caplog):
+    file = tmp_path / "rules.txt"
+    file.write_text("Write programs. {libraries}\n")
+    task = Task("1", "Who?", "code", (), "t")
+    try:
+        for note in ("They can import numpy.", ""):
+            add_note("code", note)
+            prompt = load_prompt(str(file))
+            assert messages_of(task, prompt).user == f"Write programs. {note}\n\nQuestion: Who?"
+            for style, warns in ((prompt.style, 0), ("full", 0), ("Do it. {question}", 1)):
+                caplog.clear()
+                warn_of_prompts([task], Prompt(style), "tasks", "config.prompt_style")
+                assert caplog.text.count("write {libraries}") == (warns if note else 0)
+    finally:
+        add_note("code", "")
 
 
 # --- models --------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ def serving(
     key: str | None = None,
     limits: ConnectionLimits | None = None,
     log: RefusalLog | None = None,
+    libraries: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Its address; it ends with the context."""
     limits, log = limits or ConnectionLimits(), log or RefusalLog()
-    app = tool_server.make_app(index, isolation, key, True, limits, log)
+    app = tool_server.make_app(index, isolation, key, True, limits, log, libraries)
     with running(app, limits, log) as address:
         yield address

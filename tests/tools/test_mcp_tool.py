@@ -171,6 +171,8 @@ def test_what_is_not_configured_is_asked_of_the_server(tide):
         ("Tide!", {"command": COMMAND}, "letters, digits"),
         ("tide", {"url": "ftp://a.example"}, "ftp://a.example"),
         ("tide", {"command": COMMAND, "schema": "{"}, "schema is not JSON"),
+        ("tide", {"command": COMMAND, "schema": "[" * 5000}, "schema is nested too deeply"),
+        ("tide", {"command": COMMAND, "schema": "[1]"}, "give a JSON object"),
         ("tide", {"comand": COMMAND}, r"mcp\.tide\.comand is not a setting"),
         ("code", {"command": COMMAND}, "is built in"),
     ],

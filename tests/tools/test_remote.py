@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import httpx
 import pytest
@@ -223,6 +225,21 @@ def test_the_command_serves_a_corpus(tmp_path):
         server.terminate()
         server.wait()
         server.stdout.close()
+
+
+def test_programs_of_the_server_import_its_libraries(tmp_path, capsys):
+    with tempfile.TemporaryDirectory() as name:  # which any user can read
+        Path(name).chmod(0o755)
+        (Path(name) / "tinysums.py").write_text("def add(x, y): return x + y\n")
+        program = {"code": "import tinysums\nprint(tinysums.add(2, 3))"}
+        with serving(None, find_isolation(), libraries=(name,)) as address:
+            assert post(f"{address}/run_code", program, "")[1]["run_result"]["stdout"] == "5\n"
+        with serving(None, find_isolation()) as address:
+            assert post(f"{address}/run_code", program, "")[1]["status"] == "Failed"
+    assert tool_server.main(["--libraries", "/nonexistent/packages"]) == 2
+    assert "there is no directory /nonexistent/packages" in capsys.readouterr().err
+    assert tool_server.main(["--libraries", "numpy", "--no_code"]) == 2
+    assert "leave one out" in capsys.readouterr().err
 
 
 def test_corpora_are_read_in_both_forms(tmp_path):

@@ -103,12 +103,15 @@ def test_no_key_is_in_any_file_or_output_of_a_run(tmp_path, monkeypatch):
         values["store"]["path"] = str(tmp_path / "run" / "calls.sqlite")
         (tmp_path / "keyed.py").write_text(CONFIG.format(run=dataclasses.asdict(run), tools=values))
         open_services(server, *WAYS, *FURTHER)
+        command = [sys.executable, "-m", "coa_jax.rl", f"--config={tmp_path / 'keyed.py'}"]
+        command += [f"--workdir={tmp_path / 'run'}", "--verbosity=1"]
+        places = {"env": {**os.environ, NAME: KEY, "SERPER_API_KEY": KEY}, "cwd": ROOT}
+        refused = subprocess.run(command, **places, capture_output=True, timeout=500)
+        assert refused.returncode == 2  # the probes find that these services do not work
+        assert KEY.encode() not in refused.stdout + refused.stderr
         finished = subprocess.run(
-            [sys.executable, "-m", "coa_jax.rl", f"--config={tmp_path / 'keyed.py'}",
-             f"--workdir={tmp_path / 'run'}", "--verbosity=1"],
-            env={**os.environ, NAME: KEY, "SERPER_API_KEY": KEY}, cwd=ROOT, capture_output=True,
-            timeout=500, check=False,
-        )  # fmt: skip
+            [*command, "--config.probe_s=0"], **places, capture_output=True, timeout=500
+        )
         given = [key for key in server.given if KEY in key]
     assert finished.returncode == 0, finished.stderr.decode()[-2000:]
     traces = list(read_trajectories(tmp_path / "run" / "traces.jsonl"))
