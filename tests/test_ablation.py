@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -137,7 +138,8 @@ def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch
     outcome = {"tasks": [{"samples": [{"value": 1.0}]}]}
     work = Ablation(config(), tmp_path)
     monkeypatch.setattr(work, "base", lambda seed: None)
-    monkeypatch.setattr(type(work.command), "sft_config", lambda *args: None)
+    settings = types.SimpleNamespace(rename_share=0.0)
+    monkeypatch.setattr(type(work.command), "sft_config", lambda *args: settings)
     monkeypatch.setattr("coa_jax.ablation.sft.train", lambda *args: None)
     monkeypatch.setattr("coa_jax.ablation.evaluate_model", lambda *args: outcome)
     keep = RunDir.summary

@@ -11,25 +11,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 import logging as python_logging
 import math
 import os
 import sys
 import traceback
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers
 
 from coa_jax.errors import UserError
+from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.step import TrainState
 from coa_jax.model.config import PROJECTIONS
 from coa_jax.parallel import processes
@@ -178,8 +176,8 @@ class Checkpoints:
         """
         self.wait()
         trees = {_STATE: state, **(more or {})}
-        marks = {name: fingerprint(tree) for name, tree in trees.items()}
-        marks[_EXTRA] = [_digest(extra)]
+        marks = {name: fingerprint(_plain(tree)) for name, tree in trees.items()}
+        marks[_EXTRA] = [digest(extra)]
         value = (metrics or {}).get(self.best_metric, math.nan)
         if self.best_metric and self.best_metric not in (metrics or {}):
             logging.warning(
@@ -281,10 +279,10 @@ class Checkpoints:
         torn = [
             name
             for name, tree in likes.items()
-            if fingerprint(read[name]) != read[_FINGERPRINT][name]
+            if fingerprint(_plain(read[name])) != read[_FINGERPRINT][name]
         ]
         # Checkpoints of earlier versions have no fingerprint of it.
-        if read[_FINGERPRINT].get(_EXTRA, [_digest(read[_EXTRA])]) != [_digest(read[_EXTRA])]:
+        if read[_FINGERPRINT].get(_EXTRA, [digest(read[_EXTRA])]) != [digest(read[_EXTRA])]:
             fault = Damaged("its cursor or trajectories are not those that were saved")
         if torn:
             fault = Damaged(f"the arrays of its {torn[0]} are not those that were saved")
@@ -414,43 +412,3 @@ def _leaves(tree: Any) -> dict[str, str]:
         keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in path]
         found[".".join(keys)] = f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
     return found
-
-
-# --- fingerprints --------------------------------------------------------------------------
-
-
-def fingerprint(tree: Any) -> list[int]:
-    """Checksums of the leaves of a tree; they depend on every bit and on no sharding."""
-    return [int(value) for value in np.asarray(_fingerprints(_plain(tree)))]
-
-
-def _digest(extra: Any) -> int:
-    """Checksum of a JSON value."""
-    return zlib.crc32(json.dumps(extra, sort_keys=True).encode())
-
-
-@jax.jit
-def _fingerprints(tree: Any) -> jax.Array:
-    return jnp.stack([_checksum(leaf) for leaf in jax.tree.leaves(tree)])
-
-
-def _checksum(array: jax.Array) -> jax.Array:
-    """Sum of an array's elements modulo 2^32, each scrambled together with its place.
-
-    A sum of integers is the same in any order, so each device sums what it has.  For a place the
-    scrambling (the finalizer of MurmurHash3) is one to one: no change of one element is missed.
-    """
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    width = min(array.dtype.itemsize * 8, 32)
-    bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
-    for axis in range(bits.ndim):
-        place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        bits = _scramble(bits + (place + 1) * jnp.uint32(0x9E3779B1))
-    return jnp.sum(_scramble(bits), dtype=jnp.uint32)
-
-
-def _scramble(bits: jax.Array) -> jax.Array:
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)

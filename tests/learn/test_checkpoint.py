@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from coa_jax.cli import explain
 from coa_jax.errors import UserError
-from coa_jax.learn.checkpoint import Checkpoints, Damaged, fingerprint
+from coa_jax.learn.checkpoint import Checkpoints, Damaged
+from coa_jax.learn.fingerprints import fingerprint
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
 from coa_jax.model.params import DecodeParams, nest
 from coa_jax.parallel import processes
