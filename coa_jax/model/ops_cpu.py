@@ -151,8 +151,16 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """See `ops.over_rows`; sequences are taken in groups of eight, one group after another."""
+    """See `ops.over_rows`; sequences are taken in groups of eight, one group after another.
+
+    Blocks of several tokens ``[B, T, ...]`` are filled up to whole groups: with jaxlib 0.12 the
+    bits of narrow heads depend on the number of query rows.
+    """
     count = len(rows[0])
+    if rows[0].shape[1] > 1 and count % _GROUP:
+        missing = -count % _GROUP
+        filled = [jnp.concatenate((x, jnp.repeat(x[-1:], missing, axis=0))) for x in rows]
+        return over_rows(function, *filled)[:count]
     if count <= _GROUP or count % _GROUP:
         return function(*rows)
     groups = [x.reshape(-1, _GROUP, *x.shape[1:]) for x in rows]

@@ -7,6 +7,7 @@ of an unfolded row.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -199,7 +200,9 @@ def _pallas_gpu(
     interpret: bool = False,
 ) -> jax.Array:
     """The flash attention that comes with JAX for Triton; keys are repeated for their group."""
-    from jax.experimental.pallas.ops.gpu.attention import mha
+    with warnings.catch_warnings():  # deprecated; cuDNN serves the other cases (docs/kernels.md)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.attention import mha
 
     b, t, n, g, width = q.shape
     q = _pad(q.reshape(b, t, n * g, width), 1, 128)

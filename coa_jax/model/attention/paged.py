@@ -10,6 +10,7 @@ width, P pages of the pool, S positions of a page, C pages of a sequence.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -258,7 +259,9 @@ def _pallas_gpu(
     A few sequences leave a GPU idle, so their pages are split into parts whose results are joined;
     the table is padded to whole parts.
     """
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    with warnings.catch_warnings():  # deprecated without a successor (docs/kernels.md)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     b, _, n, g, width = q.shape
     block = max(1, 128 // keys.shape[2])
