@@ -34,20 +34,36 @@ class Head:
     temperature: float = 1.0
     entropy: bool = False
 
-    def chunk(
+    def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        """Hidden states ``[R, C, D]`` -> float32 ``[R, C, V]``."""
+        spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
+        z = self.compute.ops.einsum(spec, hidden, weight, self.compute.dtype)
+        return self.compute.constrain(z, "batch", None, "vocab")
+
+    def backward(
+        self, dz: jax.Array, hidden: jax.Array, weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Gradients of a chunk's hidden states and of the head, from those of its logits.
+
+        Returns:
+            Float32 ``[R, C, D]`` and ``[D, V]``.  The second has this form for tied weights too:
+            its matmul takes the logits' gradients as they lie, and one transposition at the end is
+            cheaper than one of all logits.
+        """
+        ops, dtype = self.compute.ops, self.compute.dtype
+        dz = ops.materialize(dz)
+        dh = ops.einsum("rcv,vd->rcd" if self.tied else "rcv,dv->rcd", dz, weight, dtype)
+        return dh, ops.einsum("rcd,rcv->dv", hidden, dz, dtype)
+
+    def scores(
         self,
-        hidden: jax.Array,
-        weight: jax.Array,
+        z: jax.Array,
         targets: jax.Array,
         rules: jax.Array | None = None,
         allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities and entropies of one chunk, float32 ``[R, C]``; see `score`."""
-        ops = self.compute.ops
-        spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
-        z = ops.einsum(spec, hidden, weight, self.compute.dtype)
-        z = ops.materialize(self.compute.constrain(z, "batch", None, "vocab"))
-        may = None
+        """Log-probabilities and entropies of a chunk, float32 ``[R, C]``; see `score`."""
+        ops, may = self.compute.ops, None
         if rules is not None and allowed is not None:
             may = allowed_tokens(allowed, rules, z.shape[-1])
         # Relative to the largest, so that a low temperature makes no difference inexact.
@@ -56,16 +72,42 @@ class Head:
         powers = jnp.exp(z) if may is None else jnp.where(may, jnp.exp(z), 0.0)
         powers = ops.materialize(powers)
         total = ops.row_sum(powers)
-        # A sum and not an index: the gradient is then a comparison that XLA fuses, not a scatter.
-        own = jnp.sum(jnp.where(targets[..., None] == jnp.arange(z.shape[-1]), z, 0.0), axis=-1)
-        if may is not None:
-            own = jnp.where(jnp.take_along_axis(may, targets[..., None], -1)[..., 0], own, -jnp.inf)
+        own = _pick(z if may is None else jnp.where(may, z, -jnp.inf), targets)
         logp, entropy = own - jnp.log(total), jnp.zeros_like(total)
         if self.entropy:
             # Neither term is below 0, so nothing cancels where one token has all of the mass.
             weighted = powers * (z if may is None else jnp.where(may, z, 0.0))
             entropy = jnp.log(total) - ops.row_sum(ops.materialize(weighted)) / total
         return logp, entropy
+
+    def no_gradient(self, weight: jax.Array) -> jax.Array:
+        """The zeros ``[D, V]`` to which `backward` adds."""
+        return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
+
+    def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
+        """The sum of `backward` ``[D, V]`` in the form of the weight."""
+        return (dw.T if self.tied else dw).astype(weight.dtype)
+
+
+@jax.custom_vjp
+def _pick(z: jax.Array, targets: jax.Array) -> jax.Array:
+    """``z [..., V]`` at targets ``[...]``.
+
+    The gradient is a comparison that XLA fuses with its consumer, not a scatter into zeros.
+    """
+    return jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
+
+
+def _pick_fwd(z: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[int, jax.Array]]:
+    return _pick(z, targets), (z.shape[-1], targets)
+
+
+def _pick_bwd(saved: tuple[int, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    size, targets = saved
+    return jnp.where(targets[..., None] == jnp.arange(size), g[..., None], 0.0), None
+
+
+_pick.defvjp(_pick_fwd, _pick_bwd)
 
 
 def _at(x: Any, k: jax.Array) -> Any:
@@ -103,11 +145,11 @@ def score(
     Returns:
         Two float32 ``[K, R, C]``.
     """
-    weight = weight.astype(head.compute.dtype)
+    cast = weight.astype(head.compute.dtype)
 
     def body(k: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, y, rule = _at((hidden, targets, rules), k)
-        values = head.chunk(h, weight, y, rule, allowed)
+        values = head.scores(head.logits(h, cast), y, rule, allowed)
         return tuple(_put(x, value, k) for x, value in zip(out, values, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -125,13 +167,13 @@ def _score_bwd(head: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) 
 
     def body(k: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, y, rule, slopes = _at((hidden, targets, rules, cotangents), k)
-        _, pull = jax.vjp(lambda h, w: head.chunk(h, w, y, rule, allowed), h, cast)
-        dh, dw = pull(slopes)
+        _, pull = jax.vjp(lambda z: head.scores(z, y, rule, allowed), head.logits(h, cast))
+        dh, dw = head.backward(*pull(slopes), h, cast)
         return _put(out[0], dh, k), out[1] + dw
 
-    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    start = (jnp.zeros_like(hidden), head.no_gradient(weight))
     d_hidden, d_weight = jax.lax.fori_loop(0, live, body, start)
-    return d_hidden, d_weight.astype(weight.dtype), None, None, None, None
+    return d_hidden, head.gradient(d_weight, weight), None, None, None, None
 
 
 score.defvjp(_score_fwd, _score_bwd)
@@ -163,14 +205,15 @@ def _weighted_fwd(head: Head, *arguments: Any) -> tuple[jax.Array, Any]:
 
     def body(k: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, y, factor = _at((hidden, targets, factors), k)
-        value, pull = jax.vjp(lambda h, w: jnp.sum(head.chunk(h, w, y)[0] * factor), h, cast)
-        dh, dw = pull(jnp.ones_like(value))
+        z = head.logits(h, cast)
+        value, pull = jax.vjp(lambda z: jnp.sum(head.scores(z, y)[0] * factor), z)
+        dh, dw = head.backward(*pull(jnp.ones_like(value)), h, cast)
         return out[0] + value, _put(out[1], dh, k), out[2] + dw
 
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    start = (zero, jnp.zeros_like(hidden), head.no_gradient(weight))
     total, d_hidden, d_weight = jax.lax.fori_loop(0, live, body, start)
-    return total, (d_hidden, d_weight.astype(weight.dtype))
+    return total, (d_hidden, head.gradient(d_weight, weight))
 
 
 def _weighted_bwd(head: Head, saved: Any, g: jax.Array) -> tuple[Any, ...]:

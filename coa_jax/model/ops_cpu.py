@@ -113,13 +113,17 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 # --- sums ----------------------------------------------------------------------------------
 
 
+@jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
-    """x in a buffer of its own.
+    """x in a buffer of its own; its gradient needs none.
 
     XLA recomputes elementwise operations in every fusion that consumes them, and is slow where it
     fuses them with a reduction.
     """
     return jax.lax.optimization_barrier(x)
+
+
+materialize.defvjp(lambda x: (materialize(x), None), lambda _, g: (g,))
 
 
 # --- decoding ------------------------------------------------------------------------------
@@ -151,16 +155,8 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """See `ops.over_rows`; sequences are taken in groups of eight, one group after another.
-
-    Blocks of several tokens ``[B, T, ...]`` are filled up to whole groups: with jaxlib 0.12 the
-    bits of narrow heads depend on the number of query rows.
-    """
+    """See `ops.over_rows`; sequences are taken in groups of eight, one group after another."""
     count = len(rows[0])
-    if rows[0].shape[1] > 1 and count % _GROUP:
-        missing = -count % _GROUP
-        filled = [jnp.concatenate((x, jnp.repeat(x[-1:], missing, axis=0))) for x in rows]
-        return over_rows(function, *filled)[:count]
     if count <= _GROUP or count % _GROUP:
         return function(*rows)
     groups = [x.reshape(-1, _GROUP, *x.shape[1:]) for x in rows]
