@@ -168,7 +168,8 @@ def _score_bwd(head: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) 
     def body(k: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, y, rule, slopes = _at((hidden, targets, rules, cotangents), k)
         _, pull = jax.vjp(lambda z: head.scores(z, y, rule, allowed), head.logits(h, cast))
-        dh, dw = head.backward(*pull(slopes), h, cast)
+        (dz,) = pull(slopes)
+        dh, dw = head.backward(dz, h, cast)
         return _put(out[0], dh, k), out[1] + dw
 
     start = (jnp.zeros_like(hidden), head.no_gradient(weight))
@@ -207,7 +208,8 @@ def _weighted_fwd(head: Head, *arguments: Any) -> tuple[jax.Array, Any]:
         h, y, factor = _at((hidden, targets, factors), k)
         z = head.logits(h, cast)
         value, pull = jax.vjp(lambda z: jnp.sum(head.scores(z, y)[0] * factor), z)
-        dh, dw = head.backward(*pull(jnp.ones_like(value)), h, cast)
+        (dz,) = pull(jnp.ones_like(value))
+        dh, dw = head.backward(dz, h, cast)
         return out[0] + value, _put(out[1], dh, k), out[2] + dw
 
     zero = jnp.zeros((), jnp.float32)
