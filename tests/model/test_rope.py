@@ -12,6 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from coa_jax.model.hf_config import config_from_hf
 from coa_jax.model.rope import frequencies
 
+pytest.importorskip("torch", reason="transformers computes the frequencies with PyTorch")
+
 ORIGINAL = "original_max_position_embeddings"
 
 
