@@ -69,10 +69,12 @@ class Head:
         # Relative to the largest, so that a low temperature makes no difference inexact.
         largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
         z = (z - jax.lax.stop_gradient(largest)) / self.temperature
-        powers = jnp.exp(z) if may is None else jnp.where(may, jnp.exp(z), 0.0)
-        powers = ops.materialize(powers)
+        if may is not None:
+            # Before the exponential: that of a larger logit may be infinite, and its gradient NaN.
+            z = jnp.where(may, z, -jnp.inf)
+        powers = ops.materialize(jnp.exp(z))
         total = ops.row_sum(powers)
-        own = _pick(z if may is None else jnp.where(may, z, -jnp.inf), targets)
+        own = _pick(z, targets)
         logp, entropy = own - jnp.log(total), jnp.zeros_like(total)
         if self.entropy:
             # Neither term is below 0, so nothing cancels where one token has all of the mass.

@@ -86,7 +86,7 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     """``x [..., K]`` times ``w [N, K]``.
 
     Matmuls of ``[N, K]`` with few columns are half as long again as fast as those of few rows with
-    ``[K, N]``: XLA rearranges its first operand, and here the small one is rearranged.  The bits of
+    ``[K, N]``: XLA rearranges its second operand, which is the small one here.  The bits of
     a matmul depend on its shape, so all of them have one shape, however many rows there are.
     """
     rows = x.reshape(-1, x.shape[-1])

@@ -117,6 +117,19 @@ def test_log_probabilities_are_exact_at_the_lowest_temperatures(temperature):
     assert np.isfinite(entropy).all()
 
 
+def test_gradients_are_finite_where_a_forbidden_token_is_far_the_likeliest():
+    allowed, rules, may = constraint_table()
+    head = Head(local_compute("float32"), True, 1e-3, entropy=True)
+    likely = np.argmax(np.where(may, HIDDEN @ WEIGHT.T, -np.inf), axis=-1).astype(np.int32)
+
+    def loss(hidden, weight):
+        logp, entropy = score(head, hidden, weight, likely, rules, allowed, np.int32(3))
+        return jnp.sum(logp) + jnp.sum(entropy)
+
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1)))(HIDDEN, 10 * WEIGHT):
+        assert np.isfinite(gradient).all()
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_sum_with_constant_weights_has_the_gradients_of_its_parts(frozen):
     head, wrt = Head(local_compute(), True), 0 if frozen else (0, 1)
