@@ -162,6 +162,10 @@ class Engine:
         """Lets a slot decode, or rest while its tool runs."""
         self._active[slot] = active
 
+    def set_limit(self, slot: int, limit: int) -> None:
+        """Changes the length at which a sequence stops; its room must cover the new one."""
+        self._limit[slot] = min(limit, self.config.max_length)
+
     def truncate(self, slot: int, length: int, last_token: int) -> None:
         """Forgets tokens beyond ``length``; ``last_token`` is the newest that stays.
 

@@ -1,133 +1,81 @@
-"""Groups of graded trajectories for a step, with dynamic sampling (paper §3.2)."""
+"""Groups of graded trajectories: how they are asked and graded, and what a step has of them."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import grain
 import numpy as np
 
 from coa_jax.engine.config import SamplingParams
-from coa_jax.engine.engine import Engine
-from coa_jax.learn.clock import Clock
+from coa_jax.learn.admission import Composition
 from coa_jax.learn.objectives import has_signal
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model
 from coa_jax.parallel import processes
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, prompt_ids
 from coa_jax.tasks import Graders, Task
-from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Reward, Trajectory, format_valid
+from coa_jax.trajectory import Trajectory, format_valid
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The groups of one step.
+    """The groups of one step, of all processes.
 
     Attributes:
-        used: what the step learns from, at most as many groups as it wants; each graded.
-        everything: all groups that were sampled, graded.
-        cursor: index of the next task.
-        surplus: groups with a signal that the step has no room for; the next one begins with them.
-        kept: how many of ``used`` an earlier step left over.
+        composition: the step.
+        used: groups that the step learns from; each graded.
+        everything: all groups that were examined, graded: the used ones, and groups without a
+            signal.
+        dropped: groups that were too old; they may be incomplete.
     """
 
+    composition: Composition
     used: list[list[Trajectory]]
     everything: list[list[Trajectory]]
-    cursor: int
-    surplus: list[list[Trajectory]] = dataclasses.field(default_factory=list)
-    kept: int = 0
+    dropped: list[list[Trajectory]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What one process has sampled for a step.
+def assemble(
+    composition: Composition,
+    groups: Mapping[int, list[Trajectory]],
+    dropped: Sequence[list[Trajectory]],
+    wait_seconds: float,
+) -> Sampled:
+    """Puts a step together from what all processes have of it, each of which calls this.
 
-    Attributes:
-        rounds: its groups, graded, of each round.
-        cursor: index of the next task.
+    Args:
+        composition: the step.
+        groups, dropped: of this process, see `stream.Share`.
+        wait_seconds: how long to wait for the slowest process.
     """
+    mine = (dict(groups), list(dropped))
+    everything: dict[int, list[Trajectory]] = {}
+    lost: list[list[Trajectory]] = []
+    for part, too_old in processes.gather([mine], "gathering of groups", wait_seconds):
+        everything.update(part)
+        lost.extend(too_old)
+    return Sampled(
+        composition,
+        [everything[index] for index in composition.used],
+        [everything[index] for index in composition.examined],
+        lost,
+    )
 
-    rounds: list[list[list[Trajectory]]]
-    cursor: int
 
+def request_of(config: RLConfig, model: Model, task: Task, prompt: Prompt, index: int) -> Request:
+    """The request for a group.
 
-def sample_share(
-    config: RLConfig,
-    runner: asyncio.Runner,
-    engines: Sequence[Engine],
-    model: Model,
-    stream: grain.MapDataset,
-    prompt: Prompt,
-    cursor: int,
-    tools: Sequence[Tool],
-    graders: Graders,
-    clock: Clock,
-    surplus: int = 0,
-) -> Share:
-    """Samples this process's part of tasks from ``cursor`` on, until all processes have enough.
-
-    An algorithm that learns from a signal takes groups whose rewards differ, not only because of
-    their lengths (DAPO's dynamic sampling, arXiv 2503.14476 §3.2).  It has ``surplus`` of them from
-    earlier steps and samples in at most ``max_rounds`` rounds: the first as many tasks as are
-    missing, a later one as many as the rate of the earlier rounds makes necessary.  Other
-    algorithms take every group of one round.
-
-    No program of all processes is run here, so that one may run beside it.  The time of grading
-    goes to ``clock``.
+    Args:
+        config: of the run.
+        model: its tokenizer is used.
+        task: the task.
+        prompt: how the task is put to the policy.
+        index: of the task in the stream of tasks, from which the samples take their randomness.
     """
-    rounds: list[list[list[Trajectory]]] = []
-    sampled = useful = 0
-    while len(rounds) < config.max_rounds:
-        missing = config.groups - surplus - useful
-        if missing <= 0:
-            break
-        rate = max(useful / sampled, 0.25) if sampled else 1.0
-        wanted = min(config.groups, int(np.ceil(missing / rate)))
-        requests = [
-            _request(config, model, stream[index], prompt, index)
-            for index in range(cursor, cursor + wanted)
-        ]
-        cursor, sampled = cursor + wanted, sampled + wanted
-        mine = processes.share(requests)
-        collected = collect(runner, engines, model.tokenizer, mine, tools, config.rollout)
-        with clock("reward"):
-            tasks = [request.task for request in mine]
-            groups = _graded(config, runner, graders, tasks, collected)
-        rounds.append(groups)
-        if config.chosen.learn_from == "all":
-            break
-        found = sum(has_signal(earned(group)) for group in groups)
-        if processes.count() > 1:
-            wait = config.mesh.wait_seconds
-            found = sum(runner.run(processes.exchange(found, "counting of groups", wait)))
-        useful += found
-    return Share(rounds, cursor)
-
-
-def assemble(config: RLConfig, share: Share, surplus: Sequence[list[Trajectory]] = ()) -> Sampled:
-    """Puts a step together from the shares of all processes, each of which calls this.
-
-    It begins with the ``surplus`` of earlier steps, the oldest first.
-    """
-    everything: list[list[Trajectory]] = []
-    learnable = list(surplus)
-    for groups in share.rounds:
-        for graded in processes.gather(groups, "gathering of groups", config.mesh.wait_seconds):
-            everything.append(graded)
-            if config.chosen.learn_from == "all" or has_signal(earned(graded)):
-                learnable.append(graded)
-    used, left = learnable[: config.groups], learnable[config.groups :]
-    return Sampled(used, everything, share.cursor, left, kept=min(len(surplus), len(used)))
-
-
-def _request(config: RLConfig, model: Model, task: Task, prompt: Prompt, index: int) -> Request:
     return Request(
         task=task,
         prompt=prompt_ids(model.tokenizer, task, prompt),
@@ -139,20 +87,28 @@ def _request(config: RLConfig, model: Model, task: Task, prompt: Prompt, index: 
     )
 
 
-def _graded(
-    config: RLConfig,
-    runner: asyncio.Runner,
-    graders: Graders,
-    tasks: Sequence[Task],
-    groups: Sequence[Sequence[Trajectory]],
-) -> list[list[Trajectory]]:
-    """The groups with their rewards; judges and programs of all of them work at the same time."""
-    pairs = [(task, t) for task, group in zip(tasks, groups, strict=True) for t in group]
-    values = iter(runner.run(graders.grade_many(pairs)))
-    return [
-        [dataclasses.replace(t, reward=_shaped(config, next(values), t)) for t in group]
-        for group in groups
-    ]
+async def graded(
+    config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
+) -> Trajectory:
+    """A finished trajectory with its reward."""
+    reward = shape_reward(
+        await graders.grade(task, trajectory),
+        len(trajectory.tokens),
+        format_reward=config.format_reward,
+        budget=config.longest,
+        buffer=config.chosen.overlong_buffer,
+        penalty=config.chosen.overlong_penalty,
+    )
+    return dataclasses.replace(trajectory, reward=reward)
+
+
+def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
+    """Whether a step can learn from a group: dynamic sampling (DAPO, arXiv 2503.14476 §3.2).
+
+    An algorithm that learns from a signal takes groups whose rewards differ, and not only because
+    of their lengths.
+    """
+    return config.chosen.learn_from == "all" or has_signal(earned(group))
 
 
 def describe(sampled: Sampled) -> dict[str, float]:
@@ -161,11 +117,8 @@ def describe(sampled: Sampled) -> dict[str, float]:
     counts = {
         "group/sampled": float(len(groups)),
         "group/used": float(len(sampled.used)),
-        "group/surplus": float(len(sampled.surplus)),
-        "stale/frac": sampled.kept / max(len(sampled.used), 1),
+        "group/discarded": float(sampled.composition.discarded),
     }
-    if not groups:
-        return counts  # the surplus was enough
     flat = [trajectory for group in groups for trajectory in group]
     values = graded_values(groups)
     calls = [call for trajectory in flat for call in trajectory.tool_calls]
@@ -204,14 +157,3 @@ def earned(group: Sequence[Trajectory]) -> list[float | None]:
     return [
         None if t.reward is None else t.reward.parts.get("earned", t.reward.value) for t in group
     ]
-
-
-def _shaped(config: RLConfig, reward: Reward, trajectory: Trajectory) -> Reward:
-    return shape_reward(
-        reward,
-        len(trajectory.tokens),
-        format_reward=config.format_reward,
-        budget=config.longest,
-        buffer=config.chosen.overlong_buffer,
-        penalty=config.chosen.overlong_penalty,
-    )

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from absl import logging
+import jax
 
-from coa_jax.engine.group import copies, make_engines, publish_all, take_copies
-from coa_jax.engine.layout import cut, join
+from coa_jax.engine import layout
+from coa_jax.engine.group import make_engines, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
+from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
@@ -31,16 +32,14 @@ class Learner:
     Attributes:
         model: architecture, with the adapters that are trained, and tokenizer; its parameters are
             used up.
-        engines: of this process; they sample with the policy after ``policy_step`` steps.
+        engines: of this process.
         state, critic: what is trained.
         reference: see `learn.update.reference_params`.
         compute: how the updates compute.
         constraint: constraint of sampling; None without one.
         step: steps that have been learned.
-        cursor: index of the next task.
-        surplus: groups that were sampled and have not been learned yet.
+        ledger: state of the stream of groups after ``step`` steps, see `admission.Composition`.
         total: steps of the run.
-        ahead: whether a batch is sampled while the one before it is learned.
     """
 
     def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):
@@ -63,10 +62,9 @@ class Learner:
         self.reference = reference_params(config, model.params)
         trained, frozen = split_trained(model.params, model.config, config.seed, self._mesh)
         self.state = init_state(trained, config.optimizer, frozen)
-        self.step = self.cursor = self.policy_step = 0
-        self.surplus: list[list[Trajectory]] = []
-        self.total = config.optimizer.total_steps // config.updates
-        self.ahead = bool(config.rollouts_ahead)
+        self.step = 0
+        self.ledger: dict[str, Any] = {}
+        self.total = config.rules.steps
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
         self.constraint = constraint_for(
             config.rollout, model.tokenizer, model.config.vocab_size, protocols
@@ -82,54 +80,42 @@ class Learner:
             config.mesh.decode_tensor,
             MeteredEngine,
         )
-        for engine in self.engines if config.rollout.max_seconds else ():
+        for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # or the first trajectories would spend their time on compilation
         self._resume()
 
     def _resume(self) -> None:
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
-        if self.ahead:
-            more["sampler"] = self._sampler()
         restored = self._checkpoints.newest(self.state, more)
         if restored is None:
             return
         self.state, self.step = restored.state, restored.step
-        self.cursor = int(restored.extra["cursor"])
-        self.surplus = self._still_learnable(restored.extra)
+        if "ledger" not in restored.extra:
+            raise UserError(
+                f"{self._checkpoints.directory}: an earlier version wrote these checkpoints; start "
+                "the run in another --workdir"
+            )
+        self.ledger = restored.extra["ledger"]
         self.critic = restored.more.get("critic", self.critic)
         self.publish()
-        if "sampler" in restored.more:
-            self.policy_step = self.step - 1
-            take_copies(
-                self.engines, cut(restored.more["sampler"], without_adapters(self.model.config))
-            )
 
-    def _still_learnable(self, extra: dict[str, Any]) -> list[list[Trajectory]]:
-        """The groups that a checkpoint kept, without those that other settings have sampled."""
-        groups = [
-            [Trajectory.from_json(row) for row in group] for group in extra.get("surplus", ())
-        ]
-        rules = self.constraint
-
-        def fits(trajectory: Trajectory) -> bool:
-            constrained = trajectory.metadata["rollout"].get("constrain", False)
-            if rules is None:
-                return not constrained
-            return constrained and trajectory.protocol in rules.start
-
-        kept = [group for group in groups if all(map(fits, group))]
-        if len(kept) < len(groups):
-            logging.warning(
-                "%d groups that were left over are not learned: they were sampled under another "
-                "rollout.constrain or protocol",
-                len(groups) - len(kept),
-            )
-        return kept
+    def still_learnable(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory of an earlier part of the run obeys the constraint of this one."""
+        constrained = trajectory.metadata["rollout"].get("constrain", False)
+        if self.constraint is None:
+            return not constrained
+        return constrained and trajectory.protocol in self.constraint.start
 
     def publish(self) -> None:
-        """Gives the engines the policy as it is now."""
+        """Gives the engines, none of whose slots is in use, the policy as it is now."""
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
-        self.policy_step = self.step
+
+    def weights(self) -> list[DecodeParams]:
+        """The policy as it is now, in the layout of the engines, for those that are in use."""
+        first = self.engines[0]
+        params = merge_adapters(self.model.config, self.state.model)
+        tensor = len(jax.tree.leaves(first.params)[0].devices())
+        return layout.publish(params, first.model, first.config, tensor)
 
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.
@@ -137,18 +123,9 @@ class Learner:
         Args:
             metrics: of the step, of which ``keep_best`` names one.
         """
-        # With the parameters that sample the next batch, where they are not those of the state.
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
-        if self.ahead and self.step < self.total:
-            more["sampler"] = self._sampler()
-        surplus = [group_rows([group]) for group in self.surplus]
-        extra = {"cursor": self.cursor, "surplus": surplus}
+        extra = {"ledger": self.ledger}
         self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
-
-    def _sampler(self) -> DecodeParams:
-        """The parameters of the engines of all processes."""
-        model = without_adapters(self.model.config)
-        return join(copies(self.engines), model, self._mesh, self._config.mesh.decode_tensor)
 
 
 def group_rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:

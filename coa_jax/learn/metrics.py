@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
-from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.groups import Sampled, earned, graded_values
+from coa_jax.learn.record import oldest_of, versions_of
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import stated_flops
-from coa_jax.trajectory import StopReason, Trajectory
+from coa_jax.trajectory import Author, StopReason, Trajectory
 
 # What ends a trajectory that had not ended itself.
 CUT_OFF = frozenset(
@@ -31,43 +30,18 @@ CUT_OFF = frozenset(
 )
 
 
-def stamp(sampled: Sampled, policy_step: int) -> Sampled:
-    """Notes in each trajectory after how many steps its policy was; an earlier note stays."""
-
-    def noted(groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
-        return [
-            [
-                dataclasses.replace(t, metadata={"policy_step": policy_step, **t.metadata})
-                for t in group
-            ]
-            for group in groups
-        ]
-
-    return dataclasses.replace(
-        sampled,
-        used=noted(sampled.used),
-        everything=noted(sampled.everything),
-        surplus=noted(sampled.surplus),
-    )
-
-
-def rollout_metrics(sampled: Sampled, step: int) -> dict[str, float]:
-    """What `groups.describe` does not say of a step's rollouts.
-
-    Args:
-        sampled: graded and stamped.
-        step: steps before this one.
-    """
+def rollout_metrics(sampled: Sampled) -> dict[str, float]:
+    """What `groups.describe` does not say of a step's rollouts."""
     flat = [t for group in sampled.everything for t in group]
-    used = [t for group in sampled.used for t in group]
-    ages = [step - t.metadata["policy_step"] for t in used]
+    lost = [t for group in sampled.dropped for t in group]
     figures = {
-        "stale/mean": float(np.mean(ages)) if ages else 0.0,
-        "stale/max": float(max(ages, default=0)),
+        **staleness(sampled.used, sampled.composition.step),
+        "drop/groups": float(len(sampled.dropped)),
+        "drop/given_up": float(sampled.composition.given_up),
         "rollout/tokens": float(sum(t.num_policy_tokens for t in flat)),
     }
-    if not flat:
-        return figures
+    if lost:
+        figures["drop/len_mean"] = float(np.mean([t.num_policy_tokens for t in lost]))
     values = graded_values(sampled.everything) or [0.0]
     # Not the rewards: of answers that are all right a penalty may leave some at or below 0.
     graded = [[v for v in earned(group) if v is not None] for group in sampled.everything]
@@ -92,36 +66,66 @@ def rollout_metrics(sampled: Sampled, step: int) -> dict[str, float]:
     }
 
 
+def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
+    """How old the policies were that sampled the groups of a step.
+
+    If a group is older than the policy, there are figures ``stale/N/...`` for each age N: groups of
+    this age, their mean length and reward, and the share of the step's tokens of this age.  A group
+    is as old as its oldest token.
+
+    Args:
+        groups: that the step learns from.
+        step: number of the step, which trains policy version ``step - 1``.
+    """
+    ages = [step - 1 - oldest_of(group) for group in groups]
+    figures = {
+        "stale/mean": float(np.mean(ages)) if ages else 0.0,
+        "stale/max": float(max(ages, default=0)),
+        "stale/frac": _share([age > 0 for age in ages]),
+    }
+    if not any(ages):
+        return figures
+    tokens: Counter[int] = Counter()
+    for trajectory in (t for group in groups for t in group):
+        starts = versions_of(trajectory)
+        ends = [position for position, _ in starts[1:]] + [len(trajectory.tokens)]
+        for (start, version), end in zip(starts, ends, strict=True):
+            written = trajectory.author[start:end] == Author.POLICY
+            tokens[step - 1 - version] += int(np.count_nonzero(written))
+    for age in sorted({*ages, *tokens}):
+        members = [group for group, its in zip(groups, ages, strict=True) if its == age]
+        figures[f"stale/{age}/groups"] = float(len(members))
+        figures[f"stale/{age}/tokens"] = tokens[age] / max(tokens.total(), 1)
+        if members:
+            lengths = [t.num_policy_tokens for group in members for t in group]
+            figures[f"stale/{age}/len_mean"] = float(np.mean(lengths))
+            figures[f"stale/{age}/reward_mean"] = float(np.mean(graded_values(members) or [0.0]))
+    return figures
+
+
 def _share(flags: Sequence[bool]) -> float:
     return sum(flags) / max(len(flags), 1)
 
 
-def sampling_metrics(
-    sampled: Sampled, engines: Sequence[MeteredEngine], seconds: float, reward_seconds: float
-) -> dict[str, float]:
-    """Where the time of sampling a batch went, and how fast that was.
+def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str, float]:
+    """Where the time of sampling went since the step before, and how fast that was.
 
     Args:
-        sampled: the batch.
-        engines: restarted before it; their seconds are means.
-        seconds: that it took.
-        reward_seconds: those of them that grading took.
+        sampled: the step.
+        figures: of this process, see `stream.Share`.
     """
-    decode = float(np.mean([engine.meter.decode_s for engine in engines]))
-    extend = float(np.mean([engine.meter.extend_s for engine in engines]))
-    idle = float(np.mean([engine.meter.idle_s for engine in engines]))
-    decoded = sum(engine.meter.decoded_tokens for engine in engines)
-    row_steps = sum(engine.row_steps for engine in engines)
+    seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
     return {
-        "time/rollout": seconds,
-        "time/decode": decode,
-        "time/extend": extend,
-        "time/reward": reward_seconds,
-        "time/idle": idle,
-        "time/tool_wait": max(seconds - decode - extend - reward_seconds, 0.0),
-        "perf/rollout_tok_s": tokens / max(seconds, 1e-9),
-        "perf/slot_util": decoded / max(row_steps, 1),
+        "time/rollout": figures["seconds"],
+        "time/decode": figures["decode_s"],
+        "time/extend": figures["extend_s"],
+        "time/idle": figures["idle_s"],
+        "time/reward": figures["reward_s"],
+        "time/tool_wait": figures["waiting_s"] / slots,
+        "perf/rollout_tok_s": tokens / seconds,
+        "perf/occupancy": figures["occupied_s"] / (slots * seconds),
+        "perf/slot_util": figures["decoded_tokens"] / max(figures["row_steps"], 1),
     }
 
 

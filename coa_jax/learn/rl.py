@@ -1,44 +1,42 @@
 """Agentic reinforcement learning with live tools (paper §3.2).
 
-A step samples a group of trajectories for each of some tasks, grades them, drops groups without a
-signal, samples further tasks in their place, and makes one or more policy-gradient updates.
+A stream of groups, each some trajectories of one task, is sampled and graded in the background.  A
+step takes the groups that teach something and makes one or more policy-gradient updates.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grain
 import numpy as np
 from absl import logging
 
+from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
+from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.groups import (
     Sampled,
-    Share,
     assemble,
     describe,
+    graded,
     graded_values,
+    is_learned,
+    request_of,
     rewards,
-    sample_share,
 )
 from coa_jax.learn.learner import Learner, group_rows
-from coa_jax.learn.metrics import (
-    memory,
-    rollout_metrics,
-    sampling_metrics,
-    stamp,
-    train_speed,
-)
+from coa_jax.learn.metrics import memory, rollout_metrics, sampling_metrics, train_speed
+from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sampling import Background
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
+from coa_jax.learn.stream import Share, Stream
 from coa_jax.learn.update import update
 from coa_jax.learn.watch import Watch
 from coa_jax.model.card import CARD
@@ -46,11 +44,14 @@ from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Prompt
+from coa_jax.rollout.request import Request
+from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, load_tasks
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
 from coa_jax.tools.base import Tool
+from coa_jax.trajectory import Trajectory
 
 _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 
@@ -58,22 +59,24 @@ _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
     """Trains and writes the model as a Hugging Face directory to ``output``.
 
-    Started again in the same run directory it goes on after the newest checkpoint.  Samples are
-    functions of (seed, task index, sample number, parameters), so a repeated step is the same step;
-    a batch that was being sampled ahead is sampled again, with the parameters that had begun it.
+    Started again in the same run directory the run goes on after its newest checkpoint: it repeats
+    the steps that ``steps.jsonl`` records after that, with the trajectories in ``spool/``, and
+    samples on from there.  With ``max_staleness=0`` samples are functions of (seed, task index,
+    sample number, parameters), so that a run is a function of its seed.
 
-    Rollouts run in the background: with ``rollouts_ahead`` while the batch before them is learned,
-    else while the step before them is written down.  SIGTERM abandons them, saves, and ends with
-    exit code 0.
+    SIGTERM abandons the rollouts in flight, saves, and ends with exit code 0.
     """
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
-    Graders(config.graders).check(tasks)
+    graders = Graders(config.graders)
+    graders.check(tasks)
     tasks = with_level(tasks, config.rollout.level)
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
+    if config.budgets != config.rollout:
+        logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
     card = make_card(prompt, tasks)
     run.keep_json(f"rl-{CARD}", card)
-    stream = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
+    shuffled = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     with contextlib.closing(
         Checkpoints(
             run.checkpoints / "rl",
@@ -84,131 +87,233 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     ) as checkpoints:
         learner = Learner(config, (task.protocol for task in tasks), checkpoints)
         run.rewind("rl", learner.step)
-        with (
-            contextlib.closing(
-                Background(_sampling(config, learner, stream, prompt, tools))
-            ) as batches,
-            contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-            stop_on_sigterm(batches.abandon) as stop,
-            progress("RL", total=learner.total, initial=learner.step) as bar,
-        ):
-            _loop(config, learner, run, batches, profile, stop, bar)
+        with contextlib.closing(
+            Source(config, learner, run, shuffled, prompt, graders, tools)
+        ) as source:
+            _loop(config, learner, run, source)
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
     save_trained(model, config.model, output)
 
 
-def _loop(
-    config: RLConfig,
-    learner: Learner,
-    run: RunDir,
-    batches: Background[tuple[Share, float, float]],
-    profile: Profile,
-    stop: Stop,
-    bar: Bar,
-) -> None:
+class Source:
+    """The steps of a run: those that were composed before it was killed, then those of a stream."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        learner: Learner,
+        run: RunDir,
+        tasks: grain.MapDataset,
+        prompt: Prompt,
+        graders: Graders,
+        tools: Sequence[Tool],
+    ):
+        """Finds what the run has recorded; nothing is sampled before `start`."""
+        self._config, self._learner, self._tools = config, learner, tools
+        self._spool = Spool(run.path / "spool")
+        self.log = StepLog(run.path / "steps.jsonl", run.active)
+        self._kept = {
+            key: learnable
+            for key, found in self._spool.read().items()
+            if (learnable := [t for t in found if learner.still_learnable(t)])
+        }
+        self._records = self.log.read(learner.step)
+        self._ask: Callable[[int], Request] = lambda index: request_of(
+            config, learner.model, tasks[index], prompt, index
+        )
+        self._graders = graders
+        self._stream: Stream | None = None
+        self._saved: tuple[int, list[list[int]]] | None = None
+        self._abandoned = False
+
+    def step(self) -> tuple[Sampled, dict[str, float]] | None:
+        """The next step and figures of its sampling; None if a process has abandoned the run."""
+        if self._stream is None and (record := self._recorded()) is not None:
+            return record
+        if self._stream is None:
+            self._start()
+        assert self._stream is not None
+        share = self._stream.step()
+        wait = self._config.mesh.wait_seconds
+        if not processes.all_agree(share is not None, "rollouts of a step", wait) or not share:
+            return None
+        sampled = self._assembled(share.composition, share)
+        self.log.write(_record(sampled))
+        return sampled, sampling_metrics(sampled, share.figures)
+
+    def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
+        """The next step that an earlier part of the run has composed, if it is all there."""
+        if not self._records or self._abandoned:
+            return None
+        record = self._records.pop(0)
+        groups = recorded_groups(record, self._kept, self._config.group_size)
+        wait = self._config.mesh.wait_seconds
+        if not processes.all_agree(groups is not None, "recorded groups", wait):
+            logging.warning("step %d cannot be repeated and is sampled again", record.step)
+            self.log.forget(record.step - 1)
+            self._records = []
+            return None
+        assert groups is not None
+        composition = Composition(
+            step=record.step,
+            used=tuple(record.used),
+            examined=tuple(record.examined),
+            dropped=tuple(record.dropped),
+            state=record.state,
+            **record.counts,
+        )
+        for index in groups:
+            for sample in range(self._config.group_size):
+                self._kept.pop((index, sample))
+        return self._assembled(composition, Share(composition, groups, [], {})), {}
+
+    def _assembled(self, composition: Composition, share: Share) -> Sampled:
+        wait = self._config.mesh.wait_seconds
+        return assemble(composition, share.groups, share.dropped, wait)
+
+    def _start(self) -> None:
+        config, learner = self._config, self._learner
+        ledger = Ledger.restore(config.rules, learner.ledger)
+        sampler = EngineSampler(
+            learner.engines,
+            learner.model.tokenizer,
+            self._tools,
+            config.budgets,
+            ledger.version,
+            recompute=config.in_flight_weights == "recompute",
+        )
+
+        async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
+            return await graded(config, self._graders, request.task, trajectory)
+
+        self._stream = Stream(
+            ledger,
+            sampler,
+            self._spool,
+            ask=self._ask,
+            grade=grade,
+            has_signal=functools.partial(is_learned, config),
+            wait_seconds=config.mesh.wait_seconds,
+            kept=self._kept,
+        )
+        if self._abandoned:
+            self._stream.abandon()
+        self._stream.start()
+
+    def learned(self) -> None:
+        """Publishes the parameters of a step that was learned, for the rollouts to go on."""
+        learner = self._learner
+        if self._stream is None:
+            if not self._records and learner.step < learner.total:
+                learner.publish()
+        elif self._config.max_staleness:
+            self._stream.publish(learner.weights(), learner.step)
+        else:
+            learner.publish()
+            self._stream.publish(None, learner.step)
+
+    def saved(self) -> None:
+        """Removes the trajectories that no step after the newest complete checkpoint needs."""
+        # The newest one is still being written; the one before it is complete.
+        saved, self._saved = self._saved, (self._learner.step, self._learner.ledger["open"])
+        if self._stream is not None and saved is not None:
+            step, still_open = saved
+            self._stream.prune(step, [index for index, _ in still_open])
+
+    def abandon(self) -> None:
+        """Ends the rollouts as soon as they can be left; signal handlers may call it."""
+        self._abandoned = True
+        if self._stream is not None:
+            self._stream.abandon()
+
+    def close(self) -> None:
+        """Waits for the end of the rollouts."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._learner.step == self._learner.total:
+            self._spool.prune(self._learner.total + 1, ())
+
+
+def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> None:
     """Steps until there are enough, or until somebody asks for the end."""
     watch, saved, stopping = Watch(run.rows("rl")), learner.step, False
     clock, row = Clock(*_PARTS), dict[str, float]()
-    if learner.step < learner.total:
-        batches.start(learner.cursor, len(learner.surplus))
-    while learner.step < learner.total and not stopping:
-        profile.before(learner.step + 1)
-        processes.doing(f"rollouts of step {learner.step + 1}")
-        with clock("rollout_wait"):
-            step = _step_of(config, learner, batches)
-        if step is None:
-            break
-        sampled, figures = step
-        if learner.ahead and learner.step + 1 < learner.total:
-            with clock("publish"):
-                learner.publish()
-            batches.start(learner.cursor, len(learner.surplus))
-        processes.doing(f"update of step {learner.step + 1}")
-        with clock("update"):
-            learner.state, learner.critic, stats = update(
-                config,
-                learner.state,
-                learner.model.config,
-                sampled.used,
-                learner.compute,
-                learner.constraint,
-                critic=learner.critic,
-                reference=learner.reference,
-            )
-            learner.step += 1
-        error = check_updates(stats, config.optimizer)
-        if not learner.ahead and learner.step < learner.total and not error:
-            with clock("publish"):
-                learner.publish()
-            batches.start(learner.cursor, len(learner.surplus))
-        processes.doing(f"rows of step {learner.step}")
-        # Rows come before the checkpoint: what a kill between the two leaves is taken back.
-        with clock("traces"):
-            run.traces(learner.step, "rl", group_rows(sampled.everything))
-        row = {**stats, **_describe(sampled, learner, stats, clock), **figures}
-        run.metrics(learner.step, "rl", **row)
-        profile.after(learner.step)
-        for text in watch.see(row):
-            logging.warning("RL, step %d: %s", learner.step, text)
-        clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
-        due = learner.step % config.checkpoint_every == 0 or learner.step == learner.total
-        if due or stopping or error:
-            with clock("checkpoint"):
-                learner.save(row)
-            saved = learner.step
-        if error:
-            raise error
-        bar.update(reward=float(np.mean(graded_values(sampled.everything) or [0.0])))
-    if saved < learner.step:
-        learner.save(row)
+    with _around(config, learner, run, source) as (profile, stop, bar):
+        while learner.step < learner.total and not stopping:
+            profile.before(learner.step + 1)
+            processes.doing(f"rollouts of step {learner.step + 1}")
+            with clock("rollout_wait"):
+                step = source.step()
+            if step is None:
+                break
+            sampled, figures = step
+            processes.doing(f"update of step {learner.step + 1}")
+            with clock("update"):
+                learner.state, learner.critic, stats = update(
+                    config,
+                    learner.state,
+                    learner.model.config,
+                    sampled.used,
+                    learner.compute,
+                    learner.constraint,
+                    critic=learner.critic,
+                    reference=learner.reference,
+                )
+            learner.step, learner.ledger = learner.step + 1, sampled.composition.state
+            error = check_updates(stats, config.optimizer)
+            if learner.step < learner.total and not error:
+                with clock("publish"):
+                    source.learned()
+            processes.doing(f"rows of step {learner.step}")
+            # Rows come before the checkpoint: what a kill between the two leaves is taken back.
+            with clock("traces"):
+                source.log.learned(learner.step, digest(fingerprint(learner.state.model)))
+                run.traces(learner.step, "rl", group_rows(sampled.everything))
+            row = {**stats, **_describe(sampled, learner, stats, clock), **figures}
+            run.metrics(learner.step, "rl", **row)
+            profile.after(learner.step)
+            for text in watch.see(row):
+                logging.warning("RL, step %d: %s", learner.step, text)
+            clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
+            due = learner.step % config.checkpoint_every == 0 or learner.step == learner.total
+            if due or stopping or error:
+                with clock("checkpoint"):
+                    learner.save(row)
+                    source.saved()
+                saved = learner.step
+            if error:
+                raise error
+            bar.update(reward=float(np.mean(graded_values(sampled.everything) or [0.0])))
+        if saved < learner.step:
+            learner.save(row)
 
 
-def _step_of(
-    config: RLConfig, learner: Learner, batches: Background[tuple[Share, float, float]]
-) -> tuple[Sampled, dict[str, float]] | None:
-    """The batch of a step from the shares of all processes, and figures about its sampling.
-
-    None if a process has abandoned its share: one that went on would wait for the others in vain.
-    """
-    try:
-        share, seconds, reward_seconds = batches.result()
-    except asyncio.CancelledError:
-        seconds = None
-    told: list[float | None] = [seconds]
-    if processes.count() > 1:
-        wait = config.mesh.wait_seconds
-        told = asyncio.run(processes.exchange(seconds, "rollouts of a step", wait))
-    times = [time for time in told if time is not None]
-    if len(times) < len(told):
-        return None
-    sampled = stamp(assemble(config, share, learner.surplus), learner.policy_step)
-    learner.cursor, learner.surplus = sampled.cursor, sampled.surplus
-    # The time is that of the slowest process: all have waited for it.
-    return sampled, sampling_metrics(sampled, learner.engines, max(times), reward_seconds)
+@contextlib.contextmanager
+def _around(
+    config: RLConfig, learner: Learner, run: RunDir, source: Source
+) -> Iterator[tuple[Profile, Stop, Bar]]:
+    """The profiler, the request to stop, and the progress bar of a run."""
+    with (
+        contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
+        stop_on_sigterm(source.abandon) as stop,
+        progress("RL", total=learner.total, initial=learner.step) as bar,
+    ):
+        yield profile, stop, bar
 
 
-def _sampling(
-    config: RLConfig,
-    learner: Learner,
-    stream: grain.MapDataset,
-    prompt: Prompt,
-    tools: Sequence[Tool],
-) -> Callable[..., tuple[Share, float, float]]:
-    """Samples this process's share of a batch; and the seconds of that, and of its grading."""
-    graders, engines, model = Graders(config.graders), learner.engines, learner.model
-
-    def sample(runner: asyncio.Runner, cursor: int, surplus: int) -> tuple[Share, float, float]:
-        for engine in engines:
-            engine.restart()
-        clock = Clock("reward")
-        share = sample_share(
-            config, runner, engines, model, stream, prompt, cursor, tools, graders, clock, surplus
-        )
-        return share, clock.elapsed(), clock.seconds["reward"]
-
-    return sample
+def _record(sampled: Sampled) -> StepRecord:
+    composition = sampled.composition
+    return StepRecord(
+        step=composition.step,
+        used=list(composition.used),
+        examined=list(composition.examined),
+        dropped=list(composition.dropped),
+        samples=[[sample_record(t) for t in group] for group in sampled.used],
+        state=composition.state,
+        counts={"discarded": composition.discarded, "given_up": composition.given_up},
+    )
 
 
 def _describe(
@@ -224,7 +329,7 @@ def _describe(
     seconds = clock.seconds["update"]
     return {
         **describe(sampled),
-        **rollout_metrics(sampled, learner.step - 1),
+        **rollout_metrics(sampled),
         **train_speed(
             learner.model.config,
             lengths,

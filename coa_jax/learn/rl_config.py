@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
-from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
+from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
+from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.training import TrainingConfig
 from coa_jax.model.config import LoraConfig
@@ -29,7 +30,21 @@ class RLConfig(TrainingConfig):
         num_tasks: tasks of the training split that are drawn from.
         groups: tasks whose groups make one step.
         group_size: samples of a task.
-        max_rounds: how often a step may sample further tasks until enough groups have a signal.
+        max_sampled: a step looks at no more than this multiple of ``groups``; if too few of these
+            groups have a signal, it learns from fewer.
+        groups_in_flight: groups that are sampled at a time; 0 for as many as the share of groups
+            with a signal makes necessary.
+        max_staleness: greatest age of a group when a step learns from it, in steps between the
+            oldest policy that sampled one of its tokens and the policy that learns.  0 samples each
+            step with the newest policy, takes groups in the order of their tasks and ignores
+            ``rollout.max_seconds`` and ``max_tool_seconds``: the run is then a function of its
+            seed.  Above 0 rollouts go on while updates run, and older groups are dropped and their
+            tasks asked again.
+        admission: which groups a step takes if ``max_staleness`` is above 0: ``completion`` takes
+            the first that end, which favours short trajectories; ``task_order`` waits for the
+            oldest task.
+        in_flight_weights: what samples in flight do when weights change: ``keep`` what the earlier
+            weights have computed in the cache, or ``recompute`` it.
         updates: optimiser updates of a step; above 1 the later ones are off-policy.
         format_reward: whether a right answer counts only where the protocol was obeyed, as in the
             paper's eq 11; else the answer alone counts, as in its eq 10.
@@ -41,10 +56,6 @@ class RLConfig(TrainingConfig):
         rollout: budgets of a trajectory.
         graders: what a right answer is, and who says so; see docs/grading.md.
         lora: adapters to train in place of the whole model.
-        rollouts_ahead: 0 samples every batch with the newest policy.  1 samples the next batch
-            while a batch is learned, with the policy before that update: rollouts and updates
-            overlap, and the ratio to the sampler's log-probabilities, clipped as ``algorithm``
-            says, corrects for the one step between the two.
         keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
             for none.  What a step says of its rollouts is about the policy before its updates; the
             checkpoint of that step has the parameters after them.
@@ -56,7 +67,6 @@ class RLConfig(TrainingConfig):
     num_tasks: Count
     groups: Size
     group_size: Size
-    max_rounds: Times
     updates: Size
     format_reward: bool
     temperature: Annotated[float, Between(0, 100, above=True)]
@@ -66,7 +76,11 @@ class RLConfig(TrainingConfig):
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     attention_length: Natural = 0
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    rollouts_ahead: Annotated[int, Between(0, 1)] = 0
+    max_sampled: Annotated[float, Between(1, 1000)] = 2.0
+    groups_in_flight: Natural = 0
+    max_staleness: Annotated[int, Between(0, 100)] = 0
+    admission: Literal["completion", "task_order"] = "completion"
+    in_flight_weights: Literal["keep", "recompute"] = "keep"
     keep_best: Annotated[str, OneOf("", *BEST)] = ""
     probe_s: Annotated[float, Between(0, 600)] = 10.0
 
@@ -74,6 +88,25 @@ class RLConfig(TrainingConfig):
     def longest(self) -> int:
         """Tokens that a trajectory may have."""
         return min(self.rollout.max_tokens, self.engine.max_length)
+
+    @property
+    def budgets(self) -> RolloutConfig:
+        """Budgets of a trajectory; without those of the clock where the seed decides alone."""
+        if self.max_staleness:
+            return self.rollout
+        return dataclasses.replace(self.rollout, max_seconds=0.0, max_tool_seconds=0.0)
+
+    @property
+    def rules(self) -> Rules:
+        """How steps are composed."""
+        return Rules(
+            groups=self.groups,
+            most=int(self.max_sampled * self.groups),
+            max_staleness=self.max_staleness,
+            in_order=self.admission == "task_order",
+            in_flight=self.groups_in_flight,
+            steps=self.optimizer.total_steps // self.updates,
+        )
 
     @property
     def chosen(self) -> Algorithm:
@@ -110,12 +143,10 @@ class RLConfig(TrainingConfig):
                 f"optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
                 f"{self.updates} updates; give at least as many"
             )
-        older = self.rollouts_ahead or algorithm.learn_from == "signal"  # and its surplus
-        if older and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
-            why = "rollouts_ahead is 1" if self.rollouts_ahead else "surplus groups are kept"
+        if self.max_staleness and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
             raise UserError(
-                f"{why} and algorithm.old_logp is 'trainer': nothing corrects for the "
-                "policy that sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
+                f"max_staleness is {self.max_staleness} and algorithm.old_logp is 'trainer': "
+                "nothing corrects for the policy that sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
             )
         if self.updates > self.groups:
             raise UserError(

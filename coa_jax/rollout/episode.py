@@ -31,6 +31,7 @@ class Episode:
     Attributes:
         tokens: the whole record.
         context: what of it the policy reads: all, until `cut` takes something away.
+        versions: (position, policy version) wherever the version changes, see `computed_by`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Episode:
         self._parser = Parser(protocol)
         self._stream = TextStream(table)
         self._end_tokens = end_tokens
+        self.versions: list[tuple[int, int]] = []
         self._monitor = Monitor(protocol) if strict else None
         self._policy_text = ""
         self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
@@ -92,6 +94,18 @@ class Episode:
             if segment.role == self.protocol.answer:
                 return StopReason.ANSWER
         return StopReason.VIOLATION if broken else None
+
+    def computed_by(self, version: int) -> None:
+        """Notes the policy version of the forward passes from here on.
+
+        An entry (position, version) says that this version has computed the cache from the token
+        before ``position`` on, and has sampled the tokens from ``position`` on.
+        """
+        position = len(self.tokens) if self.versions else 0
+        if self.versions and self.versions[-1] == (position, self.versions[-1][1]):
+            self.versions.pop()  # that version has sampled nothing
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((position, version))
 
     def take_text(self) -> str:
         """What the policy wrote since the last call, for those who watch."""

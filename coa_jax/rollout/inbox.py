@@ -1,11 +1,15 @@
-"""Requests of a rollout: all known before it begins, or put in and taken back while it runs."""
+"""Requests of a rollout: all known before it begins, or put in and taken back while it runs.
+
+New weights come the same way, to be taken over between two programs of an engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from coa_jax.model.params import DecodeParams
 from coa_jax.rollout.request import Request
 
 
@@ -16,13 +20,22 @@ class Inbox:
     rollout ends when the inbox is closed and what was in it has finished.
     """
 
-    def __init__(self, requests: Iterable[Request] = (), *, closed: bool = False):
+    def __init__(
+        self,
+        requests: Iterable[Request] = (),
+        *,
+        closed: bool = False,
+        version: int | None = None,
+    ):
         """Holds requests already.
 
         Args:
             requests: consumed lazily, before those that are put in.
             closed: whether they are all.
+            version: policy version of the engines; None where trajectories do not say by which
+                version they were sampled.
         """
+        self.version = version
         self._source = iter(requests)
         self._queue: deque[Request] = deque()
         self.readers: list[Reader] = []
@@ -63,6 +76,20 @@ class Inbox:
             self._cancelled.append(request)
         self._tell()
 
+    def publish(self, parts: Sequence[DecodeParams], version: int, recompute: bool = False) -> None:
+        """Gives the engines new parameters, which each takes over before its next program.
+
+        Args:
+            parts: one for each group of devices, as `engine.layout.publish` makes them.
+            version: policy version of the parameters.
+            recompute: whether the caches of running samples are computed again with them.
+        """
+        self.version = version
+        count = len(self.readers) // len(parts)
+        for index, reader in enumerate(self.readers):
+            reader.weights = (parts[index // count], version, recompute)
+        self._tell()
+
     def close(self) -> None:
         """Says that no request will come any more."""
         self.closed = True
@@ -85,10 +112,12 @@ class Reader:
 
     Attributes:
         waiting: samples that it took and has no room for yet.
+        weights: arguments of the last `Inbox.publish` that the engine has not taken over yet.
     """
 
     def __init__(self, inbox: Inbox, cancelled: list[Request]):
         """Begins with requests that were cancelled before."""
+        self.weights: tuple[DecodeParams, int, bool] | None = None
         self._inbox, self._cancelled = inbox, cancelled
         self._news = asyncio.Event()
         self.waiting: deque[tuple[Request, int]] = deque()
@@ -120,6 +149,6 @@ class Reader:
         self._news.set()
 
     async def changed(self) -> None:
-        """Returns when something was put in, cancelled or closed since the last return."""
+        """Returns when there was news since the last return: see `put`, `cancel`, `publish`."""
         await self._news.wait()
         self._news.clear()

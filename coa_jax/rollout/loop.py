@@ -31,11 +31,12 @@ def rollout(
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
     on_tokens: Callable[[int], None] | None = None,
+    on_start: Callable[[Scheduler], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends; the policy's text decides what happens.
 
     Args:
-        engine, requests, tools, config, on_text, on_tokens: see `run_episodes`.
+        engine, requests, tools, config, on_text, on_tokens, on_start: see `run_episodes`.
         tokenizer: of the policy.
 
     Returns:
@@ -49,7 +50,7 @@ def rollout(
         config.max_observation_tokens,
         config.strict,
     )
-    return run_episodes(engines, episodes, requests, tools, config, on_text, on_tokens)
+    return run_episodes(engines, episodes, requests, tools, config, on_text, on_tokens, on_start)
 
 
 async def run_episodes(
@@ -60,6 +61,7 @@ async def run_episodes(
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
     on_tokens: Callable[[int], None] | None = None,
+    on_start: Callable[[Scheduler], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests to their ends and yields trajectories as they finish.
 
@@ -74,6 +76,7 @@ async def run_episodes(
         config: budgets.
         on_text: called with the text of policy and environment as it arrives.
         on_tokens: called with how many tokens the policy has written since the last call.
+        on_start: called with the scheduler of each engine.
 
     Yields:
         Ungraded trajectories, in the order in which they finish.
@@ -83,6 +86,8 @@ async def run_episodes(
     try:
         for one in _all(engine):
             schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text, on_tokens))
+            if on_start is not None:
+                on_start(schedulers[-1])
         async with contextlib.aclosing(_merged(list(map(_run, schedulers)))) as stream:
             async for trajectory in stream:
                 yield trajectory

@@ -13,7 +13,7 @@ from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.protocol import Asked, Level, Prompt, messages_of
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
-from coa_jax.trajectory import Author, ToolCall
+from coa_jax.trajectory import Author, StopReason, ToolCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,10 @@ class Request:
         agent: whether the budgets of `RolloutConfig` and its ``constrain`` hold for the samples;
             else they only write on, up to ``max_tokens``.
         metadata: goes into every trajectory.
+        plan: where the policy version changes, as (position, version) pairs beginning with
+            position 0: a replay waits there for the parameters of that version.  () for a sample
+            that goes on with whatever parameters are published.
+        ends: (tokens, reason) of a replayed sample that the clock ended; None for others.
     """
 
     task: Task
@@ -101,6 +105,8 @@ class Request:
     max_tokens: int = 0
     agent: bool = True
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    plan: tuple[tuple[int, int], ...] = ()
+    ends: tuple[int, StopReason] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ class _Running:
     episode: Episode
     slot: int
     began: float
+    paused: bool = False  # until the parameters of its planned version are there
     tool: asyncio.Task[tuple[Observation, float]] | None = None
     tool_request: ToolRequest | None = None
     tool_seconds: float = 0.0
@@ -58,6 +58,10 @@ class Scheduler:
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
         self.inbox, self.reader = inbox, inbox.reader()
+        self.version = inbox.version
+        # Slot-seconds of samples in slots, and of those among them that wait for a tool.
+        self.occupied_s = self.waiting_s = 0.0
+        self._counted = asyncio.get_running_loop().time()
         self.on_text, self.on_tokens = on_text, on_tokens
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, _Running] = {}
@@ -70,8 +74,10 @@ class Scheduler:
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Fills free slots; returns whether there is anything to do now."""
+        """Takes new weights, fills free slots; returns whether there is anything to do now."""
+        self._count()
         self._cancel()
+        await self._take_weights()
         placed: list[tuple[Request, int, int]] = []
         prefills: list[tuple[int, int, Sequence[int]]] = []
         forks: dict[int, list[int]] = {}
@@ -110,10 +116,59 @@ class Scheduler:
         await self.reader.changed()
         return True
 
+    def restart(self, version: int) -> None:
+        """Notes that the engine, none of whose slots is in use, has other parameters."""
+        if self.running:
+            raise RuntimeError("the parameters have changed under samples that are running")
+        self.version = version
+        self.held.clear()
+
+    def _count(self) -> None:
+        now = asyncio.get_running_loop().time()
+        passed, self._counted = now - self._counted, now
+        self.occupied_s += passed * len(self.running)
+        self.waiting_s += passed * sum(run.tool is not None for run in self.running.values())
+
+    async def _take_weights(self) -> None:
+        """Goes on with the parameters that were published since the last program."""
+        if self.reader.weights is None:
+            return
+        (params, self.version, recompute), self.reader.weights = self.reader.weights, None
+        self.engine.publish(params)
+        self.held.clear()  # prompts in the cache of earlier parameters
+        if recompute and self.running:
+            for run in self.running.values():
+                self._computes(run)
+            feeds = [(run.slot, 0, run.episode.context) for run in self.running.values()]
+            await self._on_device(self.engine.extend, feeds)
+        for run in self.running.values():
+            if run.request.plan:
+                self.engine.set_limit(run.slot, self._limit_now(run.request))
+            if run.paused and not self._must_pause(run):
+                run.paused = False
+                self.engine.set_active(run.slot, True)
+
+    def _computes(self, run: _Running) -> None:
+        """Notes the policy version of the next forward pass of a sample."""
+        if self.version is not None:
+            run.episode.computed_by(self.version)
+
     def _limit(self, request: Request) -> int:
         """Tokens of a whole trajectory."""
         wanted = request.max_tokens or self.config.max_tokens
         return min(wanted, self.engine.config.max_length)
+
+    def _limit_now(self, request: Request) -> int:
+        """Tokens that a trajectory may have before it needs later parameters, by its plan."""
+        version = self.version or 0
+        later = [position for position, planned in request.plan if planned > version]
+        end = [request.ends[0]] if request.ends else []
+        return min([self._limit(request), *later[:1], *end])
+
+    def _must_pause(self, run: _Running) -> bool:
+        """Whether a sample needs parameters that are not published yet, by its plan."""
+        version, tokens = self.version or 0, len(run.episode.tokens)
+        return any(at <= tokens and planned > version for at, planned in run.request.plan)
 
     def _cancel(self) -> None:
         """Ends the samples that nobody wants any more, those that wait for a slot too."""
@@ -178,19 +233,25 @@ class Scheduler:
             slot,
             len(prompt),
             last_token=prompt[-1],
-            limit=self._limit(request),
+            limit=self._limit_now(request),
             key=(request.seed, request.prompt_id, sample),
             sampling=request.sampling,
             protocol=request.task.protocol if request.agent and self.config.constrain else None,
         )
-        self.engine.set_active(slot, True)
-        self.running[slot] = _Running(request, episode, slot, time.monotonic())
+        run = _Running(request, episode, slot, asyncio.get_running_loop().time())
+        self._computes(run)
+        run.paused = self._must_pause(run)
+        self.engine.set_active(slot, not run.paused)
+        self.running[slot] = run
 
     async def turn(self) -> list[Trajectory]:
         """Collects finished tools, decodes one chunk, starts new tools."""
         finished, self.refused = self.refused, []
         finished += await self._collect()
         if self.engine.any_active:
+            for run in self.running.values():
+                if run.tool is None and not run.paused:
+                    self._computes(run)
             chunk = await self._on_device(self.engine.decode)
             written = 0
             for run in list(self.running.values()):
@@ -206,7 +267,8 @@ class Scheduler:
                 self.on_tokens(written)
             await asyncio.sleep(0)
         elif not finished and self.running:
-            calls = {run.tool for run in self.running.values() if run.tool is not None}
+            runs = self.running.values()
+            calls = {run.tool for run in runs if run.tool is not None and not run.tool.done()}
             news = asyncio.ensure_future(self.reader.changed())
             try:
                 await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
@@ -246,10 +308,14 @@ class Scheduler:
     def _check_ended(self, run: _Running, active: bool) -> None:
         """A row at rest without a tool would never decode again, and nobody would end it."""
         if not active and run.tool is None and self.running.get(run.slot) is run:
+            run.paused = self._must_pause(run)
+            if run.paused:
+                return
             raise RuntimeError(f"slot {run.slot} has ended, but not the sample in it")
 
     async def _call(self, run: _Running, request: ToolRequest) -> tuple[Observation, float]:
-        start = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         tool = self.tools.get(request.tool)
         if tool is None:
             return unavailable(request.tool), start
@@ -263,7 +329,7 @@ class Scheduler:
             tool_seconds=run.tool_seconds,
         )
         observation = await call(tool, request.arguments, context)
-        run.tool_seconds += time.monotonic() - start
+        run.tool_seconds += clock() - start
         return observation, start
 
     async def _collect(self) -> list[Trajectory]:
@@ -274,6 +340,9 @@ class Scheduler:
             request = run.tool_request
             if run.tool is None or request is None or not run.tool.done():
                 continue
+            if self._must_pause(run):
+                continue
+            self._computes(run)
             observation, start = run.tool.result()
             run.tool, run.tool_request = None, None
             episode = run.episode
@@ -323,13 +392,17 @@ class Scheduler:
     def _spent(self, run: _Running) -> StopReason | None:
         """The budget of the whole trajectory that is used up, if one is."""
         config = self.config
+        ends = run.request.ends
+        if ends is not None and len(run.episode.tokens) >= ends[0]:
+            return ends[1]
         if len(run.episode.context) >= self._limit(run.request):
             return StopReason.LENGTH
         if not run.request.agent:
             return None
         if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
             return StopReason.TOOL_TIME
-        if config.max_seconds and time.monotonic() - run.began > config.max_seconds:
+        seconds = asyncio.get_running_loop().time() - run.began
+        if config.max_seconds and seconds > config.max_seconds:
             return StopReason.DEADLINE
         return None
 
@@ -337,7 +410,10 @@ class Scheduler:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
-        metadata = self._metadata(run.request, time.monotonic() - run.began)
+        seconds = asyncio.get_running_loop().time() - run.began
+        metadata = self._metadata(run.request, seconds)
+        if run.episode.versions:
+            metadata["policy_versions"] = [list(pair) for pair in run.episode.versions]
         if self.config.cut_context:
             metadata["cut_tokens"] = len(run.episode.tokens) - len(run.episode.context)
         trajectory = run.episode.finish(reason, run.request.task.gold, metadata)

@@ -50,7 +50,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "seed": 5,
         "groups": 2,
         "group_size": 4,
-        "max_rounds": 2,
+        "max_sampled": 2.0,
         "format_reward": False,
         "updates": 1,
         "temperature": 1.2,
@@ -91,8 +91,8 @@ def config_of(kind: str, folder: Path) -> sft.SFTConfig | RLConfig:
     """The run of a kind: SFT, RL, or RL with rollouts ahead."""
     if kind == "sft":
         return sft_config(folder / "base", folder / "data.jsonl")
-    ahead = int(kind == "ahead")
-    return rl_config(folder / "model", folder / "tasks.jsonl", rollouts_ahead=ahead)
+    ahead = 2 * int(kind == "ahead")
+    return rl_config(folder / "model", folder / "tasks.jsonl", max_staleness=ahead)
 
 
 def main(argv: list[str]) -> None:

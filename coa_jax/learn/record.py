@@ -1,0 +1,222 @@
+"""What a run of reinforcement learning keeps on disk besides its checkpoints.
+
+``spool/`` holds every trajectory, graded, from the moment at which it ends until a checkpoint makes
+it superfluous.  ``steps.jsonl`` says for each step which trajectories it learned from, under which
+policy versions their tokens were sampled, and what their tools returned: with it the run can be
+repeated, and a run that was killed repeats the steps after its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from coa_jax import files, jsonl
+from coa_jax.parallel import processes
+from coa_jax.trajectory import Trajectory
+
+Versions = list[list[int]]
+"""``[[position, policy version], ...]`` of a trajectory, see `rollout.sampler.Sampler`."""
+
+
+def versions_of(trajectory: Trajectory) -> Versions:
+    """The policy versions of a trajectory's tokens."""
+    versions: Versions = trajectory.metadata["policy_versions"]
+    return versions
+
+
+def oldest_of(group: Iterable[Trajectory]) -> int:
+    """The oldest policy version that sampled one of a group's trajectories."""
+    return min(versions_of(trajectory)[0][1] for trajectory in group)
+
+
+# --- finished trajectories -----------------------------------------------------------------
+
+
+class Spool:
+    """The finished trajectories of this process that no checkpoint has made superfluous.
+
+    There is one file for each process and each policy version with which trajectories began.
+    """
+
+    def __init__(self, folder: Path):
+        """Opens the folder, in which a killed process may have left half a row."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tasks: dict[Path, set[int]] = defaultdict(set)
+        for path in folder.glob("*.jsonl"):
+            if self._is_mine(path):
+                files.cut_torn_line(path)
+
+    def _is_mine(self, path: Path) -> bool:
+        """Whether this process keeps a file: its own, or process 0 that of one that is gone."""
+        process = int(path.stem.split("-")[0])
+        return processes.index() == (process if process < processes.count() else 0)
+
+    def read(self) -> dict[tuple[int, int], list[Trajectory]]:
+        """What is there of this process's tasks, by (task index, sample), oldest version first."""
+        found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
+        paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+        for path in paths:
+            for row in files.read_jsonl(path):
+                trajectory = Trajectory.from_json(row)
+                index = trajectory.metadata["prompt_id"]
+                if self._is_mine(path):
+                    self._tasks[path].add(index)
+                if index % processes.count() == processes.index():
+                    found[index, trajectory.sample_id].append(trajectory)
+        return found
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Keeps a trajectory.
+
+        Raises:
+            OSError: e.g. the disk is full; the rows before are whole.
+        """
+        name = f"{processes.index()}-{oldest_of([trajectory])}.jsonl"
+        path = self.folder / name
+        files.append(path, (jsonl.dumps(trajectory.to_json()) + "\n").encode())
+        self._tasks[path].add(trajectory.metadata["prompt_id"])
+
+    def prune(self, step: int, still_open: Collection[int]) -> None:
+        """Removes what the run does not need if it goes on after the checkpoint of a step.
+
+        Args:
+            step: the step.
+            still_open: indices of the tasks that were asked and are in no step up to this one.
+        """
+        for path, indices in list(self._tasks.items()):
+            if int(path.stem.split("-")[1]) < step and indices.isdisjoint(still_open):
+                path.unlink(missing_ok=True)
+                del self._tasks[path]
+
+
+# --- steps ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """A row of ``steps.jsonl``.
+
+    Attributes:
+        step: number of the step.
+        used: task index of each group that the step learned from.
+        examined, dropped: see `admission.Composition`.
+        samples: for each used group its trajectories without their tokens, see `sample_record`.
+        state: of the ledger after the step.
+        counts: ``discarded`` and ``given_up`` of the composition.
+    """
+
+    step: int
+    used: list[int]
+    examined: list[int]
+    dropped: list[int]
+    samples: list[list[dict[str, Any]]]
+    state: dict[str, Any]
+    counts: dict[str, int]
+
+
+def sample_record(trajectory: Trajectory) -> dict[str, Any]:
+    """What the repetition of a trajectory needs, and a checksum by which it is recognised."""
+    return {
+        "sample": trajectory.sample_id,
+        "versions": versions_of(trajectory),
+        "length": len(trajectory.tokens),
+        "checksum": checksum(trajectory),
+        "stop_reason": str(trajectory.stop_reason),
+        "reward": None if trajectory.reward is None else dataclasses.asdict(trajectory.reward),
+        "calls": [dataclasses.asdict(call) for call in trajectory.tool_calls],
+    }
+
+
+def checksum(trajectory: Trajectory) -> int:
+    """Of the tokens and of every bit of their log-probabilities."""
+    return zlib.crc32(trajectory.logp.tobytes(), zlib.crc32(trajectory.tokens.tobytes()))
+
+
+class StepLog:
+    """``steps.jsonl`` of a run; process 0 writes, all read."""
+
+    def __init__(self, path: Path, active: bool):
+        """Opens the file.
+
+        Args:
+            path: the file.
+            active: whether this process writes.
+        """
+        self.path, self._active = path, active
+        if active:
+            files.cut_torn_line(path)
+        self._parameters = self.parameters()
+
+    def read(self, after: int = 0) -> list[StepRecord]:
+        """The steps after a step, consecutive, each as it was written last."""
+        rows = files.read_jsonl(self.path) if self.path.exists() else []
+        records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}
+        steps: list[StepRecord] = []
+        while (step := after + len(steps) + 1) in records:
+            steps.append(records[step])
+        return steps
+
+    def parameters(self) -> dict[int, int]:
+        """Checksum of the parameters after each step."""
+        rows = files.read_jsonl(self.path) if self.path.exists() else []
+        return {row["step"]: row["parameters"] for row in rows if "parameters" in row}
+
+    def write(self, record: StepRecord) -> None:
+        """Appends a step, before its update."""
+        self._append(dataclasses.asdict(record))
+
+    def learned(self, step: int, parameters: int) -> None:
+        """Appends the checksum of the parameters after a step; a repeated step is compared."""
+        if step not in self._parameters:
+            self._append({"step": step, "parameters": parameters})
+        elif self._parameters[step] != parameters:
+            logging.warning("step %d was repeated, and its parameters came out differently", step)
+
+    def forget(self, step: int) -> None:
+        """Drops the steps after a step, which cannot be repeated."""
+        self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
+        if self._active:
+            files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self._active:
+            files.append(self.path, (json.dumps(row) + "\n").encode())
+
+
+def recorded_groups(
+    record: StepRecord, spool: Mapping[tuple[int, int], Sequence[Trajectory]], size: int
+) -> dict[int, list[Trajectory]] | None:
+    """The groups of a recorded step that belong to this process; None if one is not there.
+
+    Args:
+        record: the step.
+        spool: see `Spool.read`.
+        size: trajectories of a group.
+    """
+    groups: dict[int, list[Trajectory]] = {}
+    wanted = dict(zip(record.used, record.samples, strict=True))
+    for index in record.examined:
+        if index % processes.count() != processes.index():
+            continue
+        marks = {sample["sample"]: sample["checksum"] for sample in wanted.get(index, ())}
+        members = []
+        for number in range(size):
+            found = [
+                trajectory
+                for trajectory in spool.get((index, number), ())
+                if marks.get(number) in (None, checksum(trajectory))
+            ]
+            if not found:
+                return None
+            members.append(found[-1])
+        groups[index] = members
+    return groups

@@ -1,0 +1,317 @@
+"""A stream of graded groups that runs beside the updates, in a thread with an event loop.
+
+Slots are refilled as soon as they are free.  A trajectory is graded and on disk when it ends; a
+group enters a step when all of its samples are graded.  `admission.Ledger` decides which tasks are
+asked and which groups make a step.
+
+With several processes each samples every so many tasks.  They tell each other what has ended, so
+that all compose the same steps.  No program of all processes runs here: those come in one order
+everywhere, which is that of the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.learn.admission import Composition, Ledger
+from coa_jax.learn.record import Spool, oldest_of, versions_of
+from coa_jax.parallel import processes
+from coa_jax.rollout.request import Request
+from coa_jax.rollout.sampler import Sampler
+from coa_jax.trajectory import StopReason, Trajectory
+
+_NEWS_S = 0.25
+"""Seconds between two exchanges of processes that have nothing to tell."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What this process has of a step.
+
+    Attributes:
+        composition: the step.
+        groups: this process's examined groups by task index, graded.
+        dropped: groups that were too old; they may be incomplete.
+        figures: seconds and counts since the step before, see `Sampler.figures`; ``seconds`` that
+            have passed and ``reward_s`` that grading took, added up over trajectories.
+    """
+
+    composition: Composition
+    groups: dict[int, list[Trajectory]]
+    dropped: list[list[Trajectory]]
+    figures: dict[str, float]
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """The samples of a task that are in flight or have ended.
+
+    Attributes:
+        request: the samples that were asked.
+        size: samples of the group.
+        done: graded trajectories by sample number.
+        grading: of the trajectories that have ended.
+    """
+
+    request: Request
+    size: int
+    done: dict[int, Trajectory]
+    grading: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+
+
+class Stream:
+    """The groups of a run, sampled in the background."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        sampler: Sampler,
+        spool: Spool,
+        *,
+        ask: Callable[[int], Request],
+        grade: Callable[[Request, Trajectory], Awaitable[Trajectory]],
+        has_signal: Callable[[Sequence[Trajectory]], bool],
+        wait_seconds: float,
+        kept: Mapping[tuple[int, int], Sequence[Trajectory]] | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    ):
+        """Does nothing before `start`.
+
+        Args:
+            ledger: decides; its version is that of the sampler.
+            sampler: of this process.
+            spool: gets every graded trajectory.
+            ask: request for all samples of the task with an index.
+            grade: gives a finished trajectory its reward.
+            has_signal: whether a step can learn from a group.
+            wait_seconds: how long to wait for news of another process.
+            kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
+            loop_factory: makes the event loop.
+        """
+        self._ledger, self._sampler, self._spool = ledger, sampler, spool
+        self._request, self._grade, self._has_signal = ask, grade, has_signal
+        self._wait_seconds, self._kept = wait_seconds, dict(kept or {})
+        self._version = ledger.version
+        self._groups: dict[int, _Group] = {}
+        self._attempts: dict[int, int] = {}
+        self._late: list[list[Trajectory]] = []
+        self._events: list[list[Any]] = []
+        self._in_flight = 0  # samples that were asked and have not come out of the sampler
+        self._reward_s = 0.0
+        self._before: dict[str, float] = {}
+        self._shares: queue.SimpleQueue[Share | BaseException] = queue.SimpleQueue()
+        self._loop = (loop_factory or asyncio.new_event_loop)()
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._task: asyncio.Task[None] | None = None
+        self._abandoned = False
+
+    # --- called by the main thread ---------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to sample."""
+        self._thread.start()
+
+    def step(self) -> Share | None:
+        """Waits for this process's share of the next step; None if the stream was abandoned.
+
+        Raises:
+            Exception: what ended the stream.
+        """
+        share = self._shares.get()
+        if isinstance(share, asyncio.CancelledError):
+            return None
+        if isinstance(share, BaseException):
+            raise share
+        return share
+
+    def publish(self, weights: Any, version: int) -> None:
+        """Gives the sampler new weights; see `Sampler.publish`."""
+
+        def publish() -> None:
+            self._sampler.publish(weights, version)
+            self._version = version
+            if self._ledger.rules.max_staleness == 0:
+                self._before = self._counts()  # nothing was sampled since the step before
+            self._news.set()
+
+        self._call(publish)
+
+    def prune(self, step: int, still_open: Sequence[int]) -> None:
+        """See `Spool.prune`."""
+        self._call(lambda: self._spool.prune(step, still_open))
+
+    def abandon(self) -> None:
+        """Ends the stream soon, without waiting for that; signal handlers may call it."""
+        if not self._abandoned:
+            self._abandoned = True  # cancelled again, it would be torn out of its cleaning up
+            self._call(lambda: self._task.cancel() if self._task else None)
+
+    def close(self) -> None:
+        """Abandons the stream and waits for its end."""
+        self.abandon()
+        if self._thread.ident is None:
+            self._loop.close()
+        else:
+            self._thread.join()
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        """Runs a function in the event loop, if that still runs."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
+    # --- in the thread of the stream -------------------------------------------------------
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._main())
+            except* asyncio.CancelledError as group:
+                self._shares.put(group.exceptions[0])
+            except* Exception as group:  # raised again by `step`
+                self._shares.put(group.exceptions[0])
+
+    async def _main(self) -> None:
+        self._task, self._news = asyncio.current_task(), asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
+        self._before = self._counts()
+        if self._abandoned:
+            raise asyncio.CancelledError
+        async with asyncio.TaskGroup() as tasks:
+            sampling = tasks.create_task(self._sample(tasks))
+            await self._decide()
+            sampling.cancel()
+            for group in self._groups.values():
+                self._discard(group)
+
+    async def _sample(self, tasks: asyncio.TaskGroup) -> None:
+        """Grades what the sampler finishes."""
+        # Closed here, not some time later: the engines must be free when this ends.
+        async with contextlib.aclosing(self._sampler.finished()) as finished:
+            async for trajectory in finished:
+                self._in_flight -= 1
+                group = self._groups.get(trajectory.metadata["prompt_id"])
+                current = group and group.request.metadata == _origin(trajectory, group.request)
+                if group and current and trajectory.stop_reason != StopReason.CANCELLED:
+                    task = tasks.create_task(self._finish(group, trajectory))
+                    group.grading.add(task)
+                    task.add_done_callback(group.grading.discard)
+                self._news.set()
+
+    async def _finish(self, group: _Group, trajectory: Trajectory) -> None:
+        began = self._clock()
+        graded = await self._grade(group.request, trajectory)
+        self._reward_s += self._clock() - began
+        self._spool.add(graded)
+        group.done[graded.sample_id] = graded
+        self._check_whole(group)
+
+    def _check_whole(self, group: _Group) -> None:
+        if len(group.done) == group.size:
+            members = list(group.done.values())
+            signal, index = self._has_signal(members), group.request.prompt_id
+            self._events.append(["end", index, signal, oldest_of(members)])
+            self._news.set()
+
+    async def _decide(self) -> None:
+        """Tells the ledger the news of all processes, and does what it says."""
+        ledger = self._ledger
+        while not ledger.complete:
+            self._cancel_late()
+            events, self._events = self._events, []
+            news = (self._version, events)
+            told = await processes.exchange(news, "news of rollouts", self._wait_seconds)
+            ledger.version = min(version for version, _ in told)
+            for _, news in told:
+                for kind, *arguments in news:
+                    (ledger.end if kind == "end" else ledger.late)(*arguments)
+            while (composition := ledger.take()) is not None:
+                await self._hand_over(composition)
+            for index in ledger.admit():
+                if index % processes.count() == processes.index():
+                    self._ask(index)
+            if not self._events:
+                pause = _NEWS_S if processes.count() > 1 else None
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), pause)
+            self._news.clear()
+
+    def _ask(self, index: int) -> None:
+        """Asks for a group, or for those of its samples that are not there already."""
+        before = self._groups.pop(index, None)
+        if before is not None:
+            self._discard(before)
+        request = self._request(index)
+        attempt = self._attempts[index] = self._attempts.get(index, -1) + 1
+        oldest = self._ledger.oldest_useful
+        done = {
+            sample: found[-1]
+            for sample in request.samples
+            if (found := self._kept.pop((index, sample), ())) and oldest_of(found[-1:]) >= oldest
+        }
+        missing = tuple(sample for sample in request.samples if sample not in done)
+        metadata = {**request.metadata, "attempt": attempt}
+        size = len(request.samples)
+        request = dataclasses.replace(request, samples=missing, metadata=metadata)
+        group = self._groups[index] = _Group(request, size, done)
+        if missing:
+            self._in_flight += len(missing)
+            self._sampler.submit(request)
+        self._check_whole(group)
+
+    def _discard(self, group: _Group) -> None:
+        """Lets a group go: takes it back, and keeps what has ended as too old."""
+        self._sampler.cancel(group.request)
+        for task in list(group.grading):
+            task.cancel()
+        if group.done:
+            self._late.append(list(group.done.values()))
+
+    def _cancel_late(self) -> None:
+        """Finds the groups in flight that no step will learn from any more."""
+        oldest = self._ledger.oldest_useful
+        started = self._sampler.started()
+        for index, group in list(self._groups.items()):
+            versions = [versions_of(trajectory)[0][1] for trajectory in group.done.values()]
+            versions += [started[index]] if index in started else []
+            if not self._ledger.is_open(index):  # given up
+                self._discard(self._groups.pop(index))
+            elif len(group.done) < group.size and min(versions, default=oldest) < oldest:
+                self._discard(self._groups.pop(index))
+                self._events.append(["late", index])
+
+    async def _hand_over(self, composition: Composition) -> None:
+        """Gives the main thread a step."""
+        mine = [i for i in composition.examined if i % processes.count() == processes.index()]
+        groups = {}
+        for index in mine:
+            done = self._groups.pop(index).done
+            del self._attempts[index]
+            groups[index] = [done[number] for number in sorted(done)]
+        late, self._late = self._late, []
+        if self._ledger.rules.max_staleness == 0:
+            # Of the next policy, whose weights may take the place of these, nothing is in flight.
+            for group in self._groups.values():
+                self._discard(group)
+            self._groups, self._attempts, self._late = {}, {}, []
+            while self._in_flight:
+                self._news.clear()
+                await self._news.wait()
+        counts = self._counts()
+        figures = {name: counts[name] - self._before.get(name, 0.0) for name in counts}
+        self._before = counts
+        self._shares.put(Share(composition, groups, late, {**figures, "slots": counts["slots"]}))
+
+    def _counts(self) -> dict[str, float]:
+        clock = {"seconds": self._clock(), "reward_s": self._reward_s}
+        return {**self._sampler.figures(), **clock}
+
+
+def _origin(trajectory: Trajectory, request: Request) -> dict[str, Any]:
+    """What of a trajectory's metadata a request has set."""
+    return {name: trajectory.metadata.get(name) for name in request.metadata}
