@@ -25,7 +25,7 @@ SMALL = {
     "rl.num_tasks": 4,
     "rl.groups": 2,
     "rl.group_size": 2,
-    "rl.max_rounds": 1,
+    "rl.max_sampled": 1.0,
     "rl.optimizer.total_steps": 1,
     "evaluate.num_tasks": 6,
 }

@@ -118,7 +118,7 @@ def rl_config(
         seed=workload.seed,
         groups=len(members),
         group_size=int(members[0]),
-        max_rounds=1,
+        max_sampled=1.0,
         updates=1,
         format_reward=False,
         temperature=1.0,

@@ -33,6 +33,7 @@ from coa_jax.learn.groups import (
 from coa_jax.learn.learner import Learner, group_rows
 from coa_jax.learn.metrics import memory, rollout_metrics, sampling_metrics, train_speed
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
+from coa_jax.learn.replay import Repeated, replay
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
@@ -47,7 +48,7 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run_dir import RunDir
-from coa_jax.tasks import Graders, load_tasks
+from coa_jax.tasks import Graders, Task, load_tasks
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
 from coa_jax.tools.base import Tool
@@ -66,17 +67,11 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
     SIGTERM abandons the rollouts in flight, saves, and ends with exit code 0.
     """
-    tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
-    graders = Graders(config.graders)
-    graders.check(tasks)
-    tasks = with_level(tasks, config.rollout.level)
-    prompt = load_prompt(config.rollout.prompt_style, config.model)
-    warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
+    tasks, prompt, graders = _questions(config)
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
     card = make_card(prompt, tasks)
     run.keep_json(f"rl-{CARD}", card)
-    shuffled = grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
     with contextlib.closing(
         Checkpoints(
             run.checkpoints / "rl",
@@ -88,13 +83,36 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         learner = Learner(config, (task.protocol for task in tasks), checkpoints)
         run.rewind("rl", learner.step)
         with contextlib.closing(
-            Source(config, learner, run, shuffled, prompt, graders, tools)
+            Source(config, learner, run, _stream_of(config, tasks), prompt, graders, tools)
         ) as source:
             _loop(config, learner, run, source)
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
     save_trained(model, config.model, output)
+
+
+def repeat(config: RLConfig, run: Path) -> Repeated:
+    """Repeats a run from its record; see `learn.replay`."""
+    tasks, prompt, _ = _questions(config)
+    protocols = {task.protocol for task in tasks}
+    return replay(config, run, _stream_of(config, tasks), protocols, prompt)
+
+
+def _questions(config: RLConfig) -> tuple[Sequence[Task], Prompt, Graders]:
+    """The tasks of a run, how they are put to the policy, and what grades the answers."""
+    tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
+    graders = Graders(config.graders)
+    graders.check(tasks)
+    tasks = with_level(tasks, config.rollout.level)
+    prompt = load_prompt(config.rollout.prompt_style, config.model)
+    warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
+    return tasks, prompt, graders
+
+
+def _stream_of(config: RLConfig, tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks in the order in which they are asked, again and again."""
+    return grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
 
 
 class Source:
@@ -105,7 +123,7 @@ class Source:
         config: RLConfig,
         learner: Learner,
         run: RunDir,
-        tasks: grain.MapDataset,
+        tasks: Sequence[Task],
         prompt: Prompt,
         graders: Graders,
         tools: Sequence[Tool],

@@ -146,7 +146,8 @@ class RLConfig(TrainingConfig):
         if self.max_staleness and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
             raise UserError(
                 f"max_staleness is {self.max_staleness} and algorithm.old_logp is 'trainer': "
-                "nothing corrects for the policy that sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
+                "nothing corrects for the policy that sampled; give algorithm.tis_cap=2, or "
+                "algorithm.old_logp=sampler"
             )
         if self.updates > self.groups:
             raise UserError(

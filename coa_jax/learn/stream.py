@@ -275,10 +275,10 @@ class Stream:
     def _cancel_late(self) -> None:
         """Finds the groups in flight that no step will learn from any more."""
         oldest = self._ledger.oldest_useful
-        started = self._sampler.started()
         for index, group in list(self._groups.items()):
             versions = [versions_of(trajectory)[0][1] for trajectory in group.done.values()]
-            versions += [started[index]] if index in started else []
+            running = self._sampler.oldest(group.request)
+            versions += [] if running is None else [running]
             if not self._ledger.is_open(index):  # given up
                 self._discard(self._groups.pop(index))
             elif len(group.done) < group.size and min(versions, default=oldest) < oldest:

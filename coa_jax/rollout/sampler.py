@@ -49,8 +49,8 @@ class Sampler(Protocol):
     def finished(self) -> AsyncGenerator[Trajectory, None]:
         """Trajectories, ungraded, as they end."""
 
-    def started(self) -> dict[int, int]:
-        """Prompt id -> oldest policy version of its samples that are running."""
+    def oldest(self, request: Request) -> int | None:
+        """Oldest policy version of a request's samples that are running; None if none is."""
 
     def figures(self) -> dict[str, float]:
         """Seconds and counts since the beginning, by name; see `EngineSampler.figures`."""
@@ -115,13 +115,15 @@ class EngineSampler:
         """See `Sampler`."""
         return self._stream
 
-    def started(self) -> dict[int, int]:
+    def oldest(self, request: Request) -> int | None:
         """See `Sampler`."""
-        oldest: dict[int, int] = {}
-        for run in (run for s in self._schedulers for run in s.running.values()):
-            index, version = run.request.prompt_id, run.episode.versions[0][1]
-            oldest[index] = min(version, oldest.get(index, version))
-        return oldest
+        runs = (run for scheduler in self._schedulers for run in scheduler.running.values())
+        versions = [run.episode.versions[0][1] for run in runs if run.request is request]
+        return min(versions, default=None)
+
+    def settled(self) -> bool:
+        """Whether every sample waits for the parameters of a later version, by its plan."""
+        return self._inbox.empty and all(scheduler.settled for scheduler in self._schedulers)
 
     def figures(self) -> dict[str, float]:
         """Figures of all engines together since the beginning.

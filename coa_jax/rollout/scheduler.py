@@ -123,6 +123,12 @@ class Scheduler:
         self.version = version
         self.held.clear()
 
+    @property
+    def settled(self) -> bool:
+        """Whether all samples wait for the parameters of a later version."""
+        waiting = bool(self.reader.waiting) or self.reader.weights is not None
+        return not waiting and all(map(self._must_pause, self.running.values()))
+
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
         passed, self._counted = now - self._counted, now

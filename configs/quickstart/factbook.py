@@ -89,7 +89,7 @@ def get_config() -> ml_collections.ConfigDict:
             # for its slowest trajectory once more.
             "groups": 24,
             "group_size": 8,
-            "max_rounds": 1,
+            "max_sampled": 1.0,
             "updates": 1,
             "format_reward": True,
             "temperature": 1.0,

@@ -18,7 +18,8 @@ paper takes 150 steps with 7B, as here, and 120 with 32B; the scripts up to 2,00
 answer.  The paper shapes the reward of long answers, with a buffer of 1/8 of the response; the
 release turns that off, and so does this file: ``--config.algorithm.overlong_buffer=4096`` turns it
 on for 32,768 tokens.  A weight decay is not stated for this agent: 0.01.  The release drops groups
-without a signal and samples further ones; here at most ``max_rounds`` times.  3B, which neither
+without a signal and samples further ones; here a step looks at
+``max_sampled`` times its groups at most.  3B, which neither
 has, gets the values of 7B.
 """
 
@@ -44,7 +45,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "seed": 0,
             "groups": 256,
             "group_size": 8,
-            "max_rounds": 4,
+            "max_sampled": 4.0,
             "format_reward": True,
             "updates": 8,
             "temperature": 1.0,

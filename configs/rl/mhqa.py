@@ -42,7 +42,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "seed": 0,
             "groups": 512,
             "group_size": 1,
-            "max_rounds": 1,
+            "max_sampled": 1.0,
             "format_reward": False,
             "updates": 2,
             "temperature": 1.0,

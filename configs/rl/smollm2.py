@@ -35,7 +35,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "seed": 0,
             "groups": 4,
             "group_size": 8,
-            "max_rounds": 2,
+            "max_sampled": 2.0,
             "format_reward": True,
             "updates": 1,
             "temperature": 1.0,

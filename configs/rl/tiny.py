@@ -30,7 +30,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "seed": 0,
             "groups": 2,
             "group_size": 2,
-            "max_rounds": 1,
+            "max_sampled": 1.0,
             "format_reward": False,
             "updates": 1,
             "temperature": 1.0,

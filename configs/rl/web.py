@@ -17,7 +17,8 @@ dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 2
 hour a trajectory, and the judge's verdict on the answer alone is the reward (eq 10).  The judge is
 the model that the paper names for evaluation; the release asks gpt-4.1-mini and scores 0 where it
 gets no verdict, here such a trajectory is masked.  The release samples until 64 groups have a
-signal; here at most ``max_rounds`` times.  3B, which neither has, gets the same values.  The debug
+signal; here a step looks at
+``max_sampled`` times its groups at most.  3B, which neither has, gets the same values.  The debug
 form has the protocol ``web_wiki``, whose search needs no network, and no judge: it compares.
 """
 
@@ -43,7 +44,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "seed": 0,
             "groups": 64,
             "group_size": 8,
-            "max_rounds": 4,
+            "max_sampled": 4.0,
             "format_reward": False,
             "updates": 1,
             "temperature": 1.0,

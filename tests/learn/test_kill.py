@@ -1,4 +1,4 @@
-"""Runs that are killed, asked to stop, or that sample ahead end with the same parameters."""
+"""Runs that are killed or asked to stop end with the same parameters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests import tiny_policy
 from tests.learn.tiny_runs import SFT_STEPS, config_of, rows, run_rl, run_sft
 
 ROOT = Path(__file__).parents[2]
-STEPS = {"sft": SFT_STEPS, "rl": 3, "ahead": 3}
-PHASE = {"sft": "sft", "rl": "rl", "ahead": "rl"}
+STEPS = {"sft": SFT_STEPS, "rl": 3}
+PHASE = {"sft": "sft", "rl": "rl", "stream": "rl"}
 
 
 @pytest.fixture(scope="module")
@@ -192,24 +192,3 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_parameters(kind, folder):
     assert not (folder / name / "model").exists()
     run_here(kind, folder, name)
     assert_same_run(kind, folder, name)
-
-
-def test_rollouts_ahead_are_a_step_behind_and_say_so(folder):
-    run_here("ahead", folder, "ahead-again")
-    run_here("ahead", folder, "ahead-same")
-    whole = folder / "ahead-again"
-    history = rows(whole, "rl")
-    # A group that a step has left over for the next one is older by that step.
-    assert [row["stale/max"] - (row["stale/frac"] > 0) for row in history] == [0.0, 1.0, 1.0]
-    assert [row["stale/mean"] - row["stale/frac"] for row in history] == [0.0, 1.0, 1.0]
-    first, second = (rows(whole, "rl")[i]["mismatch/abs_logp_max"] for i in (0, 1))
-    # What the policy learnt since is the difference that the ratio corrects for.
-    assert first < 1e-4 < second
-    left, right = (
-        load_file(folder / name / "model" / "model.safetensors")
-        for name in ("ahead-again", "ahead-same")
-    )
-    for key in left:
-        np.testing.assert_array_equal(left[key], right[key])
-    for t in read_trajectories(whole / "traces.jsonl"):
-        assert t.metadata["policy_step"] == max(t.metadata["step"] - 2, 0)

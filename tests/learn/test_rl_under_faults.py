@@ -57,7 +57,7 @@ def test_a_run_with_a_third_of_its_calls_failing_finishes_its_steps(tmp_path):
         # One try: what fails is seen by the policy and not mended by the client.
         for tool in tools:
             tool._limits = tool._limits.__class__(total_s=0.5, read_s=0.5, attempts=1, redirects=0)
-        config = rl_config(tmp_path / "model", tmp_path / "tasks.jsonl", max_rounds=3)
+        config = rl_config(tmp_path / "model", tmp_path / "tasks.jsonl", max_sampled=3.0)
         rl.train(config, run, tmp_path / "run" / "model", tools)
     history = rows(tmp_path / "run", "rl")
     assert [row["step"] for row in history] == [1, 2, 3]

@@ -1,11 +1,12 @@
 """Short SFT and RL runs of the tiny policy; as a program, a run that may be killed.
 
-python -m tests.learn.tiny_runs {sft,rl,ahead} FOLDER RUN
+python -m tests.learn.tiny_runs {sft,rl,stream} FOLDER RUN
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from coa_jax.cli import run_main
@@ -18,6 +19,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.small.augment import renaming
 from tests import tiny_policy
+from tests.learn.slow_tools import slow_tools
 
 SFT_STEPS = 24
 
@@ -83,16 +85,27 @@ def rows(workdir: Path, phase: str) -> list[dict[str, float]]:
 
 
 def run_rl(workdir: Path, config: RLConfig) -> None:
+    tools = list(tiny_policy.tools().values())
+    if config.max_staleness:
+        tools = slow_tools(seed=os.getpid())
     with RunDir(workdir) as run:
-        rl.train(config, run, workdir / "model", list(tiny_policy.tools().values()))
+        rl.train(config, run, workdir / "model", tools)
+
+
+STREAM = {
+    "max_staleness": 2,
+    "optimizer": OptimizerConfig(1e-3, total_steps=8, final_ratio=1.0, weight_decay=0.0),
+    "checkpoint_every": 3,
+}
+"""Settings of a run whose rollouts go on while it learns."""
 
 
 def config_of(kind: str, folder: Path) -> sft.SFTConfig | RLConfig:
-    """The run of a kind: SFT, RL, or RL with rollouts ahead."""
+    """The run of a kind: SFT, RL, or RL that streams."""
     if kind == "sft":
         return sft_config(folder / "base", folder / "data.jsonl")
-    ahead = 2 * int(kind == "ahead")
-    return rl_config(folder / "model", folder / "tasks.jsonl", max_staleness=ahead)
+    changes = STREAM if kind == "stream" else {}
+    return rl_config(folder / "model", folder / "tasks.jsonl", **changes)
 
 
 def main(argv: list[str]) -> None:

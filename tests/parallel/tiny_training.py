@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
             optimizer=OptimizerConfig(
                 learning_rate=1e-3, total_steps=steps, final_ratio=1.0, weight_decay=0.0, eps=1e-3
             ),
-            rollouts_ahead=int(case == "ahead"),
+            max_staleness=2 * int(case == "ahead"),
             **({"rollout": constrained, "temperature": 1.6} if case == "constrained" else {}),
         )
         rl.train(config, run, folder / name / "model", tools)

@@ -94,7 +94,7 @@ def test_no_key_is_in_any_file_or_output_of_a_run(tmp_path, monkeypatch):
         judge = JudgeConfig(chat, attempts=1, cache=str(tmp_path / "run" / "verdicts.sqlite"))
         run = rl_config(
             tmp_path / "model", f"{tmp_path / 'tasks.jsonl'}:protocol={PROTOCOL}",
-            num_tasks=len(known), groups=len(known), max_rounds=1, temperature=0.5,
+            num_tasks=len(known), groups=len(known), max_sampled=1.0, temperature=0.5,
             graders=GradersConfig(judge_all=True, judge=judge),
             optimizer=OptimizerConfig(learning_rate=1e-3, total_steps=1),
             engine=EngineConfig(4, 256, 8, (64,)), rollout=RolloutConfig(256, 2, 60),

@@ -1,0 +1,26 @@
+"""The tiny policy's tools, each call of which takes a random time: groups end in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from tests import tiny_policy
+
+
+class Slow:
+    """A tool that answers late."""
+
+    def __init__(self, tool, chance: random.Random, mean_s: float):
+        self.tool, self.name, self.deadline = tool, tool.name, tool.deadline
+        self.chance, self.mean_s = chance, mean_s
+
+    async def __call__(self, arguments, context):
+        await asyncio.sleep(self.chance.expovariate(1 / self.mean_s))
+        return await self.tool(arguments, context)
+
+
+def slow_tools(seed: int, mean_s: float = 0.05) -> list[Slow]:
+    """All tools of the tiny policy, slow in an order that the seed decides."""
+    chance = random.Random(seed)
+    return [Slow(tool, chance, mean_s) for tool in tiny_policy.tools().values()]

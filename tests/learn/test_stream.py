@@ -1,0 +1,151 @@
+"""Runs whose rollouts go on while they learn: bounded staleness, exact repetition, kills."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.errors import UserError
+from coa_jax.learn import rl
+from coa_jax.learn.record import Spool, checksum, versions_of
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import Model, save_model
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import Author, read_trajectories
+from tests import tiny_policy
+from tests.learn.slow_tools import slow_tools
+from tests.learn.test_kill import kill_once
+from tests.learn.tiny_runs import STREAM, config_of, rl_config, rows, run_rl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stream")
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def train(folder, name, seed=0, **changes):
+    config = rl_config(folder / "model", folder / "tasks.jsonl", **{**STREAM, **changes})
+    with RunDir(folder / name) as run:
+        rl.train(config, run, folder / name / "model", slow_tools(seed))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("keep", {}),
+        ("recompute", {"in_flight_weights": "recompute", "admission": "task_order"}),
+    ],
+)
+def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
+    config = train(folder, name, **changes)
+    history = rows(folder / name, "rl")
+    assert [row["step"] for row in history] == list(range(1, 9))
+    assert all(row["stale/max"] <= 2 for row in history)
+    assert any(row["stale/max"] > 0 for row in history)
+    kept = read_trajectories(folder / name / "traces.jsonl")
+    assert any(len(versions_of(t)) > 1 for t in kept)  # weights have changed in flight
+    for t in kept:
+        positions, versions = zip(*versions_of(t), strict=True)
+        assert positions[0] == 0 and list(versions) == sorted(set(versions))
+        assert all(t.author[at - 1] != Author.PROMPT or at > 0 for at in positions[1:])
+        assert t.metadata["step"] - 1 >= versions[-1]
+    found = rl.repeat(config, folder / name)
+    assert found.steps == 8 and found.trajectories > 8 and found.identical, str(found)
+
+
+def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
+    config = train(folder, "other", optimizer=OptimizerConfig(1e-3, total_steps=3))
+    log = folder / "other" / "steps.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    first = next(line for line in lines if "used" in line)
+    first["samples"][0][0]["reward"]["value"] = 0.75
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = rl.repeat(config, folder / "other")
+    assert not found.identical and found.diverged == 1
+    assert "parameters differ from step 1 on" in str(found)
+
+
+def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
+    config = rl_config(folder / "model", folder / "tasks.jsonl")
+    with pytest.raises(UserError, match="records no step 1"):
+        rl.repeat(config, tmp_path)
+
+
+def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
+    from coa_jax.engine.config import EngineConfig
+
+    changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=4)}
+    train(folder, "sync1", 1, **changes)
+    train(folder, "sync2", 2, **changes, engine=EngineConfig(6, 192, 16, (64,)))
+    one, two = (load_file(folder / name / "model/model.safetensors") for name in ("sync1", "sync2"))
+    for key in one:
+        np.testing.assert_array_equal(one[key], two[key])
+    first, second = (
+        [
+            (t.task_id, t.sample_id, checksum(t))
+            for t in read_trajectories(folder / n / "traces.jsonl")
+        ]
+        for n in ("sync1", "sync2")
+    )
+    assert first == second
+
+
+def killed_until_done(folder, name, kills, chance):
+    """A streaming run that is killed at random moments; what had ended before each kill."""
+    (folder / "stream-compiled").mkdir(exist_ok=True)
+    ended = []
+    while kills and kill_once("stream", folder, name, chance):
+        kills -= 1
+        ended.append(Spool(folder / name / "spool").read())
+    run_rl(folder / name, config_of("stream", folder))
+    return ended
+
+
+def check_nothing_is_lost(folder, name, ended):
+    kept = {}
+    for t in read_trajectories(folder / name / "traces.jsonl"):
+        key = t.metadata["prompt_id"], t.sample_id
+        assert key not in kept  # no trajectory is learned from twice
+        kept[key] = t
+    learned = {checksum(t) for t in kept.values()}
+    for spool in ended:
+        for key, found in spool.items():
+            if key in kept and checksum(found[-1]) not in learned:
+                # Another sample of the task took its place only if this one was too old.
+                step = kept[key].metadata["step"]
+                assert step - 1 - versions_of(found[-1])[0][1] > 2 or len(found) > 1
+
+
+def test_a_killed_stream_loses_no_finished_trajectory_and_is_repeated_to_the_bit(folder):
+    ended = killed_until_done(folder, "stream-killed", 1, random.Random(5))
+    check_nothing_is_lost(folder, "stream-killed", ended)
+    found = rl.repeat(config_of("stream", folder), folder / "stream-killed")
+    assert found.steps == 8 and found.identical, str(found)
+
+
+@pytest.mark.slow
+def test_streams_killed_twenty_times_are_repeated_to_the_bit(folder):
+    chance, kills = random.Random(23), 0
+    for part in range(20):
+        name = f"stream-often-{part}"
+        ended = killed_until_done(folder, name, 3, chance)
+        kills += len(ended)
+        check_nothing_is_lost(folder, name, ended)
+        found = rl.repeat(config_of("stream", folder), folder / name)
+        assert found.steps == 8 and found.identical, str(found)
+        if kills >= 20:
+            break
+    assert kills >= 20
