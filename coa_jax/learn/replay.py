@@ -182,6 +182,7 @@ class _Again:
             recompute=config.in_flight_weights == "recompute",
         )
         self._found: dict[Key, Trajectory] = {}
+        self._asked = 0
         self._reader: asyncio.Task[None] | None = None
 
     async def sample(self, version: int) -> Mapping[Key, Trajectory]:
@@ -196,8 +197,11 @@ class _Again:
 
         for request in sorted(self._requests.pop(version, ()), key=last):
             self._sampler.submit(request)
+            self._asked += 1
         wanted = {key for key, newest in self._last.items() if newest <= version}
-        while not (wanted <= self._found.keys() and self._sampler.settled()):
+        while not (
+            wanted <= self._found.keys() and self._sampler.settled(self._asked - len(self._found))
+        ):
             if self._reader.done():
                 self._reader.result()
             await asyncio.sleep(_LOOK_S)

@@ -100,11 +100,6 @@ class Inbox:
         request = next(self._source, None)
         return request or (self._queue.popleft() if self._queue else None)
 
-    @property
-    def empty(self) -> bool:
-        """Whether every request that was put in has been taken."""
-        return not self._queue
-
     def drop(self, request: Request) -> bool:
         """Forgets a request that was put in and not taken yet; returns whether there was one."""
         left = deque(other for other in self._queue if other is not request)

@@ -121,9 +121,10 @@ class EngineSampler:
         versions = [run.episode.versions[0][1] for run in runs if run.request is request]
         return min(versions, default=None)
 
-    def settled(self) -> bool:
-        """Whether every sample waits for the parameters of a later version, by its plan."""
-        return self._inbox.empty and all(scheduler.settled for scheduler in self._schedulers)
+    def settled(self, samples: int) -> bool:
+        """Whether as many samples as are in flight wait for a later version, by their plans."""
+        waiting = [scheduler.waiting_for_weights for scheduler in self._schedulers]
+        return sum(waiting) == samples
 
     def figures(self) -> dict[str, float]:
         """Figures of all engines together since the beginning.

@@ -124,10 +124,11 @@ class Scheduler:
         self.held.clear()
 
     @property
-    def settled(self) -> bool:
-        """Whether all samples wait for the parameters of a later version."""
-        waiting = bool(self.reader.waiting) or self.reader.weights is not None
-        return not waiting and all(map(self._must_pause, self.running.values()))
+    def waiting_for_weights(self) -> int:
+        """Samples that wait for the parameters of a version that is not published yet."""
+        if self.reader.weights is not None:
+            return 0
+        return sum(map(self._must_pause, self.running.values()))
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
