@@ -21,6 +21,7 @@ CORE = [
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
     "grain>=0.2.18",
+    "array_record>=0.8.6",
     "transformers>=5.23",
     "tokenizers>=0.23.3",
     "jinja2>=3.1.6",
