@@ -18,7 +18,6 @@ from typing import Any
 import ml_collections
 from absl import flags
 
-from coa_jax import jsonl
 from coa_jax.bounds import Bounded, Count, Name, Natural, Place, Seed, Split
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.economy import policy_economy
@@ -33,7 +32,7 @@ from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.trajectory import Author, Trajectory
+from coa_jax.trajectory import Author, Trajectory, iterate_trajectories
 
 
 def read_traces(path: str, phase: str) -> list[Trajectory]:
@@ -49,7 +48,7 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
         seen.add(found)
         return Trajectory.from_json(row) if found == phase else None
 
-    traces = [trace for trace in jsonl.read_lines(path, decode) if trace is not None]
+    traces = [trace for trace in iterate_trajectories(path, decode) if trace is not None]
     if not traces:
         known = ", ".join(sorted(seen)) or "nothing"
         raise UserError(f"{path}: no trajectory of the phase {phase!r}; it has {known}")

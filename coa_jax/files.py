@@ -49,10 +49,11 @@ def replace(path: Path, data: bytes) -> None:
     def write(file: IO[bytes]) -> None:
         file.write(data)
 
-    _replace(path, write)
+    replace_with(path, write)
 
 
-def _replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Replaces a file with what ``write`` writes; see `replace`."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         with _naming(path), open(temporary, "wb") as file:
@@ -181,7 +182,7 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
                 old.seek(place)
                 _copy(old, new, length)
 
-    _replace(path, write)
+    replace_with(path, write)
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:

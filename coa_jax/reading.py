@@ -8,9 +8,11 @@ beyond those bounds.
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -195,18 +197,40 @@ def reason(error: BaseException) -> str:
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, bytes) of each line of a file.
+    """Yields (number from 1, bytes) of each line of a file, or of each record of an ArrayRecord.
+
+    A name that ends in ``.gz`` is unpacked, one that ends in ``.array_record`` is read as such;
+    each of its records counts as a line.
 
     Raises:
-        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes.
+        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes; or a packed file is
+            damaged.
     """
-    with open_file(path) as file:
+    suffix = os.path.splitext(path)[1]
+    with open_file(path) as raw, gzip.open(raw) if suffix == ".gz" else raw as file:
+        packed = suffix == ".array_record"
+        rows = _records(path) if packed else iter(lambda: file.readline(MAX_LINE + 1), b"")
         number = 0
         try:
-            while line := file.readline(MAX_LINE + 1):
-                number += 1
+            for number, line in enumerate(rows, 1):
                 if len(line) > MAX_LINE:
                     raise UserError(f"{path}:{number}: the line has more than {MAX_LINE:,} bytes")
                 yield number, line
+        except (EOFError, gzip.BadGzipFile, zlib.error, RuntimeError) as error:
+            raise UserError(f"{path}: damaged after {number} rows: {reason(error)}") from error
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _records(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The records of an ArrayRecord file, with a line end each, one in memory at a time."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0")
+    if not reader.ok():
+        raise RuntimeError("not an ArrayRecord file, or its end is missing")
+    try:
+        for _ in range(reader.num_records()):
+            yield reader.read() + b"\n"
+    finally:
+        reader.close()

@@ -15,14 +15,14 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from absl import logging
 
-from coa_jax import files, jsonl
+from coa_jax import files, jsonl, shards
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
 from coa_jax.wandb_run import WandbRun
@@ -178,22 +178,34 @@ class RunDir:
         rows = files.read_jsonl(path) if path.exists() else []
         return [row for row in rows if row.get("phase") == phase]
 
-    def traces(self, step: int, phase: str, rows: Iterable[Mapping[str, Any] | str]) -> None:
-        """Appends trajectories to `traces.jsonl`.
+    def traces(
+        self,
+        step: int,
+        phase: str,
+        rows: Iterable[Mapping[str, Any] | str],
+        form: str = "jsonl",
+    ) -> None:
+        """Appends trajectories to `traces.jsonl`, or writes a shard of them to `traces/`.
 
         Args:
             step: step during which they were sampled.
             phase: phase of that step.
             rows: JSON objects, as mappings or text; step and phase are noted in `metadata`.
+            form: "jsonl" for `traces.jsonl`, else one of `shards.FORMATS`.
         """
         if not self.active:
             return
-        lines = []
-        for row in rows:
-            row = dict(json.loads(row) if isinstance(row, str) else row)
-            row["metadata"] = {**row.get("metadata", {}), "step": int(step), "phase": phase}
-            lines.append(jsonl.dumps(row) + "\n")
-        files.append(self.path / "traces.jsonl", "".join(lines).encode())
+
+        def lines() -> Iterator[bytes]:
+            for row in rows:
+                row = dict(json.loads(row) if isinstance(row, str) else row)
+                row["metadata"] = {**row.get("metadata", {}), "step": int(step), "phase": phase}
+                yield jsonl.dumps(row).encode()
+
+        if form == "jsonl":
+            files.append(self.path / "traces.jsonl", b"".join(line + b"\n" for line in lines()))
+        else:
+            shards.write(self.path / "traces", form, phase, int(step), lines())
 
     def rewind(self, phase: str, step: int) -> None:
         """Drops metrics and traces of `phase` after `step`, from which the run resumes.
@@ -212,6 +224,7 @@ class RunDir:
 
         files.drop_last_rows(self.path / "metrics.jsonl", goes)
         files.drop_last_rows(self.path / "traces.jsonl", lambda row: goes(row.get("metadata", {})))
+        shards.rewind(self.path / "traces", phase, step)
         self._events.pop(phase, None)
         self._purge_from[phase] = step + 1
 

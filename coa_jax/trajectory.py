@@ -13,14 +13,16 @@ import dataclasses
 import enum
 import itertools
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
-from coa_jax import jsonl
+from coa_jax import jsonl, shards
 from coa_jax.protocol import AuthorName, Segment, Violation, check, get_protocol, parse
 from coa_jax.protocol import violations as text_violations
+
+T = TypeVar("T")
 
 
 class Author(enum.IntEnum):
@@ -364,14 +366,31 @@ def format_valid(trajectory: Trajectory) -> bool:
     return not trajectory_violations(trajectory)
 
 
-def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """Reads a file of trajectories, one a line.
+def iterate_trajectories(
+    path: str | os.PathLike[str], decode: Callable[[Any], T], *, growing: bool = False
+) -> Iterator[T]:
+    """Yields ``decode(value)`` for each trajectory of a file or a folder of shards.
+
+    Args:
+        path: ``traces.jsonl`` or ``traces/`` of a run; any file of one of the formats of
+            `coa_jax.shards`, or a folder of such files.
+        decode, growing: see `jsonl.read_lines`.
 
     Raises:
-        UserError: no such file, or ``path:line: why`` for a malformed line, a last line that was
-            cut off included.
+        UserError: as `read_trajectories`.
     """
-    return list(jsonl.read_lines(path, Trajectory.from_json))
+    for part in shards.parts(path):
+        yield from jsonl.read_lines(part, decode, growing=growing)
+
+
+def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
+    """Reads all trajectories of a file or a folder of shards.
+
+    Raises:
+        UserError: no such file, one of another kind, or ``path:line: why`` for a malformed line, a
+            last line that was cut off included.
+    """
+    return list(iterate_trajectories(path, Trajectory.from_json))
 
 
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:

@@ -23,7 +23,7 @@ ROOMS = (
     ("reading",),
     ("bounds", "files", "installed", "overrides", "progress", "urls"),
     ("parallel",),
-    ("event_file", "wandb_run", "cli", "jsonl", "settings"),
+    ("event_file", "wandb_run", "cli", "jsonl", "settings", "shards"),
     ("run_dir", "web"),
     ("protocol",),
     ("trajectory",),

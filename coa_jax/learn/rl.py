@@ -288,7 +288,8 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             with clock("traces"):
                 source.log.learned(learner.step, digest(fingerprint(learner.state.model)))
-                run.traces(learner.step, "rl", group_rows(sampled.everything))
+                rows = group_rows(config.traces.kept(sampled.everything))
+                run.traces(learner.step, "rl", rows, config.traces.format)
             row = {**stats, **_describe(sampled, learner, stats, clock), **figures}
             run.metrics(learner.step, "rl", **row)
             profile.after(learner.step)

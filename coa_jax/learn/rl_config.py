@@ -10,6 +10,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.traces import TracesConfig
 from coa_jax.learn.training import TrainingConfig
 from coa_jax.model.config import LoraConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -59,6 +60,7 @@ class RLConfig(TrainingConfig):
         keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
             for none.  What a step says of its rollouts is about the policy before its updates; the
             checkpoint of that step has the parameters after them.
+        traces: which trajectories are written, and in which format.
         probe_s: seconds that each server which the run needs (judge, tools) has to answer before
             the first step; 0 begins without asking them.
     """
@@ -82,6 +84,7 @@ class RLConfig(TrainingConfig):
     admission: Literal["completion", "task_order"] = "completion"
     in_flight_weights: Literal["keep", "recompute"] = "keep"
     keep_best: Annotated[str, OneOf("", *BEST)] = ""
+    traces: TracesConfig = dataclasses.field(default_factory=TracesConfig)
     probe_s: Annotated[float, Between(0, 600)] = 10.0
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files
+from coa_jax import files, shards
 from coa_jax.errors import UserError
 from coa_jax.learn.watch import warnings_of
 from coa_jax.report.breakdown import breakdown
@@ -37,7 +37,7 @@ from coa_jax.report.traces import (
 )
 
 TRACES_PER_STAGE = 60
-_FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "summary.json")
+_FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
 # (title, metrics in one chart); a name that ends in "/" takes every metric under it.
 _CHARTS = (
@@ -68,7 +68,8 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     """Writes ``report/index.html`` of a run.
 
     Args:
-        run_dir: directory with any of config.json, metrics.jsonl, traces.jsonl, summary.json.
+        run_dir: directory with any of config.json, metrics.jsonl, traces.jsonl, traces/ and
+            summary.json.
         per_stage: most traces that are shown of each stage.
 
     Returns:
@@ -86,8 +87,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     config = files.read_json_object(root / "config.json") if "config.json" in there else None
     summary = files.read_json_object(root / "summary.json") if "summary.json" in there else {}
     rows = files.read_jsonl(root / "metrics.jsonl") if "metrics.jsonl" in there else []
-    traces = root / "traces.jsonl"
-    sample = sample_traces(traces, per_stage) if "traces.jsonl" in there else Sample({}, {})
+    sample = sample_traces(root, per_stage) if shards.of_run(root) else Sample({}, {})
     name = root.resolve().name
     page = whole_page(
         name,

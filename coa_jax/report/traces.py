@@ -16,11 +16,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from coa_jax import jsonl
 from coa_jax.errors import UserError
 from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
 from coa_jax.report.charts import number
-from coa_jax.trajectory import Author, ToolCall, Trajectory, trajectory_violations
+from coa_jax.trajectory import (
+    Author,
+    ToolCall,
+    Trajectory,
+    iterate_trajectories,
+    trajectory_violations,
+)
 
 STAGES = ("teacher", "base", "sft", "rl", "rl-train")
 """Known stages in the order of the pipeline; a run may have others."""
@@ -75,7 +80,7 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
     """
     heaps: dict[str, list[tuple[tuple[int, int], int, Trajectory]]] = {}
     counts: dict[str, Counter[str]] = {}
-    traces = jsonl.read_lines(path, Trajectory.from_json, growing=True)
+    traces = iterate_trajectories(path, Trajectory.from_json, growing=True)
     for order, trajectory in enumerate(traces):
         stage = stage_of(trajectory)
         counts.setdefault(stage, Counter())[verdict_of(trajectory)] += 1

@@ -54,7 +54,7 @@ from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Outcome, ToolContext
-from coa_jax.trajectory import Author, ToolCall, Trajectory
+from coa_jax.trajectory import Author, ToolCall, Trajectory, iterate_trajectories
 
 SHOWN = 3
 """Differing trajectories of which the difference is shown."""
@@ -143,7 +143,7 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
     """The first recordings of a file that one model can have produced.
 
     Args:
-        path: a file of trajectories.
+        path: see `iterate_trajectories`.
         phase: keeps those of this phase; "" keeps all.
         step: keeps those of this step; None keeps all.
         limit: the file is read up to this many; 0 for all.
@@ -163,7 +163,7 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
         return recording(trajectory)
 
     kept: list[Recording] = []
-    for found in jsonl.read_lines(path, decode):
+    for found in iterate_trajectories(path, decode):
         if found is None:
             continue
         if kept and found.producer != kept[0].producer:
@@ -354,7 +354,7 @@ def main(argv: list[str]) -> int:
     """Entry point; returns the exit code."""
     values = flags.FLAGS
     if len(argv) != 2:
-        raise UserError("give one file: python -m coa_jax.rollout.replay TRACES.jsonl --model=DIR")
+        raise UserError("give one file: python -m coa_jax.rollout.replay TRACES --model=DIR")
     shapes = given_shapes(values)
     recordings = read_recordings(argv[1], values.phase, values.step, values.limit)
     model = load_model(values.model)

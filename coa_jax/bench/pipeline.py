@@ -1,0 +1,377 @@
+"""Measures whole runs of RL whose tools and trajectories have long tails: steps per hour.
+
+    python -m coa_jax.bench.pipeline --workload=20 --workdir=runs/pipeline
+    python -m coa_jax.bench.pipeline --workload=20 --workdir=runs/pipeline --set=max_staleness=2
+
+The command runs `coa_jax.rl` itself: loop, engine, grading, updates, checkpoints, all real.  A tiny
+policy samples real tokens; the workload decides how many a sample has, how long its tools sleep and
+whether its answer is right.  Workloads 5, 20 and 60 are kept in `coa_jax/bench/workloads`: the
+latency of a tool is log-normal with a median of 0.5 s and that many seconds as its 99th percentile,
+the length of a sample log-normal with a 99th percentile of eight times its median, and half of the
+groups have a signal.  Another file of the same form may be given (`pipeline_workload.py`).
+
+The first steps and the last ones do not count: programs are compiled there, the groups in flight
+have all begun at once, and none begin any more.  Prints one JSON object:
+
+    steps_per_hour       3600 by the median of the seconds of a step
+    steps_per_hour_mean  3600 by their mean; a loop that overlaps steps may end two at once
+    occupied             share of the slots' time in which a slot has a sample ...
+    waiting              ... and in which the sample in it waits for its tool
+    staleness            age of a trajectory when its step began (step - 1 less the oldest version
+                         that sampled it) -> how many trajectories
+    time                 median seconds of a step by what the main thread did, see docs/metrics.md
+    floor                what the machine could do at best, from figures of the same process:
+        decode_s           D: tokens of a step by the tokens per second with all slots full and no
+                           tool, prefilling included
+        tools_s            T: seconds of a step's tools by the number of slots, each of which keeps
+                           its sample while a tool runs
+        update_s           U: update and publication without a rollout beside them
+        step_s             D + max(U, T): decoding and updates share the devices
+        apart_s            max(D + T, U): decoding and updates have devices of their own
+        serial_s           D + T + U: nothing overlaps with an update
+    of_floor             floor.step_s by the mean seconds of a step: 1 is the best possible
+
+A step needs ``groups`` groups with a signal; the tokens and tools of a step are those of as many
+groups as hold so many on average.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+from absl import flags
+
+from coa_jax.bench.measure import output_path, report
+from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Episodes, Watch, WatchedSleep, within
+from coa_jax.bench.pipeline_workload import FIRST_ID, Workload, read_workload
+from coa_jax.cli import run_main
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.group import make_engines
+from coa_jax.engine.meter import MeteredEngine
+from coa_jax.errors import UserError
+from coa_jax.learn import learner, rl
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import init_params
+from coa_jax.rollout import loop
+from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.run_dir import RunDir
+from coa_jax.small.bpe import train_bpe
+from coa_jax.tasks import Task
+
+EDGE = 3
+"""Steps at both ends of a run that do not count."""
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+class _Run(RunDir):
+    """A run directory that notes when a step was over, and how old its trajectories were."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.ends: list[float] = []
+        self.figures: list[dict[str, Any]] = []
+        self.ages: Counter[int] = Counter()
+
+    def metrics(self, step: int, phase: str, **scalars: Any) -> None:
+        """See `RunDir.metrics`."""
+        super().metrics(step, phase, **scalars)
+        self.ends.append(time.perf_counter())
+        self.figures.append(scalars)
+
+    def traces(self, step: int, phase: str, rows: Iterable[Any], *form: str) -> None:
+        """See `RunDir.traces`."""
+        rows = list(rows)
+        for row in rows:
+            metadata = row["metadata"]
+            versions = metadata.get("policy_versions") or [[0, metadata["policy_step"]]]
+            self.ages[step - 1 - versions[0][1]] += 1
+        super().traces(step, phase, rows, *form)
+
+
+def run_rl(
+    config: RLConfig, workload: Workload, path: Path, tool_share: float = 1.0
+) -> tuple[_Run, Watch]:
+    """Runs RL over a workload.
+
+    Args:
+        config: of the run; its tasks are those of `write_inputs`.
+        workload: what the samples do.
+        path: a new run directory.
+        tool_share: share of the tools' seconds that they sleep.
+    """
+    watch = Watch()
+    episodes = Episodes(workload, watch)
+    # In place of the class that reads the policy's text; and no token ends a sample.
+    with (
+        mock.patch.object(loop, "TextEpisodes", lambda *_: episodes),
+        mock.patch.object(learner, "eos_ids", lambda _: list[int]()),
+        contextlib.closing(_Run(path)) as run,
+    ):
+        rl.train(config, run, path / "model", [WatchedSleep(watch, tool_share)])
+    return run, watch
+
+
+def write_inputs(workload: Workload, folder: Path) -> None:
+    """Writes the policy, with random weights, and a task for each group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
+    rows = [
+        {"id": str(i), "question": q, "answer": RIGHT, "protocol": PROTOCOL}
+        for i, q in enumerate(questions)
+    ]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_bpe(questions, 400)
+    shape = ModelConfig("llama", len(tokenizer), 64, 128, 2, 4, 2, 16)
+    model = Model(shape, init_params(shape, jax.random.key(0)), tokenizer)
+    save_model(model, folder / "policy", overwrite=True)
+
+
+def rl_config(
+    workload: Workload,
+    folder: Path,
+    *,
+    steps: int,
+    groups: int,
+    slots: int,
+    changes: Mapping[str, Any] | None = None,
+) -> RLConfig:
+    """Settings of a run over the inputs in a folder.
+
+    Args:
+        workload, folder: see `write_inputs`.
+        steps, groups: of the run and of a step.
+        slots: of the engine.
+        changes: other settings.
+
+    Raises:
+        UserError: there is no such setting.
+    """
+    prompt = 128
+    longest = -(-(workload.longest + prompt) // 128) * 128
+    size = len(workload.groups[0])
+    values: dict[str, Any] = {
+        "model": str(folder / "policy"),
+        "tasks": str(folder / "tasks.jsonl"),
+        "num_tasks": len(workload.groups),
+        "seed": 0,
+        "groups": groups,
+        "group_size": size,
+        "format_reward": False,
+        "temperature": 1.0,
+        "rows": 4,
+        "row_length": longest,
+        "dtype": "float32",
+        "remat": "none",
+        "algorithm": Algorithm(name="dapo"),
+        "optimizer": OptimizerConfig(learning_rate=1e-6, total_steps=steps),
+        "engine": EngineConfig(slots=slots, max_length=longest, chunk=8, dtype="float32"),
+        "rollout": RolloutConfig(max_tokens=longest),
+        "checkpoint_every": max(steps, 1),
+        "keep_last": 1,
+        # Settings that only some loops know, this one or those that it is compared with.
+        **{name: v for name, v in {"max_rounds": 4, "updates": 1}.items() if name in _SETTINGS},
+    }
+    if unknown := set(changes or {}) - _SETTINGS:
+        raise UserError(f"--set: there is no setting {sorted(unknown)[0]!r} of RL")
+    return RLConfig(**{**values, **(changes or {})})
+
+
+_SETTINGS = {field.name for field in dataclasses.fields(RLConfig)}
+
+# --- the measurement -------------------------------------------------------------------------
+
+
+def full_rate(config: RLConfig, workload: Workload) -> float:
+    """Tokens per second while every slot decodes: no tool sleeps, and the queue is not empty."""
+    policy = load_model(config.model)
+    engines = make_engines(policy.params, policy.config, config.engine, kind=MeteredEngine)
+    for engine in engines:
+        engine.warm_up()
+    watch = Watch()
+    episodes = Episodes(workload, watch)
+    last: list[tuple[float, int]] = []
+
+    def requests() -> Iterator[Request]:
+        prompt = tuple(range(FIRST_ID, FIRST_ID + 48))
+        for number, group in enumerate(workload.groups):
+            last.append((time.perf_counter(), watch.tokens))
+            task = Task(str(number), "", PROTOCOL, (), "bench")
+            yield Request(task, prompt, 0, number, tuple(range(len(group))))
+
+    async def work() -> None:
+        calls = max(len(s.script.calls) for group in workload.groups for s in group)
+        budgets = RolloutConfig(max_tokens=config.engine.max_length, max_tool_calls=calls)
+        tools = [WatchedSleep(watch, 0.0)]
+        stream = loop.run_episodes(engines, episodes, requests(), tools, budgets)
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+
+    asyncio.run(work())
+    (start, before), (end, after) = last[len(last) // 4], last[-1]
+    if after == before:
+        raise UserError("--slots: the workload has too few samples to fill the slots")
+    return (after - before) / (end - start)
+
+
+def floor(
+    workload: Workload, groups: int, slots: int, rate: float, update_s: float
+) -> dict[str, float]:
+    """The least seconds of a step; see the head of this file.
+
+    Args:
+        workload: what has to be done.
+        groups: with a signal, of a step.
+        slots: of the engine.
+        rate: tokens per second with all slots full.
+        update_s: of an update and its publication.
+    """
+    sampled = groups / workload.signal
+    decode = sampled * workload.per_group("tokens") / rate
+    tools = sampled * workload.per_group("seconds") / slots
+    return {
+        "decode_s": decode,
+        "tools_s": tools,
+        "update_s": update_s,
+        "step_s": decode + max(update_s, tools),
+        "apart_s": max(decode + tools, update_s),
+        "serial_s": decode + tools + update_s,
+    }
+
+
+def measure(
+    workload: Workload,
+    folder: Path,
+    *,
+    steps: int = 16,
+    groups: int = 8,
+    slots: int = 32,
+    edge: int = EDGE,
+    changes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The result of the command.
+
+    Args:
+        workload: what the samples do.
+        folder: where inputs and runs are written.
+        steps, groups, slots, changes: see `rl_config`; more steps than twice ``edge``.
+        edge: steps at the beginning, and at the end, that do not count.
+    """
+    write_inputs(workload, folder)
+
+    def config(steps: int, changes: Mapping[str, Any] | None) -> RLConfig:
+        return rl_config(workload, folder, steps=steps, groups=groups, slots=slots, changes=changes)
+
+    # Without tools and with the loop's defaults, which wait for a step's rollouts, an update has
+    # the machine for itself.
+    alone, _ = run_rl(config(4, None), workload, folder / "alone", tool_share=0.0)
+    update_s = statistics.median(
+        row["time/update"] + row["time/publish"] for row in alone.figures[1:]
+    )
+    chosen = config(steps, changes)
+    least = floor(workload, groups, slots, full_rate(chosen, workload), update_s)
+    run, watch = run_rl(chosen, workload, folder / "run")
+    ends = run.ends[edge - 1 : len(run.ends) - edge]
+    start, end = ends[0], ends[-1]
+    seconds = [b - a for a, b in itertools.pairwise(ends)]
+    mean, space = statistics.mean(seconds), slots * (end - start)
+    times = [name for name in run.figures[-1] if name.startswith("time/")]
+    return {
+        "bench": "pipeline",
+        "workload": workload.name,
+        "settings": dict(changes or {}),
+        "steps": len(run.ends),
+        "groups": groups,
+        "group_size": len(workload.groups[0]),
+        "slots": slots,
+        "steps_per_hour": round(3600 / statistics.median(seconds), 2),
+        "steps_per_hour_mean": round(3600 / mean, 2),
+        "step_s": [round(s, 3) for s in seconds],
+        "occupied": round(within(watch.occupied, start, end) / space, 4),
+        "waiting": round(within(watch.waited, start, end) / space, 4),
+        "staleness": {str(age): run.ages[age] for age in sorted(run.ages)},
+        "time": {
+            name.removeprefix("time/"): round(
+                statistics.median(row[name] for row in run.figures[edge:-edge]), 4
+            )
+            for name in times
+        },
+        "floor": {name: round(value, 4) for name, value in least.items()},
+        "of_floor": round(least["step_s"] / mean, 4),
+    }
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_string("workload", "20", "5, 20, 60, or a file of `pipeline_workload`")
+    flags.DEFINE_string(
+        "workdir", None, "new folder for inputs and runs; by default a temporary one"
+    )
+    flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
+    flags.DEFINE_integer("steps", 16, "steps of the run", lower_bound=2 * EDGE + 1)
+    flags.DEFINE_integer("groups", 8, "groups that a step learns from", lower_bound=1)
+    flags.DEFINE_integer("slots", 32, "sequences in progress at a time", lower_bound=1)
+    flags.DEFINE_multi_string("set", [], "a setting of RL, as max_staleness=2 (repeatable)")
+
+
+def given_changes(texts: Iterable[str]) -> dict[str, Any]:
+    """The settings of ``--set``: numbers, or else text.
+
+    Raises:
+        UserError: one is not NAME=VALUE.
+    """
+    changes: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set={text}: give NAME=VALUE")
+        try:
+            changes[name] = json.loads(value)
+        except ValueError:
+            changes[name] = value
+    return changes
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    out = output_path(values.out)
+    workload, changes = read_workload(values.workload), given_changes(values.set)
+    with contextlib.ExitStack() as stack:
+        folder = values.workdir or stack.enter_context(tempfile.TemporaryDirectory())
+        if (Path(folder) / "run").exists():
+            raise UserError(f"--workdir={folder}: holds a run; give a new folder")
+        result = measure(
+            workload,
+            Path(folder),
+            steps=values.steps,
+            groups=values.groups,
+            slots=values.slots,
+            changes=changes,
+        )
+    report(result, out)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,104 @@
+"""Samples of the pipeline benchmark: real tokens; the file decides number, tools and answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from coa_jax.bench.forced import ForcedEpisode, Sleep
+from coa_jax.bench.pipeline_workload import Sample, Workload
+from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.request import Request
+from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
+
+PROTOCOL, RIGHT, WRONG = "generalist", "right", "wrong"
+
+
+class _Episode(ForcedEpisode):
+    """A sample whose turns, and whose answer, the workload fixes."""
+
+    def __init__(self, request: Request, sample: int, forced: Sample, watch: Watch):
+        super().__init__(request, sample, forced.script)
+        self._forced, self._watch, self._slot = forced, watch, [time.perf_counter(), math.inf]
+        watch.occupied.append(self._slot)
+
+    def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
+        """See `ForcedEpisode.feed`."""
+        self._watch.tokens += 1
+        event = super().feed(token, logp)
+        return StopReason.ANSWER if event is StopReason.EOS else event
+
+    def finish(
+        self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
+    ) -> Trajectory:
+        """The record, the last words of which are read as the answer that is graded."""
+        trajectory = super().finish(stop_reason, gold, metadata)
+        self._slot[1] = time.perf_counter()
+        if stop_reason != StopReason.ANSWER:
+            return trajectory
+        *before, last = trajectory.segments
+        answer = f"<answer>{RIGHT if self._forced.right else WRONG}</answer>"
+        spans = (*before, SegmentSpan("answer", Author.POLICY, answer, last.start, last.end))
+        text = "".join(span.text for span in spans)
+        return dataclasses.replace(trajectory, text=text, segments=spans)
+
+
+@dataclasses.dataclass
+class Watch:
+    """What the samples of a run did, by `time.perf_counter`.
+
+    Attributes:
+        occupied: from when to when a sample had a slot; until infinity if the run ended first.
+        waited: from when to when a tool slept.
+        tokens: that were sampled.
+    """
+
+    occupied: list[list[float]] = dataclasses.field(default_factory=list)
+    waited: list[list[float]] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+
+
+def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
+    """Seconds of all spans between two times."""
+    return sum(max(min(b, end) - max(a, start), 0.0) for a, b in spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class Episodes:
+    """The samples of a workload (see `coa_jax.rollout.episodes.Episodes`)."""
+
+    workload: Workload
+    watch: Watch
+
+    def begin(self, request: Request, sample: int) -> Episode:
+        """A sample of the group that the task names."""
+        forced = self.workload.groups[int(request.task.id)][sample]
+        return _Episode(request, sample, forced, self.watch)
+
+    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+        """The workload's ids, whatever the tool said."""
+        assert isinstance(episode, ForcedEpisode)
+        return list(episode.script.calls[len(episode.tool_calls)].observation), text
+
+    def frame(self, episode: Episode) -> int:
+        """None: an observation is what the workload says."""
+        return 0
+
+
+class WatchedSleep(Sleep):
+    """Sleeps, for a share of the seconds, and notes when."""
+
+    def __init__(self, watch: Watch, share: float):
+        self._watch, self._share = watch, share
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """See `Sleep`."""
+        began = time.perf_counter()
+        try:
+            return await super().__call__(repr(self._share * float(arguments)), context)
+        finally:
+            self._watch.waited.append([began, time.perf_counter()])

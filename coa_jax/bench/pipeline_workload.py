@@ -1,0 +1,182 @@
+"""The workload of the pipeline benchmark: long tails of tools and of trajectories.
+
+    python -m coa_jax.bench.pipeline_workload --p99=20 --seed=20 --out=pipeline_20.json
+
+The command draws one.  The seconds of the tools and the lengths of the samples are quantiles at
+random places in equal parts of their distributions: median, 99th percentile and mean of a file are
+those of the distribution.  The file is a JSON object:
+
+    {"name": "pipeline_20", "seed": 20, "tool_p99_s": 20.0,
+     "groups": [{"samples": [{"lengths": [9, 30, 12],       tokens before each call, and at last
+                              "seconds": [0.4, 2.1],        of each call
+                              "observations": [16, 9],      tokens that each call returns
+                              "right": true},               whether the answer is
+                             ...]}, ...]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from coa_jax.bench.measure import output_path
+from coa_jax.bench.workload import Call, Script
+from coa_jax.bounds import MAX_INT
+from coa_jax.cli import run_main
+from coa_jax.errors import UserError
+from coa_jax.files import replace
+
+WORKLOADS = Path(__file__).parent / "workloads"
+FIRST_ID = 64
+"""Of the ids of observations."""
+
+GROUPS, SIZE, CALLS, SIGNAL = 240, 4, 2, 0.5
+TOOL_MEDIAN_S, TOKENS, TAIL = 0.5, 48, 8
+_OBSERVATION = (8, 24)
+_Z99 = statistics.NormalDist().inv_cdf(0.99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What a sample does: its turns, and whether its answer is right."""
+
+    script: Script
+    right: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Groups of samples.
+
+    Attributes:
+        name: in the results.
+        groups: all of one size.
+    """
+
+    name: str
+    groups: tuple[tuple[Sample, ...], ...]
+
+    @property
+    def signal(self) -> float:
+        """Share of the groups whose rewards differ."""
+        mixed = sum(len({sample.right for sample in group}) > 1 for group in self.groups)
+        return mixed / len(self.groups)
+
+    def per_group(self, figure: str) -> float:
+        """Mean of a group's ``tokens`` that are sampled, or of its ``seconds`` of tools."""
+        scripts = [sample.script for group in self.groups for sample in group]
+        if figure == "tokens":
+            return sum(sum(script.lengths) for script in scripts) / len(self.groups)
+        return sum(call.seconds for s in scripts for call in s.calls) / len(self.groups)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample behind its prompt."""
+        return max(
+            sum(s.script.lengths) + sum(len(call.observation) for call in s.script.calls)
+            for group in self.groups
+            for s in group
+        )
+
+
+def read_workload(name: str) -> Workload:
+    """Reads a workload: 5, 20 or 60, or the path of a file.
+
+    Raises:
+        UserError: there is none of the name, or the file is malformed.
+    """
+    path = WORKLOADS / f"pipeline_{name}.json"
+    path = path if path.exists() else Path(name)
+    try:
+        value = json.loads(path.read_text())
+        groups = tuple(
+            tuple(
+                Sample(_script(number, sample), bool(sample["right"]))
+                for sample in group["samples"]
+            )
+            for number, group in enumerate(value["groups"])
+        )
+    except OSError as error:
+        raise UserError(f"--workload={name}: {error.strerror}; give 5, 20, 60 or a file") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a workload of the pipeline: {error!r}") from error
+    if len({len(group) for group in groups}) != 1:
+        raise UserError(f"{path}: the groups have different sizes, or there is none")
+    return Workload(path.stem, groups)
+
+
+def _script(group: int, sample: Mapping[str, Any]) -> Script:
+    calls = [
+        Call(float(seconds), tuple(range(FIRST_ID, FIRST_ID + int(size))))
+        for seconds, size in zip(sample["seconds"], sample["observations"], strict=True)
+    ]
+    lengths = tuple(map(int, sample["lengths"]))
+    if len(lengths) != len(calls) + 1 or min(lengths) < 1:
+        raise ValueError(f"the lengths {lengths} of a sample with {len(calls)} calls")
+    return Script(group, lengths, tuple(calls))
+
+
+def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
+    """A workload as the JSON object of the head of this file.
+
+    Args:
+        p99: seconds that one tool call of a hundred exceeds.
+        seed: of all that is drawn.
+        name: of the workload.
+    """
+    random = np.random.default_rng(seed)
+
+    def log_normal(median: float, p99: float, size: int) -> np.ndarray:
+        places = (random.permutation(size) + random.uniform(size=size)) / size
+        quantiles = [statistics.NormalDist().inv_cdf(place) for place in places]
+        return median * np.exp(np.array(quantiles) * math.log(p99 / median) / _Z99)
+
+    samples = GROUPS * SIZE
+    seconds = log_normal(TOOL_MEDIAN_S, p99, samples * CALLS).reshape(samples, CALLS)
+    tokens = np.clip(log_normal(TOKENS, TAIL * TOKENS, samples), CALLS + 1, TAIL * TOKENS)
+    shares = random.dirichlet([4.0] * (CALLS + 1), samples)
+    lengths = np.maximum(np.round(tokens[:, None] * shares), 1).astype(int)
+    observations = random.integers(*_OBSERVATION, (samples, CALLS), endpoint=True)
+    # A group with a signal has one to three right answers of four, another one all or none.
+    mixed = random.permutation(GROUPS) < SIGNAL * GROUPS
+    right = np.where(mixed, random.integers(1, SIZE, GROUPS), random.choice([0, SIZE], GROUPS))
+    order = random.permuted(np.tile(np.arange(SIZE), (GROUPS, 1)), axis=1)
+    rows = [
+        {
+            "lengths": lengths[i].tolist(),
+            "seconds": [round(float(s), 3) for s in seconds[i]],
+            "observations": observations[i].tolist(),
+            "right": bool(order[i // SIZE, i % SIZE] < right[i // SIZE]),
+        }
+        for i in range(samples)
+    ]
+    groups = [{"samples": rows[i : i + SIZE]} for i in range(0, samples, SIZE)]
+    return {"name": name, "seed": seed, "tool_p99_s": p99, "groups": groups}
+
+
+def define_flags() -> None:
+    """The flags of the command."""
+    flags.DEFINE_float("p99", 20.0, "99th percentile of a tool's seconds", lower_bound=0.6)
+    flags.DEFINE_integer("seed", 0, "of all that is drawn", 0, MAX_INT)
+    flags.DEFINE_string("out", None, "file to write", required=True)
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    path = output_path(flags.FLAGS.out)
+    assert path is not None  # the flag is required
+    workload = draw(flags.FLAGS.p99, flags.FLAGS.seed, path.stem)
+    replace(path, (json.dumps(workload, separators=(",", ":")) + "\n").encode())
+    print(f"{len(workload['groups'])} groups -> {path}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

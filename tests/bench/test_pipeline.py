@@ -1,0 +1,140 @@
+"""Runs over workloads with long tails do what the file says, and the floor is arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from coa_jax.bench import pipeline
+from coa_jax.bench.pipeline_workload import WORKLOADS, Sample, Workload, draw, read_workload
+from coa_jax.bench.workload import Call, Script
+from coa_jax.errors import UserError
+from coa_jax.trajectory import read_trajectories
+
+SHA256 = {
+    "5": "2106d1fd1774cdd3ee3999bc7053bb14919dc0c5855b18fc7825548bfb56f3c3",
+    "20": "6e931169429a4df06d1c187a4d01b94e53908ba5cd3d12f3605e76977dffdab9",
+    "60": "ca46af26b82328dbfc6f85622a4a64e7c25a33f24c29c887e16dec8f583d06bd",
+}
+
+
+def small(groups: int = 12) -> Workload:
+    """Groups of two samples with one call each; every second group has a signal."""
+
+    def sample(group: int, right: bool) -> Sample:
+        call = Call(0.01, tuple(range(64, 64 + 3 + group % 2)))
+        return Sample(Script(group, (2 + group % 3, 3), (call,)), right)
+
+    return Workload("small", tuple((sample(i, True), sample(i, i % 2 == 0)) for i in range(groups)))
+
+
+@pytest.mark.parametrize("name", SHA256)
+def test_the_kept_workloads_are_as_they_were_drawn(name):
+    path = WORKLOADS / f"pipeline_{name}.json"
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
+    value = json.loads(path.read_text())
+    assert value == draw(float(name), int(name), path.stem)
+
+
+@pytest.mark.parametrize("name", SHA256)
+def test_the_kept_workloads_have_the_tails_they_promise(name):
+    workload = read_workload(name)
+    scripts = [s.script for group in workload.groups for s in group]
+    seconds = np.array([call.seconds for script in scripts for call in script.calls])
+    assert np.median(seconds) == pytest.approx(0.5, rel=0.01)
+    assert np.quantile(seconds, 0.99) == pytest.approx(float(name), rel=0.03)
+    tokens = np.array([sum(script.lengths) for script in scripts])
+    assert np.quantile(tokens, 0.99) / np.median(tokens) == pytest.approx(8, rel=0.05)
+    assert workload.signal == 0.5
+    assert all(len(group) == 4 for group in workload.groups)
+    assert workload.per_group("tokens") == pytest.approx(4 * tokens.mean())
+    assert workload.per_group("seconds") == pytest.approx(8 * seconds.mean())
+
+
+def test_the_floor_is_work_by_what_the_machine_can_do():
+    workload = Workload(
+        "floor",
+        (
+            (
+                Sample(Script(0, (60, 40), (Call(3.0, (64,)),)), True),
+                Sample(Script(0, (100,), ()), False),
+            ),
+            (
+                Sample(Script(1, (50, 50), (Call(1.0, (64,)),)), True),
+                Sample(Script(1, (100,), ()), True),
+            ),
+        ),
+    )
+    # Of two groups one has a signal: a step of 3 samples 6, with 200 tokens and 2 s of tools each.
+    least = pipeline.floor(workload, 3, 4, rate=300.0, update_s=2.5)
+    assert least["decode_s"] == pytest.approx(4.0)
+    assert least["tools_s"] == pytest.approx(3.0)
+    assert least["step_s"] == pytest.approx(7.0)
+    assert least["apart_s"] == pytest.approx(7.0)
+    assert least["serial_s"] == pytest.approx(9.5)
+    slow = pipeline.floor(workload, 3, 4, rate=300.0, update_s=8.0)
+    assert (slow["step_s"], slow["apart_s"]) == pytest.approx((12.0, 8.0))
+
+
+def test_seconds_within_a_window_are_those_of_each_span_in_it():
+    spans = [(0.0, 2.0), (1.5, float("inf")), (5.0, 6.0), (2.5, 2.75)]
+    assert pipeline.within(spans, 1.0, 3.0) == pytest.approx(1.0 + 1.5 + 0.25)
+
+
+@pytest.mark.slow
+def test_a_run_samples_waits_and_earns_what_the_workload_says(tmp_path):
+    workload = small()
+    result = pipeline.measure(workload, tmp_path, steps=4, groups=2, slots=4, edge=1)
+    assert result["steps"] == 4 and len(result["step_s"]) == 2
+    assert 0 < result["waiting"] < result["occupied"] <= 1
+    assert all(value > 0 for value in result["floor"].values()) and result["of_floor"] > 0
+    trajectories = read_trajectories(tmp_path / "run")
+    assert len(trajectories) >= 4 * 2 * 2
+    assert sum(result["staleness"].values()) == len(trajectories)
+    for trajectory in trajectories:
+        sample = workload.groups[int(trajectory.task_id)][trajectory.sample_id]
+        assert trajectory.reward.value == float(sample.right)
+        assert trajectory.num_policy_tokens == sum(sample.script.lengths)
+        (call,) = trajectory.tool_calls
+        assert call.end - call.start == pytest.approx(0.01, abs=0.5)
+        observed = trajectory.tokens[trajectory.author == 2].tolist()
+        assert observed == list(sample.script.calls[0].observation)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file or directory; give 5, 20, 60 or a file"),
+        ("[]", "not a workload"),
+        ("{", "not a workload"),
+        ('{"groups": []}', "different sizes, or there is none"),
+        ('{"groups": [{"samples": [{"lengths": [3], "seconds": [1], "observations": [2]}]}]}',
+         "not a workload"),
+    ],
+)  # fmt: skip
+def test_another_file_is_refused_in_one_line(tmp_path, content, why):
+    path = tmp_path / "workload.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=why) as caught:
+        read_workload(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_of_the_command_line_are_numbers_or_text():
+    given = ["max_staleness=2", "admission=task_order", "x=0.5"]
+    assert pipeline.given_changes(given) == {
+        "max_staleness": 2,
+        "admission": "task_order",
+        "x": 0.5,
+    }
+    with pytest.raises(UserError, match="give NAME=VALUE"):
+        pipeline.given_changes(["max_staleness"])
+
+
+def test_a_setting_that_is_none_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no setting 'stalness'"):
+        pipeline.rl_config(small(), tmp_path, steps=4, groups=2, slots=4, changes={"stalness": 1})
