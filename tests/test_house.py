@@ -22,6 +22,7 @@ ROOMS = (
     ("errors",),
     ("reading",),
     ("bounds", "files", "installed", "overrides", "progress", "urls"),
+    ("extensions",),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings"),
     ("run_dir", "web"),
