@@ -15,7 +15,6 @@ from coa_jax.bounds import (
     Bounded,
     Count,
     MiB,
-    Name,
     Natural,
     NotNegative,
     OneOf,
@@ -88,7 +87,7 @@ class StoreConfig(Bounded):
 
     path: Place = ""
     mode: Mode = "cache"
-    tools: tuple[Name, ...] = ()
+    tools: tuple[Place, ...] = ()
     max_age_s: NotNegative = 0.0
     max_entries: Natural = 0
 
@@ -138,7 +137,7 @@ class ToolsConfig(Bounded):
         store: answers that are kept.
     """
 
-    names: tuple[Name, ...] = ("wiki_search", "code")
+    names: tuple[Place, ...] = ("wiki_search", "code")
     protocol: Annotated[str, Text(100, r"([A-Za-z]\w*)?", "a name of letters and digits")] = ""
     top_k: Times = 3
     corpus: Place = ""
