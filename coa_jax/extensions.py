@@ -196,6 +196,7 @@ def _load(kind: Kind, path: str, where: str) -> Any:
             raise UserError(
                 f"{where}: {path}: there is no module {absent!r} among the installed packages, in "
                 "the folder of the config file or in the working directory"
+                f"{_near(module, kind.names())}"
             ) from None
         raise UserError(f"{where}: {path} cannot be imported: {_reason(error)}") from error
     file = getattr(found, "__file__", None) or module
