@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from coa_jax.bounds import Between, Bounded, Name, Natural, Place, Share, check
-from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked
+from coa_jax.distill.contamination import contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, Run, SetFilter
 from coa_jax.errors import UserError
 from coa_jax.extensions import Bound, Extension, Kind, bind, refuse_result
 from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
+from coa_jax.tools.web_search import MIRRORS
 from coa_jax.tools.words import WORD, words
 
 _EVASIVE = re.compile(

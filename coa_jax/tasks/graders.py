@@ -36,6 +36,7 @@ from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.rewards import NEEDS, opened
+from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.turns import Turns
 from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 
@@ -182,11 +183,12 @@ class Graders:
             that fails gives no parts.
 
         Raises:
-            UserError: a reward gave what is neither a number nor None.
+            UserError: a reward gave what is neither a number nor None, or the budget of the judge
+                is spent.
         """
         try:
             return await self._grade(task, trajectory)
-        except MisfitError:
+        except (MisfitError, BudgetSpentError):
             raise
         except Exception as error:  # a fault of ours must not cost the rollouts of a step
             kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
@@ -278,7 +280,7 @@ class Graders:
             try:
                 found = await _result(each.call, offered)
                 scores = _numbers(each.name, found, len(there))
-            except MisfitError:
+            except (MisfitError, BudgetSpentError):
                 raise
             except Exception as error:
                 masked = self._masked(task, f"{type(error).__name__} of {each.name}", error)

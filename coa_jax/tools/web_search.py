@@ -31,8 +31,19 @@ _LONGEST_QUERY = 2000
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
 
-MIRRORS = ("huggingface.co/datasets",)
-"""Pages that hold benchmarks with their answers (paper App C shows a model that found one)."""
+MIRRORS = (
+    "huggingface.co/datasets",
+    "huggingface.co/spaces",
+    "huggingface.co/api/datasets",
+    "hf.co/datasets",
+    "hf.co/spaces",
+    "hf.co/api/datasets",
+    "datasets-server.huggingface.co",
+    "hf-mirror.com",
+    "paperswithcode.com",
+    "kaggle.com/datasets",
+)
+"""Addresses under which copies of benchmarks are found; a model of the paper (App C) found one."""
 
 PROVIDERS = Kind(
     "search service",
