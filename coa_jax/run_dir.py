@@ -25,6 +25,7 @@ from absl import logging
 from coa_jax import files, jsonl
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
+from coa_jax.protocol import write_protocols
 from coa_jax.wandb_run import WandbRun
 
 # Descriptors of locks this process holds.  A forked worker closes its copies: a lock must end
@@ -96,6 +97,8 @@ class RunDir:
 
     def close(self) -> None:
         """Lets other runs have the directory."""
+        if self.active and self._lock is not None:
+            write_protocols(self.path)
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
@@ -193,6 +196,7 @@ class RunDir:
             row = dict(json.loads(row) if isinstance(row, str) else row)
             row["metadata"] = {**row.get("metadata", {}), "step": int(step), "phase": phase}
             lines.append(jsonl.dumps(row) + "\n")
+        write_protocols(self.path)
         files.append(self.path / "traces.jsonl", "".join(lines).encode())
 
     def rewind(self, phase: str, step: int) -> None:

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 
 from coa_jax import jsonl
-from coa_jax.protocol import AuthorName, Segment, Violation, check, get_protocol, parse
+from coa_jax.protocol import (
+    AuthorName,
+    Segment,
+    Violation,
+    check,
+    find_protocols,
+    get_protocol,
+    parse,
+)
 from coa_jax.protocol import violations as text_violations
 
 
@@ -371,6 +379,7 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
         UserError: no such file, or ``path:line: why`` for a malformed line, a last line that was
             cut off included.
     """
+    find_protocols(path)
     return list(jsonl.read_lines(path, Trajectory.from_json))
 
 

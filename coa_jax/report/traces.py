@@ -18,7 +18,7 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
+from coa_jax.protocol import Protocol, find_protocols, get_protocol, parse, protocol_names
 from coa_jax.report.charts import number
 from coa_jax.trajectory import Author, ToolCall, Trajectory, trajectory_violations
 
@@ -75,6 +75,7 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
     """
     heaps: dict[str, list[tuple[tuple[int, int], int, Trajectory]]] = {}
     counts: dict[str, Counter[str]] = {}
+    find_protocols(path)
     traces = jsonl.read_lines(path, Trajectory.from_json, growing=True)
     for order, trajectory in enumerate(traces):
         stage = stage_of(trajectory)

@@ -42,7 +42,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.progress import progress
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import find_protocols, get_protocol
 from coa_jax.rollout.compare import (
     STOPPED_FROM_OUTSIDE,
     Comparison,
@@ -163,6 +163,7 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
         return recording(trajectory)
 
     kept: list[Recording] = []
+    find_protocols(path)
     for found in jsonl.read_lines(path, decode):
         if found is None:
             continue
