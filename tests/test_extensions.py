@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,76 +23,8 @@ from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools
 from coa_jax.tools.web_search import PROVIDERS
-from coa_jax.trajectory import read_trajectories
+from tests.own_files import FILES
 from tests.tasks.finished import finished
-from tests.tiny_policy import policy
-
-SHOUT = '''
-import time
-from coa_jax.tools.base import Observation
-
-class Shout:
-    """Says a text in capital letters, several times."""
-    name, deadline = "shout", 2.0
-    def __init__(self, times: int = 1):
-        self.times = times
-    async def __call__(self, arguments, context):
-        return Observation(" ".join([arguments.upper()] * self.times), True, "ok", 0.0)
-
-class Rivers(Shout):
-    name = "wiki_search"
-    async def __call__(self, arguments, context):
-        return Observation(f"{arguments}: the river Ume, the lake Ivo.", True, "ok", 0.0)
-'''
-RIVERS = """
-from coa_jax.tasks import Task
-
-ROWS = (("Which river runs through Norrland?", "Ume"), ("Which lake lies in Skane?", "Ivo"))
-
-def load(split: str, seed: int, times: int = 1) -> list[Task]:
-    return [
-        Task(f"{split}-{seed}-{turn}-{question}", question, "generalist", (answer,), "")
-        for turn in range(times)
-        for question, answer in ROWS
-    ]
-"""
-ROUGE = '''
-def longest(one, two):
-    """Length of the longest common subsequence (Lin 2004)."""
-    row = [0] * (len(two) + 1)
-    for word in one:
-        before = 0
-        for at, other in enumerate(two, 1):
-            before, row[at] = row[at], before + 1 if word == other else max(row[at], row[at - 1])
-    return row[-1]
-
-def rouge_l(answer, gold, beta: float = 1.0):
-    def f(text):
-        words, wanted = answer.lower().split(), text.lower().split()
-        common = longest(words, wanted)
-        if not common:
-            return 0.0
-        precision, recall = common / len(words), common / len(wanted)
-        return (1 + beta**2) * precision * recall / (recall + beta**2 * precision)
-    return max(map(f, gold))
-
-async def patient(answer, gold):
-    return rouge_l(answer, gold)
-
-def shortest(trajectories):
-    least = min(len(t.answer) for t in trajectories)
-    return [float(len(t.answer) == least) for t in trajectories]
-
-def unsure(answer):
-    return None
-
-def wordy(answer):
-    return "much"
-
-def asks_for_more(answer, trajectry):
-    return 0.0
-'''
-FILES = {"my_tools.py": SHOUT, "my_tasks.py": RIVERS, "my_rewards.py": ROUGE}
 
 
 @pytest.fixture
@@ -188,6 +118,27 @@ def test_a_reward_of_the_group_sees_all_samples_that_have_a_value(folder):
     graded = asyncio.run(graders.grade_group(task, group))
     assert [reward.value for reward in graded] == [3.0, None, 0.0, 2.0]
     assert [reward.parts.get("short") for reward in graded] == [1.0, None, 0.0, 1.0]
+
+
+def test_many_are_graded_by_their_groups(folder):
+    first, second = load_tasks("my_tasks:load", "test")
+    rewards = {"short": {"path": "my_rewards:shortest"}}
+    graders = Graders(GradersConfig(rewards=rewards))
+    answers = [(first, "Ume"), (first, "the Ume"), (second, "the Ivo"), (first, "a Ume")]
+    pairs = [(task, finished(answer)) for task, answer in answers]
+    graded = asyncio.run(graders.grade_many(pairs))
+    assert [reward.parts["short"] for reward in graded] == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_reward_of_the_group_is_missed_where_a_sample_is_graded_alone(folder, caplog):
+    (task, _) = load_tasks("my_tasks:load", "test")
+    rewards = {"grader": {}, "short": {"path": "my_rewards:shortest"}}
+    graders = Graders(GradersConfig(rewards=rewards))
+    assert [graders(task, finished("Ume")).value for _ in range(2)] == [1.0, 1.0]
+    told = [
+        record for record in caplog.records if "samples that are graded alone" in record.message
+    ]
+    assert len(told) == 1 and "short" in told[0].message
 
 
 def test_a_reward_without_a_verdict_masks(folder):
@@ -373,52 +324,3 @@ def test_the_command_line_sets_options_in_groups_that_users_name():
     assert tools == f"--config.tools.own={ {'dice': dice}!r}"
     both = {"a": {"weight": 0.5}, "b": {"path": "m:r"}}
     assert rewards == f"--config.graders.rewards={both!r}"
-
-
-CONFIG = """
-import my_settings
-from coa_jax.cli import load_config
-
-def get_config():
-    config = load_config("configs/evaluate/tiny.py")
-    config.num_tasks, config.temperature, config.rollout.max_tokens = my_settings.TASKS, 0.0, 190
-    config.rollout.max_turn_tokens, config.engine.max_length = 0, 192
-    config.tools.names = ("wiki_search",)
-    return config
-"""
-
-
-def test_an_evaluation_uses_a_tool_a_source_and_a_reward_from_another_folder(folder, tmp_path):
-    from coa_jax.model.api import save_model
-
-    save_model(policy(), tmp_path / "model")
-    (tmp_path / "beside").mkdir()
-    (tmp_path / "beside" / "config.py").write_text(CONFIG)
-    (tmp_path / "beside" / "my_settings.py").write_text("TASKS = 2\n")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for name in FILES:
-        (tmp_path / name).rename(empty / name)
-    command = [
-        sys.executable,
-        *("-c", "import sys; sys.argv[0] = 'coa-jax'; from coa_jax.__main__ import main; main()"),
-        *("evaluate", "--config=../beside/config.py", f"--workdir={tmp_path / 'run'}"),
-        f"--config.model={tmp_path / 'model'}",
-        "--config.tasks=my_tasks:load",
-        "--config.task_options.times=1",
-        "--config.tools.own.wiki_search.path=my_tools:Rivers",
-        "--config.graders.rewards.grader.weight=1.0",
-        "--config.graders.rewards.rouge.path=my_rewards:rouge_l",
-        "--config.graders.rewards.rouge.options.beta=2.0",
-        "--config.graders.rewards.rouge.weight=0.0",
-    ]
-    # As the console command: the working directory is not on the path by itself.
-    places = {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(command, cwd=empty, env={**os.environ, **places}, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    traces = read_trajectories(tmp_path / "run" / "traces.jsonl")
-    assert len(traces) == 4
-    assert {call.name for t in traces for call in t.tool_calls} == {"wiki_search"}
-    assert all("the river Ume, the lake Ivo" in t.tool_calls[0].observation for t in traces)
-    assert [t.reward.value for t in traces] == [1.0] * 4
-    assert {t.reward.parts["rouge"] for t in traces} == {1.0}

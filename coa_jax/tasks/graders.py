@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,6 +187,16 @@ class Graders:
             UserError: a reward gave what is neither a number nor None, or the budget of the judge
                 is spent.
         """
+        together = [reward.name for reward in self._rewards if reward.of_group]
+        if together and "alone" not in self._warned:
+            self._warned.add("alone")
+            logging.warning(
+                "samples that are graded alone have no part of %s: the rewards see all samples of "
+                "a task together", ", ".join(together)
+            )  # fmt: skip
+        return await self._grade_alone(task, trajectory)
+
+    async def _grade_alone(self, task: Task, trajectory: Trajectory) -> Reward:
         try:
             return await self._grade(task, trajectory)
         except (MisfitError, BudgetSpentError):
@@ -264,7 +275,7 @@ class Graders:
 
         These see the samples that have a value; the others stay masked.
         """
-        graded = list(await asyncio.gather(*(self.grade(task, t) for t in trajectories)))
+        graded = list(await asyncio.gather(*(self._grade_alone(task, t) for t in trajectories)))
         for each in (reward for reward in self._rewards if reward.of_group):
             there = [number for number, reward in enumerate(graded) if reward.value is not None]
             if not there:
@@ -292,8 +303,17 @@ class Graders:
         return graded
 
     async def grade_many(self, pairs: Iterable[tuple[Task, Trajectory]]) -> list[Reward]:
-        """Rewards of many trajectories, graded at the same time."""
-        return list(await asyncio.gather(*(self.grade(task, t) for task, t in pairs)))
+        """Rewards of many trajectories, graded at the same time.
+
+        Neighbours of the same task, sampled for the same prompt, are a group (`grade_group`).
+        """
+
+        def group_of(pair: tuple[Task, Trajectory]) -> tuple[int, Any]:
+            return id(pair[0]), pair[1].metadata.get("prompt_id")
+
+        groups = [list(group) for _, group in itertools.groupby(pairs, group_of)]
+        graded = (self.grade_group(group[0][0], [t for _, t in group]) for group in groups)
+        return [reward for rewards in await asyncio.gather(*graded) for reward in rewards]
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
         """`grade` from code that does not await, inside of an event loop or not."""
