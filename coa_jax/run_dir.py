@@ -129,6 +129,7 @@ class RunDir:
         for change in changes:
             logging.warning("%s: config differs from the earlier run: %s", path, change)
         files.write_json(path, _plain(config))
+        write_protocols(self.path)
         return changes
 
     def keep_config(self, config: Any) -> None:

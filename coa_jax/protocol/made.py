@@ -22,8 +22,8 @@ from coa_jax.protocol.spec import (
 )
 
 FILE = "protocols.json"
-_FOLDERS = 4
-"""That are looked at: that of a file, and those around it up to that of the run."""
+_AROUND = 3
+"""Folders around that of a file in which that of its run is looked for."""
 
 
 def write_protocols(folder: str | os.PathLike[str]) -> None:
@@ -40,15 +40,19 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
 
 
 def find_protocols(path: str | os.PathLike[str]) -> None:
-    """Enters the protocols that stand beside a file or in a folder, or in those around it.
+    """Enters the protocols that stand in a folder or beside it, or in the run that it belongs to.
 
-    A name that is known keeps its meaning: the tools of this process go before those of another.
+    A run is a folder with ``config.json``: a file that somebody else has put further up is no part
+    of it.  A name that is known keeps its meaning: the tools of this process go first.
 
     Raises:
         UserError: the file is damaged.
     """
     place = Path(path).expanduser().absolute()
-    for folder in [place, *place.parents][: _FOLDERS + 1]:
+    runs = [
+        folder for folder in place.parents[1 : _AROUND + 1] if (folder / "config.json").is_file()
+    ]
+    for folder in (place, place.parent, *runs):
         if (folder / FILE).is_file():
             _enter(folder / FILE)
             return

@@ -64,7 +64,12 @@ def test_a_run_leaves_them_beside_what_it_writes(made, monkeypatch, tmp_path):
     forget(monkeypatch)
     with pytest.raises(UserError, match="'gambling' is unknown"):
         get_protocol("gambling")
-    find_protocols(tmp_path / "run" / "model" / "somewhere")
+    inside = tmp_path / "run" / "models" / "sft"
+    find_protocols(inside)
+    with pytest.raises(UserError, match="'gambling' is unknown"):
+        get_protocol("gambling")  # nothing says that the folder above is a run
+    (tmp_path / "run" / "config.json").write_text("{}")
+    find_protocols(inside)
     assert get_protocol("gambling") == made
     assert get_protocol("gambling:paper").must_end
 
