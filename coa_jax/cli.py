@@ -38,6 +38,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from coa_jax.errors import UserError
+from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
 from coa_jax.urls import refuse_urls
@@ -77,6 +78,7 @@ def run_main(
     """
 
     def parse(argv: list[str]) -> list[str]:
+        importable(Path())
         rest = _parse_flags(argv, positional)
         if not flags.FLAGS["verbosity"].present:
             # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
@@ -272,6 +274,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     Args:
         spec: `FILE.py` or `FILE.py:ARGUMENT`.  A path that is not in the working directory, such
             as `configs/sft/web.py`, is looked for among the configs that come with the package.
+            Modules beside it can be imported.
         overrides: dotted keys to values, e.g. `{"optim.lr": 1e-4}`.
 
     Returns:
@@ -286,6 +289,8 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: not a Python file; name a file such as configs/x.py")
     module = importlib.util.module_from_spec(module_spec)
+    if not Path(path).is_relative_to(ROOT / "configs"):
+        importable(Path(path).parent)
     module_spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise UserError(f"--config={spec}: the file defines no get_config()")

@@ -39,6 +39,7 @@ from coa_jax.model.params import (
 )
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.protocol import find_protocols, write_protocols
 from coa_jax.settings import build
 
 PHASES = ("rl", "sft", "rft", "dpo")
@@ -100,6 +101,8 @@ def export(
     known = files.read_json_object(card) if card.is_file() else read_card(config["model"])
     model = dataclasses.replace(model, card=known)
     save_model(model, output, dtype=dtype)
+    find_protocols(workdir)
+    write_protocols(output)
     return phase, step
 
 

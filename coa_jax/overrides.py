@@ -16,8 +16,12 @@ from ml_collections.config_flags import config_path
 
 from coa_jax.errors import UserError
 
-_NEW_KEY = re.compile(r"--?config\.((?:\w+\.)*tools\.mcp)\.(\w+)\.(\w+)(?:=(.*))?", re.DOTALL)
-"""A setting of a tool whose name, the part after ``mcp``, a user makes up."""
+_NEW_KEY = re.compile(
+    r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|rewards|\w*options))"
+    r"\.((?:\w+\.)*\w+)(?:=(.*))?",
+    re.DOTALL,
+)
+"""A setting in a group whose keys a user makes up: names of tools and rewards, and options."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -35,7 +39,7 @@ def switches(arguments: list[str]) -> list[str]:
 
 
 def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Joins settings of tools that the config need not have into one override of their group.
+    """Joins settings that the config need not have into one override of their group.
 
     ml_collections overrides existing settings only.  ``--config.tools.mcp.tide.url=U`` becomes
     ``--config.tools.mcp={'tide': {'url': 'U'}}`` with the tools of the config beside it.
@@ -49,8 +53,8 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
         if key is None:
             rest.append(argument)
             continue
-        group, name, setting = key.group(1, 2, 3)
-        value = key[4] if key[4] is not None else next(given, None)
+        group, name = key.group(1, 2)
+        value = key[3] if key[3] is not None else next(given, None)
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
         if group not in groups:
@@ -61,7 +65,13 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
             read = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             read = value
-        groups[group].setdefault(name, {})[setting] = read
+        *outer, last = name.split(".")
+        inner = groups[group]
+        for part in outer:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UserError(f"{argument}: {part} is a value, without settings")
+        inner[last] = read
     joined = [f"--config.{group}={values!r}" for group, values in groups.items()]
     return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
 

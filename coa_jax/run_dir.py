@@ -25,6 +25,7 @@ from absl import logging
 from coa_jax import files, jsonl, shards
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
+from coa_jax.protocol import write_protocols
 from coa_jax.wandb_run import WandbRun
 
 # Descriptors of locks this process holds.  A forked worker closes its copies: a lock must end
@@ -96,6 +97,8 @@ class RunDir:
 
     def close(self) -> None:
         """Lets other runs have the directory."""
+        if self.active and self._lock is not None:
+            write_protocols(self.path)
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
@@ -126,6 +129,7 @@ class RunDir:
         for change in changes:
             logging.warning("%s: config differs from the earlier run: %s", path, change)
         files.write_json(path, _plain(config))
+        write_protocols(self.path)
         return changes
 
     def keep_config(self, config: Any) -> None:
@@ -202,6 +206,7 @@ class RunDir:
                 row["metadata"] = {**row.get("metadata", {}), "step": int(step), "phase": phase}
                 yield jsonl.dumps(row).encode()
 
+        write_protocols(self.path)
         if form == "jsonl":
             files.append(self.path / "traces.jsonl", b"".join(line + b"\n" for line in lines()))
         else:

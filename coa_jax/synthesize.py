@@ -161,11 +161,11 @@ def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> Endpoint
 
     The endpoint's key goes to the endpoint's address only.
     """
-    reached = EndpointConfig(solver.base_url) if solver.base_url else endpoint
+    reached = EndpointConfig(solver.url) if solver.url else endpoint
     return dataclasses.replace(
         solver,
-        base_url=reached.base_url,
-        key_variable=solver.key_variable or reached.key_variable,
+        url=reached.url,
+        key_env=solver.key_env or reached.key_env,
         model=solver.model or endpoint.model,
         prices=(*solver.prices, *endpoint.prices),
     )

@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from coa_jax import jsonl, shards
-from coa_jax.protocol import AuthorName, Segment, Violation, check, get_protocol, parse
+from coa_jax.protocol import (
+    AuthorName,
+    Segment,
+    Violation,
+    check,
+    find_protocols,
+    get_protocol,
+    parse,
+)
 from coa_jax.protocol import violations as text_violations
 
 T = TypeVar("T")
@@ -379,6 +387,7 @@ def iterate_trajectories(
     Raises:
         UserError: as `read_trajectories`.
     """
+    find_protocols(path)
     for part in shards.parts(path):
         yield from jsonl.read_lines(part, decode, growing=growing)
 

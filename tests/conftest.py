@@ -43,6 +43,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+@pytest.fixture(autouse=True)
+def protocols_of_one_test():
+    """Takes the protocols that a test's tools bring out again: runs write those of the process."""
+    from coa_jax.protocol import spec
+
+    before = dict(spec._PROTOCOLS)
+    yield
+    spec._PROTOCOLS.clear()
+    spec._PROTOCOLS.update(before)
+
+
 @pytest.fixture(scope="session")
 def cpu_ops() -> None:
     """Skips a test of bits or speed that only the operations of `model.ops_cpu` promise."""

@@ -123,7 +123,7 @@ def test_a_corpus_that_the_author_cannot_read_is_explained(tmp_path):
 
 def solver_of(**changes):
     """The solver of the shipped configuration with its settings changed, as it is asked."""
-    endpoint = {"base_url": "http://a/v1", "key_variable": "KEY_A", "prices": (("m", 1.0, 2.0),)}
+    endpoint = {"url": "http://a/v1", "key_env": "KEY_A", "prices": (("m", 1.0, 2.0),)}
     given = {f"endpoint.{key}": value for key, value in (endpoint | {"model": "m"}).items()}
     given |= {f"solver.{key}": value for key, value in changes.items()}
     config = load_config("configs/synthesize/endpoint.py", given)
@@ -134,15 +134,15 @@ def solver_of(**changes):
 
 def test_the_solver_is_who_the_endpoint_is_where_it_says_nothing_else():
     plain = solver_of(max_money=5.0)
-    assert (plain.base_url, plain.model, plain.key_variable) == ("http://a/v1", "m", "KEY_A")
+    assert (plain.url, plain.model, plain.key_env) == ("http://a/v1", "m", "KEY_A")
     assert (plain.price, plain.max_money, plain.temperature) == ((1.0, 2.0), 5.0, 1.0)
     other = solver_of(model="n", max_money=5.0, prices=(("n", 3.0, 4.0),))
-    assert (other.base_url, other.model, other.price) == ("http://a/v1", "n", (3.0, 4.0))
-    assert solver_of(key_variable="KEY_B").key_variable == "KEY_B"
+    assert (other.url, other.model, other.price) == ("http://a/v1", "n", (3.0, 4.0))
+    assert solver_of(key_env="KEY_B").key_env == "KEY_B"
     # The key of one server is not sent to another.
-    apart = solver_of(base_url="http://b/v1")
-    assert (apart.base_url, apart.model) == ("http://b/v1", "m")
-    assert apart.key_variable == EndpointConfig.key_variable
+    apart = solver_of(url="http://b/v1")
+    assert (apart.url, apart.model) == ("http://b/v1", "m")
+    assert apart.key_env == EndpointConfig.key_env
     with pytest.raises(UserError, match=r"config\.solver\.max_money needs the price of 'n'"):
         solver_of(model="n", max_money=5.0)
 
@@ -250,7 +250,7 @@ def test_a_model_writes_questions_on_any_corpus_and_nothing_is_paid_for_twice(tm
         return synthesize(config, tmp_path / "run")
 
     with serving(model) as server:
-        reach = {"base_url": server.url, "model": "m", "retries": 0, "prices": ()}
+        reach = {"url": server.url, "model": "m", "attempts": 1, "prices": ()}
         with pytest.raises(UserError, match=r"max_calls=60 is spent"):
             run(60)
         assert not (tmp_path / "run" / "questions.jsonl").exists()

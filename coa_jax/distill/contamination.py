@@ -19,20 +19,6 @@ from coa_jax.tasks.base import Task
 from coa_jax.tasks.grading import normalize_answer
 from coa_jax.tools.words import words
 
-MIRRORS = (
-    "huggingface.co/datasets",
-    "huggingface.co/spaces",
-    "huggingface.co/api/datasets",
-    "hf.co/datasets",
-    "hf.co/spaces",
-    "hf.co/api/datasets",
-    "datasets-server.huggingface.co",
-    "hf-mirror.com",
-    "paperswithcode.com",
-    "kaggle.com/datasets",
-)
-"""Addresses under which copies of benchmarks are found."""
-
 # A number with its separators, initials with their dots, a word; what else stands between them.
 _PIECE = re.compile(
     r"(?P<number>\d+(?:[.,]\d+)*)|(?P<word>(?:[^\W\d_]\.)+[^\W\d_]\b|[^\W\d_][\w'\u2019-]*)|\S"

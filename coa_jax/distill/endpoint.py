@@ -14,25 +14,15 @@ import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from coa_jax import jsonl
-from coa_jax.bounds import (
-    Address,
-    Amount,
-    Between,
-    Bounded,
-    Count,
-    NotNegative,
-    Place,
-    Seconds,
-    SecondsOrNone,
-    Temperature,
-    Variable,
-)
+from coa_jax.bounds import SecondsOrNone, Temperature, Times, Variable
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.tools.net.budget import Spent, check_budget
+from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.secrets import Secret
 
 T = TypeVar("T")
@@ -48,41 +38,25 @@ _PLAIN = 'Which number comes after 1? Reply with a JSON object: {"number": ...}.
 
 
 @dataclasses.dataclass(frozen=True)
-class EndpointConfig(Bounded):
-    """Where the model is, how it is asked, and what may be spent.
+class EndpointConfig(ChatConfig):
+    """The model that writes: a `ChatConfig` whose budget counts earlier processes, too.
 
     Attributes:
-        base_url: e.g. ``http://localhost:8000/v1``.
-        model: name of the model there.
-        key_variable: environment variable with the key; a local server needs none.
-        temperature: of sampling.
-        max_tokens: longest reply.
-        max_tokens_name: what the server calls that limit; OpenAI's reasoning models want
-            ``max_completion_tokens`` (and a temperature of 1).
-        json_mode: ask the server for replies that are JSON objects; not all servers can.
+        key_env: a local server needs no key.
         timeout_s: seconds for one attempt.
-        retries: further attempts after a failure that may pass (no connection, 429, 5xx).
-        backoff_s: longest wait before the first of them; doubles with each, up to a minute.
-        prices: (model, money per million prompt tokens, per million completion tokens).
-        max_calls, max_total_tokens, max_money: the run stops before a call once so much has been
-            spent, also by earlier processes; 0 for no limit.  The last two need a server that
-            counts tokens.
+        backoff_s: longest wait before the second attempt; doubles with each, up to a minute.
     """
 
-    base_url: Address = ""
-    model: Place = ""
-    key_variable: Variable = "OPENAI_API_KEY"
+    key_env: Variable = "OPENAI_API_KEY"
     temperature: Temperature = 0.7
-    max_tokens: Count = 1024
-    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    json_mode: bool = False
-    timeout_s: Seconds = 120.0
-    retries: Annotated[int, Between(0, 100)] = 6
+    attempts: Times = 7
     backoff_s: SecondsOrNone = 0.5
-    prices: tuple[tuple[Place, NotNegative, NotNegative], ...] = ()
-    max_calls: Amount = 0
-    max_total_tokens: Amount = 0
-    max_money: NotNegative = 0.0
+
+    def __bool__(self) -> bool:
+        return True  # there are settings; `check` says whether they can be used
+
+    def _check_use(self) -> None:
+        """Nothing: `check` does, which knows what the settings are called."""
 
     def check(self, where: str = "config.endpoint") -> None:
         """Refuses settings by which no model could be asked, or no budget held.
@@ -93,20 +67,9 @@ class EndpointConfig(Bounded):
         Raises:
             UserError: the address, the model or the price that ``max_money`` needs is missing.
         """
-        if not self.base_url or not self.model:
-            raise UserError(f"give {where}.base_url and {where}.model")
-        form = "(model, per million prompt tokens, per million completion tokens)"
-        if self.max_money and not any(self.price or ()):
-            raise UserError(
-                f"{where}.max_money needs the price of {self.model!r}, which is "
-                f"{'missing' if self.price is None else '0: it would limit nothing'}; give it in "
-                f"{where}.prices as {form}"
-            )
-
-    @property
-    def price(self) -> tuple[float, float] | None:
-        """Money per million tokens of prompts and of completions, if it is known."""
-        return next(((p, c) for name, p, c in self.prices if name == self.model), None)
+        if not self.url or not self.model:
+            raise UserError(f"give {where}.url and {where}.model")
+        self.check_price(self.model, f"{where}.")
 
     @property
     def label(self) -> str:
@@ -119,61 +82,6 @@ class RequestRefusedError(Exception):
 
     def __str__(self) -> str:
         return f"the request is refused: {self.args[0]}"
-
-
-@dataclasses.dataclass
-class Spent:
-    """What the calls so far have cost; ``unmetered`` of them came back without token counts."""
-
-    calls: int = 0
-    prompt: int = 0
-    completion: int = 0
-    money: float = 0.0
-    unmetered: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """The totals as JSON values."""
-        return dataclasses.asdict(self)
-
-    def add(self, row: Mapping[str, Any], price: tuple[float, float] | None) -> None:
-        """Counts an exchange (its ``prompt`` and ``completion``) at a price."""
-        prompt, completion = row["prompt"] or 0, row["completion"] or 0
-        per_prompt, per_completion = price or (0.0, 0.0)
-        self.calls += 1
-        self.unmetered += None in (row["prompt"], row["completion"])
-        self.prompt += prompt
-        self.completion += completion
-        self.money += (prompt * per_prompt + completion * per_completion) / 1e6
-
-
-def check_budget(
-    limits: EndpointConfig, spent: Spent, inside: int = 0, where: str = "config.endpoint"
-) -> None:
-    """Raises UserError if a limit of `where` has been reached, or if nobody can tell.
-
-    Args:
-        limits: what may be spent.
-        spent: so far.
-        inside: calls that are under way.
-        where: what the error calls the settings.
-    """
-    metered = next((n for n in ("max_total_tokens", "max_money") if getattr(limits, n)), None)
-    if metered and spent.unmetered:
-        raise UserError(
-            f"{where}.{metered} cannot be kept: {spent.unmetered} replies came without a count of "
-            f"tokens; set {where}.{metered}=0 and limit {where}.max_calls, or have the server "
-            "report usage"
-        )
-    for name, value, limit in (
-        ("max_calls", spent.calls + inside, limits.max_calls),
-        ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
-        ("max_money", spent.money, limits.max_money),
-    ):
-        if limit and value >= limit:
-            raise UserError(
-                f"the budget {where}.{name}={limit:g} is spent ({value:g}); what is "
-                "finished is kept: raise it and run the same command again to continue"
-            )
 
 
 def _exchange(row: Any) -> dict[str, Any]:
@@ -215,9 +123,9 @@ class Endpoint:
             raise missing("a teacher behind an endpoint", "openai", "endpoint") from None
         config.check(where)
         self.config, self.record, self.spent, self._where = config, record, Spent(), where
-        self._openai, self._secret = openai, Secret(config.key_variable)
+        self._openai, self._secret = openai, Secret(config.key_env)
         self._client = openai.AsyncOpenAI(
-            base_url=config.base_url,
+            base_url=config.url,
             api_key=self._secret.reveal() if self._secret else "none",
             max_retries=0,
             timeout=config.timeout_s,
@@ -341,7 +249,7 @@ class Endpoint:
 
     async def _ask(self, chat: Chat) -> tuple[str, int | None, int | None]:
         openai, problem = self._openai, ""
-        for attempt in range(self.config.retries + 1):
+        for attempt in range(self.config.attempts):
             wait = min(60.0, self.config.backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
             try:
                 return await self._once(chat)
@@ -356,10 +264,10 @@ class Endpoint:
                 problem = f"a response without a reply ({error})"
             if self._stopping:
                 break
-            if attempt < self.config.retries:
+            if attempt + 1 < self.config.attempts:
                 await asyncio.sleep(wait)
         raise UserError(
-            f"{self.config.base_url} gave no reply in {attempt + 1} attempts "
+            f"{self.config.url} gave no reply in {attempt + 1} attempts "
             f"({problem}); what is finished is kept: run the same command again to continue"
         )
 
@@ -373,20 +281,15 @@ class Endpoint:
 
     def _refusal(self, problem: str) -> UserError:
         return UserError(
-            f"{self.config.base_url} refuses the model {self.config.model!r}: {problem}; mend the "
+            f"{self.config.url} refuses the model {self.config.model!r}: {problem}; mend the "
             "settings of the endpoint and run the same command again"
         )
 
     async def _once(self, chat: Chat) -> tuple[str, int | None, int | None]:
-        options: dict[str, Any] = {self.config.max_tokens_name: self.config.max_tokens}
-        if self.config.json_mode:
-            options["response_format"] = {"type": "json_object"}
         response = await self._client.chat.completions.create(
-            model=self.config.model,
             # One half of a surrogate pair, from an earlier reply, could not be sent at all.
             messages=[{name: clean(text) for name, text in m.items()} for m in chat],  # type: ignore[misc]
-            temperature=self.config.temperature,
-            **options,
+            **self.config.options,
         )
         content = response.choices[0].message.content
         # Null is a reply that was paid for (all tokens went into thinking, or a refusal).

@@ -37,7 +37,7 @@ from coa_jax.distill.card import card
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
-from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of
+from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of, write_protocols
 from coa_jax.records import from_tfds, parts_of_turns, read_records
 from coa_jax.records.split import Parts
 from coa_jax.tasks.base import with_level
@@ -214,6 +214,7 @@ def export(
     if unknown:
         raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
     out.mkdir(parents=True, exist_ok=True)
+    write_protocols(out)
     if style.system is not None:
         records = [replace(r, context=messages_of(r, style).context) for r in records]
     marked = [r for r in records if fits_alpaca(r)] if "alpaca" in forms else []

@@ -89,10 +89,10 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
     if not has_gold(task):
         return None
     grader = task.metadata.get("grader", "exact_match")
-    if grader in ("math", "code") and "scorer" not in task.metadata:
-        score = reward.parts.get(grader)
-    else:
+    if grader in ("exact_match", "judge") or "scorer" in task.metadata:
         score = reward.parts.get("judge", reward.parts.get("exact_match"))
+    else:
+        score = reward.parts.get(grader.rpartition(":")[2])
     return None if score is None else score == 1.0
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
-from coa_jax.bounds import Between, Bounded, Natural, Place, Share
-from coa_jax.distill.contamination import MIRRORS, contamination, opens_blocked
+from coa_jax.bounds import Between, Bounded, Name, Natural, Place, Share, check
+from coa_jax.distill.contamination import contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, Run, SetFilter
 from coa_jax.errors import UserError
+from coa_jax.extensions import Bound, Extension, Kind, bind, refuse_result
+from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
+from coa_jax.tools.web_search import MIRRORS
 from coa_jax.tools.words import WORD, words
 
 _EVASIVE = re.compile(
@@ -43,6 +46,10 @@ _DIRECTION = frozenset(
 )
 """Words that say which part the words behind them play."""
 
+FILTERS = Kind("filter", "coa_jax.filters", {}, offers=("run", "runs"), needs=("run", "runs"))
+"""A function that says whether a ``run`` (`Run`) is kept; or, of all ``runs`` that the filters of
+single runs have kept, for each of them whether it is kept."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig(Bounded):
@@ -65,6 +72,7 @@ class SelectionConfig(Bounded):
             ``mirrors`` stands for the known mirrors of benchmarks.
         near_duplicate: two runs as similar as this (Jaccard of runs of three words) are one; the
             first is kept.
+        own: name -> ``path`` and ``options`` of a filter of your own, see `FILTERS`.
     """
 
     near_query: Share = 0.0
@@ -78,6 +86,14 @@ class SelectionConfig(Bounded):
     entity_share: Share = 0.8
     blocked: tuple[Place, ...] = ()
     near_duplicate: Share = 0.0
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, settings in self.own.items():
+            check(name, Name, "own")
+            if not build(Extension, settings, f"own.{name}").path and not FILTERS.knows(name):
+                raise UserError(f"own.{name}.path is missing; give package.module:name")
 
 
 def further_filters(
@@ -120,19 +136,62 @@ def further_filters(
         ]
         shows = contamination(held_out, config.ngram, config.ngram_share, config.entity_share)
         filters.append(Filter("contaminated", lambda run: not shows(run)))
-    return tuple(filters)
+    own = _own(config)
+    return (*filters, *(each for each in own if isinstance(each, Filter)))
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
     """The filters that compare runs with each other."""
-    if not config.near_duplicate:
-        return ()
-    threshold = config.near_duplicate
+    filters: list[SetFilter] = []
+    if config.near_duplicate:
+        threshold = config.near_duplicate
 
-    def drops(runs: Sequence[Run]) -> list[bool]:
-        return repeats_another(runs, threshold, seed)
+        def drops(runs: Sequence[Run]) -> list[bool]:
+            return repeats_another(runs, threshold, seed)
 
-    return (SetFilter("near_duplicate", drops),)
+        filters.append(SetFilter("near_duplicate", drops))
+    return (*filters, *(each for each in _own(config) if isinstance(each, SetFilter)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """A filter that a configuration names."""
+
+    name: str
+    call: Bound
+
+    def keeps(self, run: Run) -> bool:
+        return self._checked(self.call(run=run))
+
+    def drops(self, runs: Sequence[Run]) -> list[bool]:
+        found = list(self.call(runs=runs))
+        if len(found) != len(runs):
+            raise self._misfit(found, f"a verdict for each of {len(runs)} runs")
+        return [not self._checked(kept) for kept in found]
+
+    def _checked(self, kept: object) -> bool:
+        if not isinstance(kept, bool):
+            raise self._misfit(kept, "True for what is kept, or False")
+        return kept
+
+    def _misfit(self, found: object, wanted: str) -> UserError:
+        return refuse_result(FILTERS, self.name, found, wanted, f"selection.own.{self.name}")
+
+
+def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
+    """The filters that a configuration names, in their order.
+
+    Raises:
+        UserError: there is none of a name, or it does not fit.
+    """
+    filters: list[Filter | SetFilter] = []
+    for name, settings in config.own.items():
+        where = f"selection.own.{name}"
+        named = build(Extension, settings, where)
+        own = _Own(name, bind(FILTERS, named.path or name, named.options, where))
+        single = "run" in own.call.asks
+        filters.append(Filter(name, own.keeps) if single else SetFilter(name, own.drops))
+    return filters
 
 
 def query_terms(query: str) -> frozenset[tuple[str, str]]:

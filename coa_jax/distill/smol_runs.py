@@ -12,13 +12,14 @@ from typing import Any
 
 from coa_jax import files, jsonl
 from coa_jax.bounds import Bounded, Count, Natural, Times
-from coa_jax.distill.endpoint import EndpointConfig, Spent, check_budget
+from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.journal import check_fingerprint
 from coa_jax.distill.readers.base import total_usage
 from coa_jax.distill.smol import REFUSED, smolagents_package, solve_with_smolagents
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
+from coa_jax.tools.net.budget import Spent, check_budget
 from coa_jax.tools.net.secrets import redact_all
 
 
@@ -46,9 +47,9 @@ def endpoint_model(config: EndpointConfig) -> Any:
     config.check()
     return smolagents_package().OpenAIModel(
         model_id=config.model,
-        api_base=config.base_url,
-        api_key=os.environ.get(config.key_variable) or "none",
-        client_kwargs={"timeout": config.timeout_s, "max_retries": config.retries},
+        api_base=config.url,
+        api_key=os.environ.get(config.key_env) or "none",
+        client_kwargs={"timeout": config.timeout_s, "max_retries": config.attempts - 1},
         temperature=config.temperature,
         **{config.max_tokens_name: config.max_tokens},
     )

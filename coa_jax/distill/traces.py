@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from absl import logging
 
 from coa_jax import jsonl
-from coa_jax.bounds import Bounded, OneOf, Place
+from coa_jax.bounds import Bounded, Place
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
@@ -20,6 +20,7 @@ from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.errors import UserError
+from coa_jax.extensions import Named
 from coa_jax.protocol import get_protocol
 from coa_jax.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.records.rows import find_files
@@ -40,12 +41,14 @@ class TracesConfig(Bounded):
         protocol: protocol of the trajectories; empty only for records, which name their own or
             show it by their tags.
         completion: what may be written out that a run did without words.
+        options: of a reader of your own.
     """
 
     files: tuple[Place, ...]
-    format: Annotated[str, OneOf(*READERS, RECORDS)]
+    format: Annotated[str, Named(READERS, RECORDS)]
     protocol: ProtocolName
     completion: Completion = dataclasses.field(default_factory=Completion)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +103,7 @@ def convert_files(
     made = Converted([], [], {}, [], {})
     names: set[str] = set()
     for path in filter(None, config.files):
-        traces, report = read_traces(path, config.format)
+        traces, report = read_traces(path, config.format, config.options)
         counts = {k: getattr(report, k) for k in ("path", "records", "used", "ignored", "traces")}
         made.reading.append({**counts, "problems": len(report.problems)})
         for problem in report.problems:

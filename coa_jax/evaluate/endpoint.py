@@ -14,9 +14,9 @@ import hashlib
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from coa_jax.bounds import Address, Between, Bounded, Count, Place, Prose, Seconds, Times, Variable
+from coa_jax.bounds import Address, Bounded, Count, Place, Prose, Seconds, Times, Variable
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
@@ -44,7 +44,7 @@ _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_
 
 @dataclasses.dataclass(frozen=True)
 class PolicyEndpoint(Bounded):
-    """Where a policy is served.
+    """Where a policy is served; the names are those of `ChatConfig`.
 
     Attributes:
         url: base address, ``http://localhost:8000/v1``; "" for a policy on this machine.
@@ -56,7 +56,7 @@ class PolicyEndpoint(Bounded):
         observation_chars: an observation is cut to so many characters; here tokens are counted by
             the server only.
         timeout_s: seconds for one answer.
-        retries: further attempts after a failure that may pass (no connection, 429, 5xx).
+        attempts: tries, where a failure may pass (no connection, 429, 5xx).
     """
 
     url: Address = ""
@@ -66,7 +66,7 @@ class PolicyEndpoint(Bounded):
     opening: Prose = ""
     observation_chars: Count = 16_000
     timeout_s: Seconds = 600.0
-    retries: Annotated[int, Between(0, 1000)] = 5
+    attempts: Times = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ def endpoint_policy(
         client = openai.AsyncOpenAI(
             base_url=endpoint.url,
             api_key=key,
-            max_retries=endpoint.retries,
+            max_retries=endpoint.attempts - 1,
             timeout=endpoint.timeout_s,
         )
 

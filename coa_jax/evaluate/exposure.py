@@ -11,10 +11,11 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from coa_jax.distill.contamination import MIRRORS, Contamination, contamination
+from coa_jax.distill.contamination import Contamination, contamination
 from coa_jax.tasks import Task
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.web_search import MIRRORS
 from coa_jax.trajectory import Trajectory
 
 BLOCKED = MIRRORS

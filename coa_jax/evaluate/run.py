@@ -51,6 +51,7 @@ class EvaluateConfig(Bounded):
 
     Attributes:
         tasks: task source, see `tasks.load_tasks`.
+        task_options: of a source of your own.
         split: ``validation`` or ``test``.
         num_tasks: tasks that are drawn; 0 for all, in their order.
         samples: samples of a task, the rounds over which pass@1 is averaged; pass@k needs k.
@@ -88,6 +89,7 @@ class EvaluateConfig(Bounded):
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
     protocol: Place = ""
+    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocked: tuple[Place, ...] = BLOCKED
     last_suggestion: bool = False
     attempts: Annotated[int, Between(1, 100)] = 1
@@ -127,6 +129,7 @@ def settings(
     return {
         "policy": policy,
         "tasks": config.tasks,
+        **({"task_options": dict(config.task_options)} if config.task_options else {}),
         "split": config.split,
         "protocol": config.protocol,
         "seed": config.seed,
@@ -146,7 +149,12 @@ def load(config: EvaluateConfig) -> list[Task]:
         UserError: see `load_tasks`; or a task is for another protocol than ``config.protocol``.
     """
     tasks = load_tasks(
-        config.tasks, config.split, config.num_tasks or None, config.seed, config.protocol
+        config.tasks,
+        config.split,
+        config.num_tasks or None,
+        config.seed,
+        config.protocol,
+        config.task_options,
     )
     others = [task.protocol for task in tasks if config.protocol not in ("", task.protocol)]
     if others:

@@ -25,7 +25,7 @@ from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
 from coa_jax.tasks import Graders, Task
-from coa_jax.tasks.graders import opened
+from coa_jax.tasks.rewards import opened
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import files
+from coa_jax.protocol import find_protocols
 
 CARD = "agent.json"
 
@@ -17,8 +18,11 @@ CARD = "agent.json"
 def read_card(path: str | Path) -> dict[str, Any]:
     """Returns the card of a model directory, empty where there is none.
 
+    Protocols of tools that the training of the model has left there are known from now on.
+
     Raises:
         UserError: the card cannot be read, or is no JSON object.
     """
+    find_protocols(path)
     file = Path(path) / CARD
     return files.read_json_object(file) if file.is_file() else {}

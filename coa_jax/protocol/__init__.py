@@ -24,6 +24,7 @@ from coa_jax.protocol.bodies import (
     parse_urls,
     split_answers,
 )
+from coa_jax.protocol.made import find_protocols, write_protocols
 from coa_jax.protocol.monitor import Monitor
 from coa_jax.protocol.parser import (
     Parse,
@@ -89,6 +90,7 @@ __all__ = [
     "allowed_next",
     "at_level",
     "check",
+    "find_protocols",
     "format_code",
     "format_double_check",
     "format_reflection",
@@ -110,4 +112,5 @@ __all__ = [
     "split_answers",
     "split_level",
     "violations",
+    "write_protocols",
 ]

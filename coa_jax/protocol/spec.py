@@ -260,6 +260,12 @@ def protocol_names() -> tuple[str, ...]:
     return tuple(_PROTOCOLS)
 
 
+def made_protocols() -> tuple[Protocol, ...]:
+    """Returns the protocols that are not built in."""
+    built_in = {protocol.name for protocol in _BUILT_IN}
+    return tuple(made for name, made in _PROTOCOLS.items() if name not in built_in)
+
+
 def names_with_levels() -> tuple[str, ...]:
     """Returns the names that `get_protocol` knows, each at both levels."""
     return (*_PROTOCOLS, *(f"{name}:{LEVELS[1]}" for name in _PROTOCOLS))
@@ -281,7 +287,10 @@ def get_protocol(name: str) -> Protocol:
     family, level = split_level(name)
     if family not in _PROTOCOLS:
         known = ", ".join(_PROTOCOLS)
-        raise UserError(f"protocol {family!r} is unknown; use one of: {known}")
+        raise UserError(
+            f"protocol {family!r} is unknown; use one of: {known}, or one of your tools "
+            "(tools.protocol; its protocols.json stands beside the data of the run)"
+        )
     protocol = _PROTOCOLS[family]
     return _as_the_paper_demands(protocol) if level == "paper" else protocol
 

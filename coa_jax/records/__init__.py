@@ -21,7 +21,7 @@ from absl import logging
 from coa_jax import reading
 from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
-from coa_jax.protocol import get_protocol, names_with_levels
+from coa_jax.protocol import find_protocols, get_protocol, names_with_levels
 from coa_jax.records.columns import columns_of, renamed
 from coa_jax.records.forms import from_tfds, made_of
 from coa_jax.records.rows import Row, find_files, read_rows
@@ -84,9 +84,12 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
     Raises:
         UserError: a file cannot be read, or a row is damaged; the message names file and row.
     """
+    paths = find_files(source)
+    for path in paths:
+        find_protocols(path)
     if protocol:
         get_protocol(protocol)
-    for path in find_files(source):
+    for path in paths:
         info = columns_of(path)
         for row in read_rows(path):
             value, dropped = row.value, ""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from absl import logging
 
 from coa_jax.errors import UserError
+from coa_jax.extensions import (
+    PATH,
+    Kind,
+    bind,
+    find,
+    parameters_of,
+    read_options,
+    refuse_result,
+)
+from coa_jax.overrides import suggest
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
-from coa_jax.tasks.benchmark_files import is_benchmark, load_benchmark
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.graders import Graders, GradersConfig, grade
 from coa_jax.tasks.grading import grade_answer, normalize_answer
@@ -28,26 +42,52 @@ __all__ = [
     "normalize_answer",
 ]
 
-SOURCES = ("factbook", "arithmetic")
-"""Named sources; besides them any path that ends in ``.jsonl``, ``.json`` or ``.parquet``."""
+SOURCES = Kind(
+    "task source",
+    "coa_jax.tasks",
+    {
+        "factbook": "coa_jax.tasks.factbook:load_source",
+        "arithmetic": "coa_jax.tasks.arithmetic:load_source",
+        **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
+        ".jsonl": "coa_jax.tasks.question_file:load_question_file",
+        ".json": "coa_jax.tasks.release_files:load_release_file",
+        ".parquet": "coa_jax.tasks.release_files:load_release_file",
+    },
+    offers=("split", "n", "seed", "protocol", "source"),
+)
+"""A function that gives tasks (`Task`), the same for the same arguments.
+
+A suffix stands for the paths that have it.  A function that asks for ``source``, the whole text of
+the setting, reads the options in it by itself.
+"""
+
+_WANTED = "a list of coa_jax.tasks.Task"
+_OWN = re.compile(rf"(?P<name>{PATH})(?::(?P<rest>.*))?", re.DOTALL)
 
 
 def load_tasks(
-    source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
+    source: str,
+    split: str,
+    n: int | None = None,
+    seed: int = 0,
+    protocol: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> list[Task]:
     """Loads tasks of a source; the same arguments give the same tasks.
 
     Args:
-        source: ``factbook``, ``arithmetic``, or a path to a ``.jsonl`` file of questions.  Options
-            follow after a colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
-            ``questions.jsonl:protocol=mhqa``.  ``.json`` and ``.parquet`` are files of the AFM
-            release.  ``gaia:PATH`` and the like are files of a benchmark's authors, see
-            ``coa_jax.tasks.benchmark_files``.
+        source: ``factbook``, ``arithmetic``, a path to a ``.jsonl`` file of questions, or
+            ``package.module:name``, a source of your own (docs/extending.md).  Options follow after
+            a colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
+            ``questions.jsonl:protocol=mhqa``, ``my_tasks:load:level=3``.  ``.json`` and
+            ``.parquet`` are files of the AFM release.  ``gaia:PATH`` and the like are files of a
+            benchmark's authors, see ``coa_jax.tasks.benchmark_files``.
         split: ``train``, ``validation`` or ``test``.
         n: how many; None for all there are (generators without end: a thousand).
         seed: which sample.
         protocol: of questions in files that say nothing of theirs: neither the row, nor its
             fields, nor the source. "" for the default of the file's format.
+        options: of a source of your own, beside those in ``source``.
 
     Raises:
         UserError: an unknown source, split, option or protocol; a file that cannot be read.
@@ -55,29 +95,56 @@ def load_tasks(
     check_split(split)
     if protocol:
         get_protocol(protocol)
-    name, _, options = source.partition(":")
-    if name == "factbook":
-        from coa_jax.tasks.factbook import load_factbook, parse_options
+    name, rest = _name_of(source)
+    where = f"tasks={source}"
+    given: dict[str, Any] = dict(options or {})
+    if "source" not in parameters_of(find(SOURCES, name, where), name, where):
+        given = {**read_options(rest, where), **given}
+    elif given:
+        raise UserError(f"{where}: {name} takes its options behind a colon, and none beside it")
+    load = bind(SOURCES, name, given, where, text=True)
+    found = load(split=split, n=n, seed=seed, protocol=protocol, source=source)
+    if name in SOURCES.built_in:
+        return list(found)
+    return _checked(found, source, name, n)
 
-        return load_factbook(split, n, seed, parse_options(options), source)
-    if name == "arithmetic":
-        from coa_jax.tasks.arithmetic import load_arithmetic
 
-        return load_arithmetic(split, n, seed, options, source)
-    if is_benchmark(source):
-        return load_benchmark(source, n, seed)
-    if ".jsonl" in source:
-        from coa_jax.tasks.question_file import load_question_file
-
-        return load_question_file(source, split, n, seed, protocol or "generalist")
-    if ".json" in source or ".parquet" in source:
-        from coa_jax.tasks.release_files import load_release_file
-
-        return load_release_file(source, split, n, seed, protocol)
+def _name_of(source: str) -> tuple[str, str]:
+    """The name in `SOURCES` that a text means, and what follows after its colon."""
+    name, _, rest = source.partition(":")
+    if SOURCES.knows(name):
+        return name, rest
+    for suffix in (".jsonl", ".json", ".parquet"):
+        if suffix in source:
+            return suffix, rest
+    if own := _OWN.fullmatch(source):
+        return own["name"], own["rest"] or ""
+    known = [name for name in SOURCES.names() if name not in BENCHMARKS and name[0] != "."]
+    near = suggest(name, (*known, *BENCHMARKS))
     raise UserError(
-        f"unknown task source {source!r}; known are {', '.join(SOURCES)}, paths of .jsonl, .json"
-        f" and .parquet files, and NAME:PATH with a name of {', '.join(BENCHMARKS)}"
+        f"unknown task source {source!r}{near if 'did you mean' in near else ''}; known are "
+        f"{', '.join(known)}, paths of .jsonl, .json and .parquet files, NAME:PATH with a name of "
+        f"{', '.join(BENCHMARKS)}, and package.module:name"
     )
+
+
+def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
+    """What a source that is not built in gave, as the built-in ones give it."""
+    where = f"tasks={source}"
+    if not isinstance(found, Iterable):
+        raise refuse_result(SOURCES, name, found, _WANTED, where)
+    tasks = list(itertools.islice(found, n))
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise refuse_result(SOURCES, name, task, _WANTED, where)
+        get_protocol(task.protocol)
+    if not tasks:
+        raise UserError(f"{where}: {name} gave no task")
+    counts = collections.Counter(task.id for task in tasks)
+    repeated = [id for id, count in counts.items() if count > 1]
+    if repeated:
+        raise UserError(f"{where}: {name} gave {len(repeated)} ids twice, such as {repeated[0]!r}")
+    return [dataclasses.replace(task, source=task.source or source) for task in tasks]
 
 
 def load_splits(

@@ -90,6 +90,11 @@ def _entries(name: str, split: str, seed: int, count: int) -> list[dict[str, Any
     return list(found.values())[:count]
 
 
+def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
+    """`load_arithmetic` with the generators that stand behind the colon of a source."""
+    return load_arithmetic(split, n, seed, source.partition(":")[2], source)
+
+
 def load_arithmetic(
     split: str, n: int | None = None, seed: int = 0, options: str = "", source: str = SOURCE
 ) -> list[Task]:

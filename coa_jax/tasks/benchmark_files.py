@@ -27,12 +27,6 @@ from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
 _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
 
 
-def is_benchmark(source: str) -> bool:
-    """Whether a source names a benchmark and a file of it."""
-    name, found, _ = source.partition(":")
-    return bool(found) and name in BENCHMARKS
-
-
 def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Task]:
     """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
 

@@ -8,14 +8,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax import jsonl, reading
+from coa_jax.extensions import Kind
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths import is_expression
 
-GRADERS = ("exact_match", "math", "code", "judge")
-"""What ``metadata["grader"]`` may name; see `coa_jax.tasks.graders`."""
+REWARDS = Kind(
+    "reward",
+    "coa_jax.rewards",
+    {
+        "exact_match": "coa_jax.tasks.rewards:exact_match",
+        "math": "coa_jax.tasks.rewards:math",
+        "code": "coa_jax.tasks.rewards:code",
+        "judge": "coa_jax.tasks.rewards:judge",
+        "reasoning_gym": "coa_jax.tasks.rewards:generator",
+        "format": "coa_jax.tasks.rewards:obeyed_format",
+        **{
+            name: f"coa_jax.tasks.release_rewards:{name}"
+            for name in ("f1", "mhqa_train", "mhqa_eval", "qa_em", "qa_subem")
+        },
+    },
+    offers=("task", "trajectory", "trajectories", "question", "answer", "gold", "text", "graders"),
+    needs=("trajectory", "trajectories", "answer", "text"),
+)
+"""A function, async or not, that gives a number or None (no verdict: the trajectory is masked).
+
+It may ask for ``task``, its ``question`` and accepted answers ``gold``; the ``trajectory`` that is
+finished, its ``answer`` ("" for none) and whole ``text``; and ``graders``, the `Graders` of the
+run.  One that asks for ``trajectories`` gets all samples of a task and gives a number for each.
+``metadata["grader"]`` of a task names one, see `coa_jax.tasks.graders`.
+"""
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile("[A-Za-z]{3,}")
@@ -40,8 +64,10 @@ def checked(task: Task) -> Task:
     if grader is None and task.protocol == "code":
         grader = _grader_of(task.gold)
         task = dataclasses.replace(task, metadata={**task.metadata, "grader": grader})
-    if grader is not None and grader not in GRADERS:
-        raise ValueError(f"the grader {grader!r} is unknown; known are {', '.join(GRADERS)}")
+    if grader is not None and not (isinstance(grader, str) and REWARDS.knows(grader)):
+        known = ", ".join(REWARDS.names())
+        # A file of data must not say which code is imported.
+        raise ValueError(f"the grader {grader!r} is unknown; known are {known}")
     if grader == "math" and not all(map(is_expression, task.gold)):
         raise ValueError("an accepted answer holds no expression that could be compared")
     # Tests that are kept apart, under the id of the question, come before those of the row.
@@ -75,7 +101,7 @@ def _grader_of(gold: tuple[str, ...]) -> str:
     raise ValueError(
         "the protocol 'code' answers with programs or formulas, and the accepted answer is neither "
         'tests nor a number or formula; give "metadata": {"grader": NAME} with one of '
-        + ", ".join(GRADERS)
+        + ", ".join(REWARDS.names())
     )
 
 

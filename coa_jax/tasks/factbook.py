@@ -340,6 +340,11 @@ def _shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[
     return counts
 
 
+def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
+    """`load_factbook` with the options that stand behind the colon of a source."""
+    return load_factbook(split, n, seed, parse_options(source.partition(":")[2]), source)
+
+
 def load_factbook(
     split: str,
     n: int | None = None,

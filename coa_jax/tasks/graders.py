@@ -1,13 +1,16 @@
-"""Rewards of finished trajectories: which grader a task asks for, and what it is called with.
+"""Rewards of finished trajectories: which a task asks for, and how several are put together.
 
-A task names its grader in ``metadata["grader"]``:
+A task names its reward in ``metadata["grader"]`` (see `coa_jax.tasks.checks.REWARDS`):
 
-* ``exact_match`` (also without a name): `coa_jax.tasks.grading.grade_answer`;
-* ``math``: `coa_jax.tasks.maths`; ``code``: `coa_jax.tasks.code_tests`;
-* ``judge``: a language model where one is configured, else exact match.
+* ``exact_match`` (also without a name): the setting ``answer``, or a judge that judges all;
+* ``judge``: a language model where one is configured, else as ``exact_match``;
+* ``math``, ``code`` and others: the reward of this name.
 
-A part of ours that fails (a tool, the sandbox, the judge, a grader itself) gives the reward None,
-which masks the trajectory, with the reason; grading never raises.  What the policy did wrong is 0.
+The setting ``rewards`` takes several, with weights, in its place.
+
+A part of ours that fails (a tool, the sandbox, the judge, a reward itself) gives the reward None,
+which masks the trajectory, with the reason; only a reward that gives what is none ends the run.
+What the policy did wrong is 0.
 """
 
 from __future__ import annotations
@@ -15,28 +18,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import importlib.util
-from collections.abc import Coroutine, Iterable
+import inspect
+import itertools
+import math
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
 from absl import logging
 
 from coa_jax import reading
-from coa_jax.bounds import Bounded, OneOf, Place, Seconds, Times
+from coa_jax.bounds import Between, Bounded, Name, Place, Seconds, Times, check
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
-from coa_jax.protocol import parse_boxed, split_level
-from coa_jax.tasks import release_rewards
+from coa_jax.extensions import Bound, Extension, MisfitError, Named, bind, refuse_result
+from coa_jax.settings import build
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.checks import GRADERS, tests_of
-from coa_jax.tasks.code_tests import CodeLimits, Tests, program_of, run_tests
-from coa_jax.tasks.grading import grade_answer
+from coa_jax.tasks.checks import REWARDS
+from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
-from coa_jax.tasks.maths import MathsUnsureError, check_installed, same_expression
-from coa_jax.tasks.private_tests import check_folder, load_private_tests
-from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.sandbox.run import SandboxError
+from coa_jax.tasks.rewards import NEEDS, opened
+from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.turns import Turns
 from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 
@@ -45,7 +46,19 @@ T = TypeVar("T")
 GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
 """What graders read of a task's metadata; beside it they see its question and accepted answers."""
 
-ANSWER_REWARDS = ("exact_match", "f1", *release_rewards.QA)
+TASKS_OWN = "grader"
+"""In the setting ``rewards``: the reward that the task itself asks for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(Extension):
+    """One of several rewards; ``path`` may be empty where its key is a short name, or `TASKS_OWN`.
+
+    Attributes:
+        weight: by which the number counts; 0 measures without counting.
+    """
+
+    weight: Annotated[float, Between(-1e6, 1e6)] = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +66,12 @@ class GradersConfig(Bounded):
     """How answers are graded.
 
     Attributes:
-        answer: how answers in words are compared: ``exact_match`` (the corrected form), ``f1``, or
-            a reward of the release by its name (``mhqa_train``, ``mhqa_eval``, ``qa_em``,
-            ``qa_subem``).
+        answer: how answers in words are compared: ``exact_match`` (the corrected form), ``f1``, a
+            reward of the release by its name (``mhqa_train``, ``mhqa_eval``, ``qa_em``,
+            ``qa_subem``), or one of your own by ``package.module:name``.
+        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`.  The
+            value of a trajectory is their weighted sum, and each is a part of it by its name.
+            ``grader`` is the reward that the task asks for.  Empty for that one alone.
         judge_all: answers in words of all tasks go to the judge, not only where a task asks for it.
         judge: the model that judges; without one answers are compared.
         code: limits of programs that are graded.
@@ -64,7 +80,8 @@ class GradersConfig(Bounded):
         maths_s: seconds to compare two expressions.
     """
 
-    answer: Annotated[str, OneOf(*ANSWER_REWARDS)] = "exact_match"
+    answer: Annotated[str, Named(REWARDS)] = "exact_match"
+    rewards: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     judge_all: bool = False
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     code: CodeLimits = dataclasses.field(default_factory=CodeLimits)
@@ -76,79 +93,227 @@ class GradersConfig(Bounded):
         super().__post_init__()
         if self.judge_all and not self.judge:
             raise UserError("judge_all is True, but judge.chat.url is empty; name a judge")
+        for name, settings in self.rewards.items():
+            check(name, Name, "rewards")
+            reward = build(RewardConfig, settings, f"rewards.{name}")
+            if not reward.path and name != TASKS_OWN and not REWARDS.knows(name):
+                raise UserError(f"rewards.{name}.path is missing; give package.module:name")
+            if reward.path and name in (TASKS_OWN, "format", *REWARDS.built_in):
+                raise UserError(
+                    f"rewards.{name} is built in; choose another name for {reward.path}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weighted:
+    """A reward of the setting ``rewards``; ``call`` is None for the one that the task asks for."""
+
+    name: str
+    weight: float
+    call: Bound | None
+
+    @property
+    def of_group(self) -> bool:
+        """Whether it sees all samples of a task together."""
+        return self.call is not None and "trajectories" in self.call.asks
 
 
 class Graders:
-    """All graders of a run; may be called from several event loops."""
+    """All rewards of a run; may be called from several event loops.
+
+    Attributes:
+        judge: the model that judges; None where none is configured.
+        programs: turns of programs that are graded.
+    """
 
     def __init__(self, config: GradersConfig):
-        """Opens what they keep on disk.
+        """Finds the rewards that the settings name, and opens what they keep on disk.
 
         Raises:
-            UserError: the cache of the judge cannot be used.
+            UserError: a reward is not there or does not fit, or the cache of the judge cannot be
+                used.
         """
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
-        self._programs = Turns(config.programs)
+        self.programs = Turns(config.programs)
         self._warned: set[str] = set()
+        self._found = {config.answer: bind(REWARDS, config.answer, {}, "graders.answer")}
+        self._rewards = [self._weighted(name, given) for name, given in config.rewards.items()]
+
+    def _weighted(self, name: str, given: Mapping[str, Any]) -> _Weighted:
+        where = f"graders.rewards.{name}"
+        reward = build(RewardConfig, given, where)
+        if name == TASKS_OWN:
+            return _Weighted(name, reward.weight, None)
+        call = bind(REWARDS, reward.path or name, reward.options, where)
+        return _Weighted(name, reward.weight, call)
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Refuses tasks for whose grading something is missing on this machine.
 
         Raises:
-            UserError: a package, the sandbox or the folder of private tests is missing.
+            UserError: a reward, a package, the sandbox or the folder of private tests is missing.
         """
-        kinds = {
-            "generator" if "scorer" in task.metadata else task.metadata.get("grader")
-            for task in tasks
-        }
-        if "generator" in kinds and importlib.util.find_spec("reasoning_gym") is None:
-            raise _no_generators()
-        if "math" in kinds:
-            check_installed()
-        if "code" in kinds:
-            find_isolation()
-            if self.config.private_tests:
-                check_folder(self.config.private_tests)
+        for name in dict.fromkeys(self.measure(task) for task in tasks):
+            self._bound(name)
+            if name in NEEDS:
+                NEEDS[name](self.config)
+
+    def measure(self, task: Task) -> str:
+        """The name of the reward that a task asks for, as the settings have it."""
+        if "scorer" in task.metadata:
+            return str(task.metadata["scorer"])
+        grader = str(task.metadata.get("grader", "exact_match"))
+        if grader not in ("exact_match", "judge"):
+            return grader
+        judges = self.judge is not None and (grader == "judge" or self.config.judge_all)
+        return "judge" if judges else self.config.answer
+
+    def _bound(self, name: str) -> Bound:
+        if name not in self._found:
+            self._found[name] = bind(REWARDS, name, {}, "metadata['grader']")
+        return self._found[name]
 
     async def grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of a finished trajectory.
+        """The reward of a finished trajectory; of several, without those of the whole group.
 
         Returns:
             Its value, None with a reason where it cannot be judged, and parts: the name of what
             was measured (``exact_match``, ``math``, ``code``, ``judge``, ...), and ``format``, 1 if
-            the text keeps the rules of its protocol.  ``exact_match`` is 0 for programs.  A grader
+            the text keeps the rules of its protocol.  ``exact_match`` is 0 for programs.  A reward
             that fails gives no parts.
+
+        Raises:
+            UserError: a reward gave what is neither a number nor None, or the budget of the judge
+                is spent.
         """
+        together = [reward.name for reward in self._rewards if reward.of_group]
+        if together and "alone" not in self._warned:
+            self._warned.add("alone")
+            logging.warning(
+                "samples that are graded alone have no part of %s: the rewards see all samples of "
+                "a task together", ", ".join(together)
+            )  # fmt: skip
+        return await self._grade_alone(task, trajectory)
+
+    async def _grade_alone(self, task: Task, trajectory: Trajectory) -> Reward:
         try:
             return await self._grade(task, trajectory)
+        except (MisfitError, BudgetSpentError):
+            raise
         except Exception as error:  # a fault of ours must not cost the rollouts of a step
             kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
-            reason = f"{type(error).__name__}: {reading.reason(error)}"
-            if kind not in self._warned:
-                self._warned.add(kind)
-                logging.warning(
-                    "the answer to task %s cannot be graded (%s): it is masked, and others for "
-                    "which this happens are masked without a line", task.id, reason
-                )  # fmt: skip
-            return Reward(None, {}, reason)
+            return self._masked(task, kind, error)
+
+    def _masked(self, task: Task, kind: str, error: Exception) -> Reward:
+        reason = f"{type(error).__name__}: {reading.reason(error)}"
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logging.warning(
+                "the answer to task %s cannot be graded (%s): it is masked, and others for "
+                "which this happens are masked without a line", task.id, reason
+            )  # fmt: skip
+        return Reward(None, {}, reason)
 
     async def _grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        name, score = await self._score(task, trajectory)
-        parts = {"exact_match": self._exact(task, trajectory.answer, name)}
-        if score is not None:
-            parts[name] = score
+        name = self.measure(task)
+        shown = "exact_match" if name == "reasoning_gym" else name.rpartition(":")[2]
+        single = [reward for reward in self._rewards if not reward.of_group]
+        scores: dict[str, float | None] = {}
+        if not self._rewards or any(reward.call is None for reward in single):
+            scores[shown] = scores[TASKS_OWN] = await self._call(name, task, trajectory)
+        for reward in single:
+            if reward.call is not None:
+                scores[reward.name] = await self._score(reward.name, reward.call, task, trajectory)
+        parts = {"exact_match": self._exact(task, trajectory, name)}
+        parts |= {part: score for part, score in scores.items() if score is not None}
+        if not self._rewards:
+            parts.pop(TASKS_OWN, None)
         parts["format"] = float(format_valid(trajectory))
         broken = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(
             call.outcome == "fault" for call in trajectory.tool_calls
         )
         if broken:
             return Reward(None, parts)
-        return Reward(score, parts, "" if score is not None else f"no verdict of {name}")
+        silent = [part for part, score in scores.items() if score is None]
+        if silent:
+            return Reward(None, parts, f"no verdict of {silent[0]}")
+        if not self._rewards:
+            return Reward(scores[shown], parts)
+        return Reward(sum(each.weight * parts[each.name] for each in single), parts)
+
+    def _exact(self, task: Task, trajectory: Trajectory, name: str) -> float:
+        """Whether the answer is an accepted one, whatever else is measured."""
+        if name == "code":
+            return 0.0
+        plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
+        score: float = self._bound(plain)(**self._offered(task, trajectory))
+        return score
+
+    async def _call(self, name: str, task: Task, trajectory: Trajectory) -> float | None:
+        """What the reward of a short name or path gives."""
+        return await self._score(name, self._bound(name), task, trajectory)
+
+    async def _score(
+        self, name: str, call: Bound, task: Task, trajectory: Trajectory
+    ) -> float | None:
+        return _number(name, await _result(call, self._offered(task, trajectory)))
+
+    def _offered(self, task: Task, trajectory: Trajectory) -> dict[str, Any]:
+        return {
+            "task": task,
+            "trajectory": trajectory,
+            "question": task.question,
+            "answer": opened(task, trajectory.answer) or "",
+            "gold": task.gold,
+            "text": trajectory.text,
+            "graders": self,
+        }
+
+    async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        """`grade` of all samples of a task, with the rewards that see them together.
+
+        These see the samples that have a value; the others stay masked.
+        """
+        graded = list(await asyncio.gather(*(self._grade_alone(task, t) for t in trajectories)))
+        for each in (reward for reward in self._rewards if reward.of_group):
+            there = [number for number, reward in enumerate(graded) if reward.value is not None]
+            if not there:
+                break
+            assert each.call is not None
+            offered = {
+                "task": task,
+                "trajectories": [trajectories[number] for number in there],
+                "question": task.question,
+                "gold": task.gold,
+                "graders": self,
+            }
+            try:
+                found = await _result(each.call, offered)
+                scores = _numbers(each.name, found, len(there))
+            except (MisfitError, BudgetSpentError):
+                raise
+            except Exception as error:
+                masked = self._masked(task, f"{type(error).__name__} of {each.name}", error)
+                for number in there:
+                    graded[number] = masked
+                break
+            for number, score in zip(there, scores, strict=True):
+                graded[number] = _with_part(graded[number], each, score)
+        return graded
 
     async def grade_many(self, pairs: Iterable[tuple[Task, Trajectory]]) -> list[Reward]:
-        """Rewards of many trajectories, graded at the same time."""
-        return list(await asyncio.gather(*(self.grade(task, t) for task, t in pairs)))
+        """Rewards of many trajectories, graded at the same time.
+
+        Neighbours of the same task, sampled for the same prompt, are a group (`grade_group`).
+        """
+
+        def group_of(pair: tuple[Task, Trajectory]) -> tuple[int, Any]:
+            return id(pair[0]), pair[1].metadata.get("prompt_id")
+
+        groups = [list(group) for _, group in itertools.groupby(pairs, group_of)]
+        graded = (self.grade_group(group[0][0], [t for _, t in group]) for group in groups)
+        return [reward for rewards in await asyncio.gather(*graded) for reward in rewards]
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
         """`grade` from code that does not await, inside of an event loop or not."""
@@ -163,103 +328,58 @@ class Graders:
         raise AssertionError("grading was not expected to wait")
 
     def _waits(self, task: Task) -> bool:
-        grader = task.metadata.get("grader", "exact_match")
-        return grader in ("math", "code") or self.judge is not None
-
-    async def _score(self, task: Task, trajectory: Trajectory) -> tuple[str, float | None]:
-        """(what was measured, its value or None where that failed)."""
-        answer = trajectory.answer
-        grader = task.metadata.get("grader", "exact_match")
-        if task.metadata.get("scorer") == "reasoning_gym":
-            return "exact_match", generator_score(task, opened(task, answer))
-        if grader == "code":
-            return "code", await self._code(task, answer)
-        if grader == "math":
-            return "math", await self._math(task, answer)
-        if grader not in GRADERS:
-            raise ValueError(f"the grader {grader!r} is unknown; known are {', '.join(GRADERS)}")
-        if self.judge is not None and (grader == "judge" or self.config.judge_all):
-            if answer is None:
-                return "judge", 0.0
-            verdict = await self.judge(task.question, task.gold, opened(task, answer) or "")
-            return "judge", None if verdict is None else float(verdict)
-        name = self.config.answer
-        if name == "f1":
-            return name, release_rewards.f1(opened(task, answer) or "", task.gold)
-        if name in release_rewards.QA:
-            return name, release_rewards.QA[name](trajectory.text, task.gold)
-        return name, self._exact(task, answer, name)
-
-    def _exact(self, task: Task, answer: str | None, name: str) -> float:
-        if name == "code":
-            return 0.0
-        if task.metadata.get("scorer") == "reasoning_gym":
-            return generator_score(task, opened(task, answer))
-        return grade_answer(opened(task, answer), task.gold)
-
-    async def _math(self, task: Task, answer: str | None) -> float | None:
-        seconds = self.config.maths_s
         try:
-            for gold in task.gold:
-                if await asyncio.to_thread(same_expression, answer, gold, seconds):
-                    return 1.0
-        except MathsUnsureError:
-            return None
-        return 0.0
-
-    async def _code(self, task: Task, answer: str | None) -> float | None:
-        tests = self._tests(task)
-        program = program_of(answer) if answer is not None else None
-        if program is None:
-            return 0.0
-        try:
-            async with self._programs.here():
-                return float((await run_tests(program, tests, self.config.code)).passed)
-        except SandboxError:
-            return None
-
-    def _tests(self, task: Task) -> Tests:
-        question = str(task.metadata.get("question_id") or "")
-        if self.config.private_tests and question:
-            private = load_private_tests(self.config.private_tests, question)
-            if private is not None:
-                return private
-        return tests_of(task.gold)
+            call = self._bound(self.measure(task))
+        except UserError:
+            return False  # grading will say so
+        return bool(self._rewards) or _is_slow(call)
 
 
-def opened(task: Task, answer: str | None) -> str | None:
-    """The answer; of the code protocol, what is in the box."""
-    if answer is not None and split_level(task.protocol)[0] == "code":
-        return parse_boxed(answer) or answer
-    return answer
+def _is_slow(call: Bound) -> bool:
+    """Whether a reward waits for something: it is async, or of your own."""
+    ours = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
+    return not ours or inspect.iscoroutinefunction(call.found)
 
 
-def _no_generators() -> UserError:
-    return missing("grading of arithmetic tasks", "reasoning-gym", "tasks")
+async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
+    """What a reward gives; one of your own that is not async runs in a thread."""
+    if _is_slow(call) and not inspect.iscoroutinefunction(call.found):
+        result = await asyncio.to_thread(call, **offered)
+    else:
+        result = call(**offered)
+    return await result if inspect.isawaitable(result) else result
 
 
-def generator_score(task: Task, answer: str | None) -> float:
-    """1.0 if the generator of a reasoning-gym task fully accepts the answer.
-
-    Raises:
-        UserError: the package that generated the task and checks it is gone.
-    """
-    if answer is None:
-        return 0.0
+def _number(name: str, found: Any) -> float | None:
+    """A reward's number; a truth value is one."""
+    if found is None:
+        return None
     try:
-        import reasoning_gym
-    except ImportError:
-        raise _no_generators() from None
-    scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
-    entry = {
-        "question": task.question,
-        "answer": task.gold[0],
-        "metadata": task.metadata["generator_metadata"],
-    }
-    try:
-        return float(scorer(answer.strip(), entry) >= 1.0)
-    except Exception:  # some of its scorers choke on an answer that they cannot read: it is wrong
-        return 0.0
+        value = float(found)
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(found, str) or not math.isfinite(value):
+        raise refuse_result(REWARDS, name, found, "a finite number or None", "graders")
+    return value
+
+
+def _numbers(name: str, found: Any, count: int) -> list[float | None]:
+    """The numbers of a reward of a group."""
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        found = [found]
+    numbers = list(found)
+    if len(numbers) != count:
+        wanted = f"as many numbers as it has trajectories, {count}"
+        raise refuse_result(REWARDS, name, numbers, wanted, "graders")
+    return [_number(name, number) for number in numbers]
+
+
+def _with_part(reward: Reward, each: _Weighted, score: float | None) -> Reward:
+    if score is None:
+        return Reward(None, reward.parts, f"no verdict of {each.name}")
+    assert reward.value is not None
+    parts = {**reward.parts, each.name: score}
+    return Reward(reward.value + each.weight * score, parts)
 
 
 @functools.cache

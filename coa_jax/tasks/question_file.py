@@ -67,7 +67,7 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
 
 
 def load_question_file(
-    source: str, split: str, n: int | None = None, seed: int = 0, default: str = "generalist"
+    source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
 ) -> list[Task]:
     """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
 
@@ -76,7 +76,7 @@ def load_question_file(
         split: lines of this split and lines without one are read.
         n: how many; None for all in the order of the file.
         seed: which sample.
-        default: protocol of lines that name none, where the source names none either.
+        protocol: of lines that name none, where the source names none either; "" for generalist.
 
     Raises:
         UserError: the file cannot be read, has no task of the split, or repeats an id;
@@ -84,7 +84,7 @@ def load_question_file(
     """
     path, extension, rest = source.rpartition(".jsonl")
     path += extension
-    protocol = default
+    protocol = protocol or "generalist"
     if rest:
         name, _, protocol = rest.removeprefix(":").partition("=")
         if not rest.startswith(":") or name != "protocol":

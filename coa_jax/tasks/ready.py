@@ -78,7 +78,7 @@ def _protocols(tasks: Sequence[Task], tools: ToolsConfig | None) -> list[Finding
         Finding("tools.names", False, f"the protocol {name} calls {', '.join(tags)}, of which there"
                 f" are none in {', '.join(tools.names) or 'no tools'}")
         for name, tags in wanted.items()
-        if tags and not set(tags) & set(tools.names)
+        if tags and not set(tags) & set(tools.tags)
     ]  # fmt: skip
 
 

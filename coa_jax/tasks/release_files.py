@@ -44,7 +44,7 @@ _MATHS = ("math", "aime", "amc", "olympiad")
 
 
 def load_release_file(
-    source: str, split: str, n: int | None = None, seed: int = 0, default: str = ""
+    source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
 ) -> list[Task]:
     """Reads tasks; with ``n`` a fixed sample of ``n`` tasks, in an order that depends on the seed.
 
@@ -53,18 +53,18 @@ def load_release_file(
         split: not used: such a file names no splits.
         n: number of tasks; None for all, in the order of the file.
         seed: seed of the sample.
-        default: protocol of rows whose fields do not tell it; "" for ``mhqa``.
+        protocol: of rows whose fields do not tell it; "" for ``mhqa``.
 
     Raises:
         UserError: the file cannot be read, holds no tasks, or a row is no task; the message is
             then ``path: row i: why``.
     """
-    path, protocol = _options(source)
+    path, wanted = _options(source)
     tasks: list[Task] = []
     seen: set[str] = set()
     for number, row in enumerate(read_rows(path), 1):
         try:
-            task = _task(row, number, protocol, source, default or "mhqa")
+            task = _task(row, number, wanted, source, protocol or "mhqa")
             # Tests of programs, which may have megabytes, were read on the way.
             task = task if task.metadata.get("grader") == "code" else checked(task)
         except reading.MALFORMED as error:

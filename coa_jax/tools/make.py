@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,6 @@ from coa_jax.bounds import (
     Bounded,
     Count,
     MiB,
-    Name,
     Natural,
     NotNegative,
     OneOf,
@@ -26,8 +26,10 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
+from coa_jax.extensions import Extension, Kind, Named, bind, find, is_path, refuse_result
 from coa_jax.protocol import (
     LEVELS,
+    TOOL_FORMS,
     add_note,
     add_protocol,
     get_protocol,
@@ -52,8 +54,22 @@ from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
-BUILT_IN = ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
-"""Names of the tools that need no MCP server."""
+TOOLS = Kind(
+    "tool",
+    "coa_jax.tools",
+    {
+        name: f"coa_jax.tools.make:make_{name}"
+        for name in ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
+    },
+    offers=("config", "search"),
+)
+"""A class of tools, or a function that makes one, of ``config`` (`ToolsConfig`), of ``search`` (the
+`WikiSearch` of the run) and of its options."""
+
+_WANTED = (
+    "an object with a name, a deadline in seconds, and "
+    "async def __call__(self, arguments: str, context: ToolContext) -> Observation"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +87,7 @@ class StoreConfig(Bounded):
 
     path: Place = ""
     mode: Mode = "cache"
-    tools: tuple[Name, ...] = ()
+    tools: tuple[Place, ...] = ()
     max_age_s: NotNegative = 0.0
     max_entries: Natural = 0
 
@@ -87,8 +103,9 @@ class ToolsConfig(Bounded):
     """Which tools there are, and their limits.
 
     Attributes:
-        names: of ``wiki_search``, ``code``, ``web_search``, ``crawl_page``, ``visual_inspector``
-            and the tags in ``mcp``.
+        names: of ``wiki_search``, ``code``, ``web_search``, ``crawl_page``, ``visual_inspector``,
+            the tags in ``mcp`` and ``own``, tools of installed packages, and tools by
+            ``package.module:name``.
         protocol: name of a further protocol over just these tools, which tasks can then ask for
             (``questions.jsonl:protocol=NAME``); "" for none.
         top_k: passages in an observation of ``wiki_search``.
@@ -115,10 +132,12 @@ class ToolsConfig(Bounded):
         crawl_page: how ``crawl_page`` reads.
         visual_inspector: which model looks at images.
         mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
+        own: tag -> ``path`` and ``options`` of a tool of your own, or of one by its short name,
+            see `Extension` and docs/extending.md.
         store: answers that are kept.
     """
 
-    names: tuple[Name, ...] = ("wiki_search", "code")
+    names: tuple[Place, ...] = ("wiki_search", "code")
     protocol: Annotated[str, Text(100, r"([A-Za-z]\w*)?", "a name of letters and digits")] = ""
     top_k: Times = 3
     corpus: Place = ""
@@ -139,24 +158,41 @@ class ToolsConfig(Bounded):
     crawl_page: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
     visual_inspector: VisualConfig = dataclasses.field(default_factory=VisualConfig)
     mcp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for kind, group in (("mcp", self.mcp), ("own", self.own)):
+            for tag in group:
+                check(
+                    tag,
+                    Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "small letters, digits and _")],
+                    kind,
+                )
         for tag, settings in self.mcp.items():
-            check(
-                tag,
-                Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "small letters, digits and _")],
-                "mcp",
-            )
-            if tag in BUILT_IN:
+            if tag in TOOLS.built_in:
                 raise UserError(f"mcp.{tag} is a tool that is built in; choose another tag")
+            if tag in self.own:
+                raise UserError(f"mcp.{tag} is in own, too; choose another tag for one of them")
             build(McpConfig, settings, f"mcp.{tag}")
-        known = tuple[Annotated[str, OneOf(*BUILT_IN, *self.mcp)], ...]
-        check(self.names, known, "names")
-        check(self.store.tools, known, "store.tools")
+        for tag, settings in self.own.items():
+            if not build(Extension, settings, f"own.{tag}").path and not TOOLS.knows(tag):
+                raise UserError(f"own.{tag}.path is missing; give package.module:name")
+        known = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
+        check(self.names, tuple[known, ...], "names")
+        check(self.store.tools, tuple[known, ...], "store.tools")
         for address in filter(None, (self.wiki_url, self.code_url)):
             trusting(address)  # before a setting is written anywhere
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tag of each tool in ``names``.
+
+        Raises:
+            UserError: nothing has the name of a tool.
+        """
+        return tuple(_tag(name) if is_path(name) else name for name in self.names)
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
@@ -176,23 +212,79 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     check_retrieval(config.retrieval, config.encoder)
     load = functools.partial(load_retriever, config.retrieval, config.encoder)
     search = WikiSearch(config.top_k, config.passage_chars, passages=passages, load=load)
-    makers: dict[str, Callable[[], Tool]] = {
-        "wiki_search": lambda: _wiki(config, search),
-        "code": lambda: _code(config),
-        "web_search": lambda: WebSearch(config.web_search, search.warm_up),
-        "crawl_page": lambda: CrawlPage(config.crawl_page, search.warm_up),
-        "visual_inspector": lambda: VisualInspector(config.visual_inspector),
-    }
-    for tag, settings in config.mcp.items():
-        built = build(McpConfig, settings, f"config.tools.mcp.{tag}")
-        makers[tag] = functools.partial(McpTool, tag, built)
-    tools = [makers[name]() for name in config.names]
+    tools = [_made(name, config, search) for name in config.names]
     if config.protocol:
-        described = {t.name: run_in_thread(t.describe()) for t in tools if isinstance(t, McpTool)}
-        add_protocol(protocol_with_tools(config.protocol, config.names, described))
+        described = {tool.name: _description(tool) for tool in tools if _is_new(tool)}
+        tags = tuple(tool.name for tool in tools)
+        add_protocol(protocol_with_tools(config.protocol, tags, described))
     if "code" in config.names:
         add_note("code", _note(config, tools))
-    return _stored(tools, config.store, _source(config))
+    return _stored(tools, config)
+
+
+def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
+    """A tool by its name, checked against what a tool is."""
+    if name in config.mcp:
+        return McpTool(name, build(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
+    where = f"config.tools.own.{name}" if name in config.own else "config.tools.names"
+    named = _own(name, config)
+    path = named.path or name
+    tool = bind(TOOLS, path, named.options, where)(config=config, search=search)
+    fits = isinstance(tool, Tool) and isinstance(tool.name, str)
+    if not fits or not isinstance(tool.deadline, int | float) or not _takes_a_call(tool):
+        raise refuse_result(TOOLS, path, tool, _WANTED, where)
+    tag = _tag(name) if is_path(name) else name
+    if tool.name != tag:
+        raise UserError(
+            f"{where}: the tool {path} has the name {tool.name!r}, and the config calls it {tag!r};"
+            " give both the same"
+        )
+    return tool
+
+
+def _own(name: str, config: ToolsConfig) -> Extension:
+    return build(Extension, config.own.get(name, {}), f"config.tools.own.{name}")
+
+
+def _tag(path: str) -> str:
+    """The tag of a tool by ``package.module:name``: the name of its class, or else its own."""
+    found = find(TOOLS, path, "config.tools.names")
+    tag = getattr(found, "name", None)
+    return tag if isinstance(tag, str) else path.rpartition(":")[2]
+
+
+def _takes_a_call(tool: Tool) -> bool:
+    """Whether a tool can be awaited with arguments and a context."""
+    called = type(tool).__call__
+    try:
+        inspect.signature(called).bind(tool, "", None)
+    except TypeError:
+        return False
+    return inspect.iscoroutinefunction(called)
+
+
+def _is_new(tool: Tool) -> bool:
+    """Whether the prompts know nothing of the tag of a tool."""
+    return isinstance(tool, McpTool) or tool.name not in TOOL_FORMS
+
+
+def _description(tool: Tool) -> str:
+    """What the policy is told of a tool: ``description``, or the first line of its docstring.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if isinstance(tool, McpTool):
+        return run_in_thread(tool.describe())
+    said = (
+        getattr(tool, "description", None) or (type(tool).__doc__ or "").strip().partition("\n")[0]
+    )
+    if not isinstance(said, str) or not said:
+        raise UserError(
+            f"config.tools.protocol: nothing says what the tool {tool.name!r} does; give its class "
+            "a docstring or an attribute description"
+        )
+    return said
 
 
 def tools_for(protocol: str, config: ToolsConfig) -> list[Tool]:
@@ -207,19 +299,37 @@ def tools_for(protocol: str, config: ToolsConfig) -> list[Tool]:
     """
     if split_level(protocol)[0] != config.protocol:
         known = get_protocol(protocol).tools
-        kept = tuple(name for name in config.names if name in known)
+        pairs = zip(config.names, config.tags, strict=True)
+        kept = tuple(name for name, tag in pairs if tag in known)
         config = dataclasses.replace(config, names=kept, protocol="")
     return make_tools(config)
 
 
-def _wiki(config: ToolsConfig, search: WikiSearch) -> Tool:
+def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """``wiki_search``: a server's, or the index of the run."""
     if config.wiki_url:
         return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
     search.warm_up()
     return search
 
 
-def _code(config: ToolsConfig) -> Tool:
+def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """``web_search``, whose local provider is the index of the run."""
+    return WebSearch(config.web_search, search.warm_up)
+
+
+def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """``crawl_page``, which opens links into the index of the run too."""
+    return CrawlPage(config.crawl_page, search.warm_up)
+
+
+def make_visual_inspector(config: ToolsConfig) -> Tool:
+    """``visual_inspector``."""
+    return VisualInspector(config.visual_inspector)
+
+
+def make_code(config: ToolsConfig) -> Tool:
+    """``code``: a server's, or the sandbox of this machine."""
     if config.code_url:
         return RemoteCode(
             config.code_url,
@@ -249,7 +359,7 @@ def _note(config: ToolsConfig, tools: list[Tool]) -> str:
     return f"It can import the standard library and these packages: {packages}." if packages else ""
 
 
-def _source(config: ToolsConfig) -> str:
+def _index(config: ToolsConfig) -> str:
     """Names what the local index holds and how it is searched."""
     parts: list[object] = [config.retrieval, config.top_k, config.passage_chars]
     if config.retrieval != "bm25":
@@ -260,19 +370,24 @@ def _source(config: ToolsConfig) -> str:
     return json.dumps(parts)
 
 
-def _stored(tools: list[Tool], config: StoreConfig, source: str) -> list[Tool]:
-    if not config.path:
+def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
+    """On what the answers of a tool depend beside its tag."""
+    if isinstance(tool, WikiSearch | WebSearch | CrawlPage):
+        return _index(config)
+    if is_path(name) or name in config.own:
+        return json.dumps([name, dataclasses.asdict(_own(name, config))], default=str)
+    return ""
+
+
+def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
+    kept = config.store
+    if not kept.path:
         return tools
-    store = Store(config.path, config.max_entries)
+    store = Store(kept.path, kept.max_entries)
+    pairs = zip(config.names, tools, strict=True)
     return [
-        Recorded(
-            tool,
-            store,
-            config.mode,
-            config.max_age_s or None,
-            source if isinstance(tool, WikiSearch | WebSearch | CrawlPage) else "",
-        )
-        if config.keeps(tool.name)
+        Recorded(tool, store, kept.mode, kept.max_age_s or None, _source(tool, name, config))
+        if kept.keeps(name)
         else tool
-        for tool in tools
+        for name, tool in pairs
     ]

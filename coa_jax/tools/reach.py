@@ -72,7 +72,7 @@ async def findings(
     }
     names = [name for name in config.names if not made or _asks(name, config)]
     limit = seconds or SECONDS
-    found = [finding(name, checks[name](config, limit)) for name in names]
+    found = [finding(name, checks.get(name, _here)(config, limit)) for name in names]
     if config.store.path and not made:
         found.append(finding("store", _store(config)))
     return list(await asyncio.gather(*found))
@@ -89,7 +89,12 @@ def _asks(name: str, config: ToolsConfig) -> bool:
         "crawl_page": bool(config.crawl_page.summarizer),
         "visual_inspector": bool(config.visual_inspector.chat),
     }
-    return servers.get(name, True)
+    return servers.get(name, name in config.mcp)
+
+
+async def _here(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+    """A tool of somebody's own: only a call would say whether it works."""
+    return True, "a tool of your own"
 
 
 async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import json
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Text, Times, Variable
-from coa_jax.errors import UserError
+from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
+from coa_jax.extensions import Kind, Named, bind
 from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import trusting
@@ -32,11 +31,33 @@ _LONGEST_QUERY = 2000
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
 
-MIRRORS = ("huggingface.co/datasets",)
-"""Pages that hold benchmarks with their answers (paper App C shows a model that found one)."""
+MIRRORS = (
+    "huggingface.co/datasets",
+    "huggingface.co/spaces",
+    "huggingface.co/api/datasets",
+    "hf.co/datasets",
+    "hf.co/spaces",
+    "hf.co/api/datasets",
+    "datasets-server.huggingface.co",
+    "hf-mirror.com",
+    "paperswithcode.com",
+    "kaggle.com/datasets",
+)
+"""Addresses under which copies of benchmarks are found; a model of the paper (App C) found one."""
 
-_PROVIDERS = r"auto|serper|searxng|local|[\w.]+:\w+"
-_PROVIDERS_TOLD = "auto, serper, searxng, local, or module:function of your own"
+PROVIDERS = Kind(
+    "search service",
+    "coa_jax.search",
+    {
+        "serper": "coa_jax.tools.web_search:configured_serper",
+        "searxng": "coa_jax.tools.web_search:configured_searxng",
+        "local": "coa_jax.tools.web_search:local",
+    },
+    offers=("query", "count", "limits", "config", "index"),
+    needs=("query", "config", "index"),
+)
+"""A `Provider`, or a function that makes one of ``config`` (WebSearchConfig) and ``index``."""
+
 _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 
@@ -64,8 +85,9 @@ class WebSearchConfig(Bounded):
 
     Attributes:
         provider: ``serper`` (its HTTP interface, which proxies offer too), ``searxng`` (a
-            metasearch server), ``local`` (the index of ``wiki_search``), ``module:function`` (a
-            `Provider` of your own), or ``auto``: serper if there is a key, else local.
+            metasearch server), ``local`` (the index of ``wiki_search``), one of your own (see
+            `PROVIDERS` and docs/extending.md), or ``auto``: serper if there is a key, else local.
+        options: settings of a provider of your own.
         url: of the service.
         key_env: environment variable with the key of serper; results of any provider are shown
             without its value.
@@ -76,7 +98,8 @@ class WebSearchConfig(Bounded):
         blocked: hosts and beginnings of paths that are never shown, as in `Guard.block`.
     """
 
-    provider: Annotated[str, Text(200, _PROVIDERS, _PROVIDERS_TOLD)] = "auto"
+    provider: Annotated[str, Named(PROVIDERS, "auto")] = "auto"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     url: Address = "https://google.serper.dev/search"
     key_env: Variable = "SERPER_API_KEY"
     top_k: Annotated[int, Between(1, 20)] = 10
@@ -169,16 +192,33 @@ def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
     return found
 
 
-def _own(name: str) -> Provider:
-    module, _, function = name.partition(":")
-    try:
-        provider: Provider = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"web_search: the provider {name!r} is not there ({error}); known are serper, searxng,"
-            " local, and module:function of your own"
-        ) from None
-    return provider
+def configured_serper(config: WebSearchConfig) -> Provider:
+    """`serper` with its settings."""
+    return serper(config.url, Secret(config.key_env))
+
+
+def configured_searxng(config: WebSearchConfig) -> Provider:
+    """`searxng` with its settings."""
+    return searxng(config.url)
+
+
+def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:
+    """The provider that a configuration means on this machine.
+
+    Raises:
+        UserError: there is none of the name, or a setting or its key is missing.
+    """
+    found = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
+    if "query" not in found.asks:
+        made: Provider = found(config=config, index=index)
+        return made
+
+    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+        asked = {"query": query, "count": count, "limits": limits, "config": config, "index": index}
+        results: Sequence[Result] = await found(**asked)
+        return results
+
+    return search
 
 
 class WebSearch:
@@ -203,15 +243,7 @@ class WebSearch:
         Raises:
             UserError: a setting is wrong, or the key is not in the environment.
         """
-        self.provider = choose(config)
-        if self.provider == "serper":
-            self._search = serper(config.url, Secret(config.key_env))
-        elif self.provider == "searxng":
-            self._search = searxng(config.url)
-        elif self.provider == "local":
-            self._search = local(index)
-        else:
-            self._search = _own(self.provider)
+        self.provider, self._search = choose(config), provider_of(config, index)
         self._config, self._guard = config, Guard(block=config.blocked)
         self._blame = Blame()
         self._limits = Limits(
@@ -222,9 +254,10 @@ class WebSearch:
         )
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
-        self.settings = json.dumps(
-            [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
-        )
+        asked = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
+        if config.options:
+            asked.append(dict(config.options))
+        self.settings = json.dumps(asked, default=str)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the text between the tags."""

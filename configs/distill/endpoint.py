@@ -3,8 +3,8 @@ r"""Distil Factbook questions from a language model behind an OpenAI-compatible 
     python -m coa_jax.distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
 
 Needs: the extra ``endpoint`` and an endpoint: vLLM, a cloud, anything that speaks
-``/v1/chat/completions``.  ``--config.endpoint.base_url=... --config.endpoint.model=...`` name it;
-the key is read from the environment variable ``endpoint.key_variable``.
+``/v1/chat/completions``.  ``--config.endpoint.url=... --config.endpoint.model=...`` name it;
+the key is read from the environment variable ``endpoint.key_env``.
 Takes: as long as the endpoint takes for ten to thirty calls a task; ``teacher.concurrency`` tasks
 are in flight at once.
 Gives: the files of configs/distill/factbook.py and ``calls/SPLIT.jsonl`` with every prompt and
@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
         config.endpoint = complete(
             EndpointConfig,
             {
-                "base_url": "http://localhost:8000/v1",
+                "url": "http://localhost:8000/v1",
                 "model": "Qwen/Qwen2.5-72B-Instruct",
                 "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
                 "max_calls": 20_000,

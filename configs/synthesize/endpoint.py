@@ -2,14 +2,14 @@ r"""Questions with checked answers from any corpus, written by a language model.
 
     python -m coa_jax.synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
 
-Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.base_url``,
+Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.url``,
 ``endpoint.model``) and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
 Takes: for each question a call to write it, ten to thirty for the team that solves it with tools,
 and ``without_tools.samples`` (32) for the answers without; ``synthesis.batch`` go on at a time.
 Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every exchange.
 
 ``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct).
-Where its ``base_url`` or ``model`` is blank it is ``endpoint``'s, ``key_variable`` goes with the
+Where its ``url`` or ``model`` is blank it is ``endpoint``'s, ``key_env`` goes with the
 address, and ``endpoint.prices`` count behind its own; each of the two has its own budget.  A judge
 (``judge.chat.url``, ``model``) decides where the team's answer is not word for word the accepted
 one.
@@ -28,13 +28,13 @@ def get_config() -> ml_collections.ConfigDict:
     """The configuration."""
     config = load_config("configs/synthesize/factbook.py")
     endpoint = {
-        "base_url": "http://localhost:8000/v1",
+        "url": "http://localhost:8000/v1",
         "model": "Qwen/Qwen2.5-72B-Instruct",
         "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
         "max_calls": 50_000,
     }
     solver = {
-        "key_variable": "",
+        "key_env": "",
         "temperature": 1.0,
         "prices": (("", 0.0, 0.0),),  # no model's: it shows the form
         "max_calls": 50_000,

@@ -64,7 +64,7 @@ _LCB = {
     "contest_date": "2024-09-01T00:00:00", "starter_code": "", "metadata": "{}",
     "public_test_cases": json.dumps([{"input": "1", "output": "1", "testtype": "stdin"}]),
 }  # fmt: skip
-_ENDPOINT = EndpointConfig(model="m", base_url="http://localhost:1/v1")
+_ENDPOINT = EndpointConfig(model="m", url="http://localhost:1/v1")
 Read = Callable[[Path], Any]
 
 

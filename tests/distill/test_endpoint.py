@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "one two three"}]
 
 
 def config_of(server, **changes):
-    values = {"base_url": server.url, "model": "m", "backoff_s": 0.001, **changes}
+    values = {"url": server.url, "model": "m", "backoff_s": 0.001, **changes}
     return EndpointConfig(**values)
 
 
@@ -73,7 +73,7 @@ def test_no_reply_is_paid_for_twice_also_not_after_a_kill(tmp_path):
 
 def test_half_a_surrogate_pair_in_a_reply_does_not_stop_the_next_question(tmp_path):
     with serving(lambda chat: "x \ud83d") as server:
-        endpoint = Endpoint(config_of(server, retries=0), tmp_path / "calls.jsonl")
+        endpoint = Endpoint(config_of(server, attempts=1), tmp_path / "calls.jsonl")
 
         async def talk():
             reply = await endpoint.complete(CHAT, "e", "a")
@@ -95,11 +95,11 @@ def test_failures_that_may_pass_are_tried_again(tmp_path, failure):
 
 def test_an_endpoint_that_stays_down_or_refuses_is_explained(tmp_path):
     with serving(lambda chat: 503) as server:
-        endpoint = Endpoint(config_of(server, retries=2), tmp_path / "a.jsonl")
+        endpoint = Endpoint(config_of(server, attempts=3), tmp_path / "a.jsonl")
         with pytest.raises(UserError, match=r"no reply in 3 attempts \(503: .*run the same"):
             ask(endpoint, "a")
         assert len(server.seen) == 3
-    gone = Endpoint(config_of(server, retries=0), tmp_path / "b.jsonl")
+    gone = Endpoint(config_of(server, attempts=1), tmp_path / "b.jsonl")
     with pytest.raises(UserError, match="APIConnectionError"):
         ask(gone, "a")
     with serving(lambda chat: 401) as server:
@@ -179,7 +179,7 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": ""}, "give config.solver.base_url and config.solver.model"),
+        ({"model": ""}, "give config.solver.url and config.solver.model"),
         ({"max_money": 1.0}, "config.solver.max_money needs the price of 'm', which is missing"),
         (
             {"max_money": 1.0, "prices": (("m", 0.0, 0.0),)},
@@ -195,7 +195,7 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change, message):
-    values = {"base_url": "http://localhost:9/v1", "model": "m", **change}
+    values = {"url": "http://localhost:9/v1", "model": "m", **change}
     with pytest.raises(UserError, match=re.escape(message)):
         config = build(EndpointConfig, values, "config.solver")
         Endpoint(config, tmp_path / "calls.jsonl", "config.solver")
@@ -220,7 +220,7 @@ def test_a_command_has_one_budget_for_all_its_splits(tmp_path):
     with serving(lambda chat: "x") as server:
 
         def run(limit):
-            settings = {"base_url": server.url, "model": "m", "backoff_s": 0.001}
+            settings = {"url": server.url, "model": "m", "backoff_s": 0.001}
             changes = {f"endpoint.{key}": value for key, value in settings.items()}
             changes |= {"tasks.train": 2, "tasks.validation": 2, "endpoint.max_calls": limit}
             return distill(load_config("configs/distill/endpoint.py", changes), tmp_path)
@@ -243,7 +243,7 @@ def test_runs_of_a_model_that_is_asked_otherwise_are_of_another_configuration(tm
     with serving(lambda chat: "x") as server:
 
         def run(temperature):
-            settings = {"base_url": server.url, "model": "m", "temperature": temperature}
+            settings = {"url": server.url, "model": "m", "temperature": temperature}
             changes = {f"endpoint.{key}": value for key, value in settings.items()}
             changes |= {"tasks.train": 1, "tasks.validation": 1}
             distill(load_config("configs/distill/endpoint.py", changes), tmp_path)

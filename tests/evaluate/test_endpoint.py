@@ -31,7 +31,7 @@ END = (
 
 def ask(url, folder, config=CONFIG, tasks=TASKS[:1], **options):
     config = dataclasses.replace(config, samples=1)
-    endpoint = PolicyEndpoint(url, "tiny", **{"retries": 0, **options})
+    endpoint = PolicyEndpoint(url, "tiny", **{"attempts": 1, **options})
     config = dataclasses.replace(config, endpoint=endpoint)
     tools = list(tiny_policy.tools().values())
     policy = endpoint_policy(endpoint, config.sampling, config.seed, config.rollout, tools)

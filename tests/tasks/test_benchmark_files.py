@@ -339,7 +339,7 @@ def test_rows_that_are_none_are_located(name, rows, message, tmp_path):
         ("gaia:absent.jsonl", "absent.jsonl: there is no such file"),
         ("gaia:x.txt", "give gaia:PATH"),
         ("gaia:x.jsonl:level", "'level' is not understood"),
-        ("gaiaa:x.txt", "unknown task source 'gaiaa:x.txt'.*gaia, browsecomp"),
+        ("gaiaa:x.txt", "there is no module 'gaiaa'.*did you mean 'gaia'"),
     ],
 )
 def test_sources_that_mean_nothing_are_explained(source, message):

@@ -10,7 +10,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.settings import build, complete
-from coa_jax.tasks import Graders, GradersConfig, Task, graders, load_tasks
+from coa_jax.tasks import Graders, GradersConfig, Task, graders, load_tasks, rewards
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tasks.maths import MathsUnsureError
 from coa_jax.tools.net.chat import ChatConfig
@@ -93,8 +93,8 @@ def test_what_fails_on_our_side_is_no_score(server, monkeypatch):
     def unsure(*arguments):
         raise MathsUnsureError("gone")
 
-    monkeypatch.setattr(graders, "run_tests", broken)
-    monkeypatch.setattr(graders, "same_expression", unsure)
+    monkeypatch.setattr(rewards, "run_tests", broken)
+    monkeypatch.setattr(rewards, "same_expression", unsure)
     plain = Graders(GradersConfig())
     assert plain(TASKS["code"], finished(ADD, "code")).value is None
     assert plain(TASKS["math"], finished("1", "code")).value is None
@@ -150,7 +150,7 @@ def test_settings_come_from_a_config_and_mistakes_are_named():
 @pytest.mark.parametrize(
     ("task", "config", "reason"),
     [
-        (Task("t", "q", "web", ("x",), "s", {"grader": "taste"}), {}, "grader 'taste' is unknown"),
+        (Task("t", "q", "web", ("x",), "s", {"grader": "taste"}), {}, "no reward 'taste'"),
         (Task("t", "q", "code", ("{",), "s", {"grader": "code"}), {}, "tests cannot be read"),
         (Task("t", "q", "code", (), "s", {"grader": "code"}), {}, "tests cannot be read"),
         (TASKS["code"], {"private_tests": "/nowhere"}, "folder of private tests is not there"),

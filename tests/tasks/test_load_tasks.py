@@ -9,12 +9,13 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import SPLITS, grade_answer, load_splits, load_tasks
-from coa_jax.tasks.graders import generator_score
+from coa_jax.tasks.rewards import generator
+from tests.tasks.finished import finished
 
 
 def test_unknown_sources_and_splits_name_the_known_ones():
     with pytest.raises(UserError, match="factbook, arithmetic"):
-        load_tasks("webwalker", "train")
+        load_tasks("webwork", "train")
     with pytest.raises(UserError, match="train, validation, test"):
         load_tasks("factbook", "dev")
 
@@ -114,8 +115,8 @@ def test_arithmetic_golds_are_accepted_and_others_are_not():
     for task in load_tasks("arithmetic", "train", 56, 5):
         if task.metadata.get("scorer"):
             json.dumps(task.metadata)
-            assert generator_score(task, task.gold[0]) == 1.0
-            assert generator_score(task, "no idea") == 0.0
+            assert generator(task, finished(task.gold[0], "code")) == 1.0
+            assert generator(task, finished("no idea", "code")) == 0.0
         else:
             assert grade_answer(task.gold[0], task.gold) == 1.0
             assert grade_answer(f"{task.gold[0]}1", task.gold) == 0.0

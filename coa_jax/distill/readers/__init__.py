@@ -10,45 +10,62 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
 from coa_jax.distill.readers.base import (
     Line,
     Malformed,
     Problem,
-    Reader,
     ReadReport,
     Trace,
     decode_document,
     decode_lines,
+    each_line,
     unused,
 )
 from coa_jax.errors import UserError
+from coa_jax.extensions import Bound, Kind, bind, refuse_result
+from coa_jax.reading import reason
 
-__all__ = ["READERS", "Problem", "ReadReport", "Trace", "read_traces"]
+__all__ = ["READERS", "Malformed", "Problem", "ReadReport", "Trace", "read_traces"]
 
-READERS: Mapping[str, Reader] = {
-    "messages": own.read,
-    "smolagents": smolagents.read,
-    "oagents": oagents.read,
-    "openai": openai_chat.read,
-    "mcp": mcp.read,
-}
-"""Format -> its reader."""
+READERS = Kind(
+    "trace format",
+    "coa_jax.readers",
+    {
+        "messages": own.read,
+        "smolagents": smolagents.read,
+        "oagents": oagents.read,
+        "openai": openai_chat.read,
+        "mcp": mcp.read,
+    },
+    offers=("record", "lines"),
+    needs=("record", "lines"),
+)
+"""A function that makes a `Trace` of a ``record``, the JSON value of a line: None for one that is
+no run, and `Malformed` (or ValueError) for one that is damaged.  One that asks for ``lines`` reads
+all of a file, see `coa_jax.distill.readers.base.Reader`."""
+
+_IS_RECORD: Mapping[str, Callable[[Any], bool]] = {"smolagents": smolagents.is_run}
+"""Format -> whether a list is one record, and not a list of records."""
 
 _GZIP = b"\x1f\x8b"
 
 
-def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], ReadReport]:
+def read_traces(
+    path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
+) -> tuple[list[Trace], ReadReport]:
     """Reads a file of traces; nothing that stands in it raises.
 
     Args:
         path: a file of one JSON value a line; or, where its name ends in ``.json``, a file of one
             record or of a list of records, whose lines are their places in it, unless most of its
             lines are records by themselves.
-        form: a key of `READERS`.
+        form: a name of `READERS`, or ``package.module:name``.
+        options: of a reader of your own.
 
     Returns:
         The traces in the order of the file, each with an identity of its own, and what became of
@@ -57,9 +74,8 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
     Raises:
         UserError: the file cannot be read at all, is compressed, or the format is unknown.
     """
-    if form not in READERS:
-        known = ", ".join((*READERS, "records"))
-        raise UserError(f"trace format {form!r} is unknown; known are {known}")
+    read = bind(READERS, form, options or {}, "traces.format")
+    single = each_line(lambda value: _one(form, read, value))
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -70,7 +86,7 @@ def read_traces(path: str | os.PathLike[str], form: str) -> tuple[list[Trace], R
     lines, bad, traces = _lines(str(path), data, form), [], []
     records, used, ignored = len(lines), 0, 0
     names: set[str] = set()
-    for line, found, counts in READERS[form](lines):
+    for line, found, counts in read(lines=lines) if "lines" in read.asks else single(lines):
         if isinstance(found, Malformed):
             bad.append(Problem(str(path), line.number, str(found)))
             continue
@@ -91,9 +107,23 @@ def _lines(path: str, data: bytes, form: str) -> list[Line]:
         single = list(decode_lines(data))
         records = sum(isinstance(line.value, dict | list) for line in single)
         return single if 2 * records >= len(single) > 1 else lines
-    if isinstance(value, list) and not (form == "smolagents" and smolagents.is_run(value)):
+    if isinstance(value, list) and not (form in _IS_RECORD and _IS_RECORD[form](value)):
         return [Line(number, item) for number, item in enumerate(value, start=1)]
     return lines
+
+
+def _one(form: str, read: Bound, value: Any) -> Trace | None:
+    """What a reader of single records makes of one."""
+    try:
+        trace = read(record=value)
+    except Malformed:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise Malformed(f"{type(error).__name__}: {reason(error)}") from error
+    if trace is not None and not isinstance(trace, Trace):
+        wanted = "a coa_jax.distill.readers.Trace, or None"
+        raise refuse_result(READERS, form, trace, wanted, "traces.format")
+    return trace
 
 
 def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:

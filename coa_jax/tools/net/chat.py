@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from coa_jax.bounds import Address, Bounded, Count, Place, Seconds, Temperature, Times, Variable
+from coa_jax.bounds import Address, Count, Place, Seconds, Temperature, Times, Variable
 from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, parse_url, port_of
+from coa_jax.tools.net.budget import Budget, Purse
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, attempts, fetch_json
 from coa_jax.tools.net.secrets import Secret
@@ -20,17 +22,20 @@ _KEY_IN_QUERY = re.compile(r"[?&][\w.-]*(?:key|token|secret|passw|auth)[\w.-]*="
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatConfig(Bounded):
-    """Which model answers, and within what limits.
+class ChatConfig(Budget):
+    """Which model behind an OpenAI-compatible endpoint answers, how it is asked, and at what cost.
 
     Attributes:
         url: base address, ``http://localhost:8000/v1``; "" for none.
-        model: name of the model.
+        model: name of the model there.
         key_env: environment variable with the key; "" for an endpoint that asks for none.
         temperature: of sampling.
         max_tokens: of an answer.
         timeout_s: seconds for an answer, with all attempts.
-        attempts: tries.
+        attempts: tries, where a failure may pass (no connection, 429, 5xx).
+        max_tokens_name: what the server calls that limit; OpenAI's reasoning models want
+            ``max_completion_tokens`` (and a temperature of 1).
+        json_mode: ask the server for answers that are JSON objects; not all servers can.
     """
 
     url: Address = ""
@@ -40,13 +45,32 @@ class ChatConfig(Bounded):
     max_tokens: Count = 1024
     timeout_s: Seconds = 120.0
     attempts: Times = 3
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    json_mode: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.url and not self.model:
-            raise UserError(f"model is missing; name the model at {self.url}")
         if self.url:
             trusting(self.url)
+            self._check_use()
+
+    def _check_use(self) -> None:
+        """Refuses settings by which the model could not be asked, or no budget held."""
+        if not self.model:
+            raise UserError(f"model is missing; name the model at {self.url}")
+        self.check_price(self.model, "")
+
+    @property
+    def price(self) -> tuple[float, float] | None:
+        """Money per million tokens of prompts and of completions, if it is known."""
+        return self.price_of(self.model)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a request says beside its messages."""
+        form = {"response_format": {"type": "json_object"}} if self.json_mode else {}
+        asked = {"model": self.model, "temperature": self.temperature}
+        return {**asked, self.max_tokens_name: self.max_tokens, **form}
 
     def __bool__(self) -> bool:
         return bool(self.url)
@@ -71,6 +95,19 @@ def trusting(url: str) -> Guard:
     return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
 
 
+_purses: dict[tuple[Any, ...], Purse] = {}
+_purses_lock = threading.Lock()
+
+
+def purse_of(config: ChatConfig) -> Purse:
+    """What this process has spent on a model under one budget."""
+    limits = (config.prices, config.max_calls, config.max_total_tokens, config.max_money)
+    with _purses_lock:
+        where = f"chat ({config.model})"
+        key = (config.url, config.model, *limits)
+        return _purses.setdefault(key, Purse(config, config.model, where))
+
+
 async def chat(
     config: ChatConfig,
     messages: Sequence[Mapping[str, Any]],
@@ -87,19 +124,14 @@ async def chat(
 
     Raises:
         FetchError: there is no answer, or none in the form of the interface.
-        UserError: the key is not in the environment.
+        UserError: the key is not in the environment, or the budget of the model is spent.
     """
     secret = Secret(config.key_env)
     headers = {"Content-Type": "application/json"}
     if config.key_env:
         headers["Authorization"] = f"Bearer {secret.reveal()}"
-    body = {
-        "model": config.model,
-        "messages": list(messages),
-        "temperature": config.temperature,
-        "max_tokens": config.max_tokens,
-        **(options or {}),
-    }
+    body = {**config.options, "messages": list(messages), **(options or {})}
+    purse = purse_of(config)
     request = Request(
         f"{config.url.rstrip('/')}/chat/completions", "POST", headers, json.dumps(body).encode()
     )
@@ -113,7 +145,14 @@ async def chat(
     once = dataclasses.replace(limits, attempts=1)
 
     async def attempt() -> str:
-        return _content(await fetch_json(request, once, trusting(config.url)))
+        purse.begin()
+        usage, answered = None, False
+        try:
+            answer = await fetch_json(request, once, trusting(config.url))
+            answered, usage = True, answer.get("usage") if isinstance(answer, dict) else None
+        finally:
+            purse.end(usage if isinstance(usage, dict) else None, answered)
+        return _content(answer)
 
     return str(secret.redact(await attempts(attempt, limits)))
 

@@ -382,11 +382,11 @@ def test_a_name_that_looks_like_ours_is_not_given_twice(read):
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_traces(tmp_path / "none.jsonl", "oagents")
-    with pytest.raises(UserError, match="known are messages, smolagents, oagents, openai, mcp"):
+    with pytest.raises(UserError, match="there are mcp, messages, oagents, openai, smolagents"):
         read_traces(tmp_path, "langchain")
 
 
-@pytest.mark.parametrize("form", READERS)
+@pytest.mark.parametrize("form", READERS.names())
 def test_an_empty_file_has_no_records(tmp_path, form):
     path = tmp_path / "empty.jsonl"
     path.write_bytes(b"\n \n")

@@ -83,7 +83,7 @@ def damaged(form):
 
 FORMS = [
     form if form in ("oagents", "openai") else pytest.param(form, marks=pytest.mark.slow)
-    for form in READERS
+    for form in READERS.names()
 ]
 
 

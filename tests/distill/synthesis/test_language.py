@@ -20,9 +20,7 @@ def run(tmp_path, reply, what):
     """(what the author gave, requests) with a model that answers by the function `reply`."""
 
     async def work(server):
-        endpoint = Endpoint(
-            EndpointConfig(base_url=server.url, model="m"), tmp_path / "calls.jsonl"
-        )
+        endpoint = Endpoint(EndpointConfig(url=server.url, model="m"), tmp_path / "calls.jsonl")
         try:
             return await what(LanguageAuthor(endpoint))
         finally:

@@ -113,7 +113,7 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
     replies = iter(said)
 
     async def work(server):
-        config = EndpointConfig(base_url=server.url, model="m")
+        config = EndpointConfig(url=server.url, model="m")
         endpoint = Endpoint(config, tmp_path / "calls.jsonl")
         answers = await Remembers(endpoint, 1)([LIMA], len(said))
         again = await Remembers(endpoint, 1)([LIMA], len(said))
@@ -128,7 +128,7 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
 
 def test_a_spent_budget_is_one_line(tmp_path):
     async def work(server):
-        config = EndpointConfig(base_url=server.url, model="m", max_calls=2)
+        config = EndpointConfig(url=server.url, model="m", max_calls=2)
         await Remembers(Endpoint(config, tmp_path / "calls.jsonl"))([LIMA, ODD], 4)
 
     with serving(lambda chat: "x") as server, pytest.raises(UserError, match="max_calls=2 is spe"):

@@ -1,0 +1,140 @@
+"""What the built-in graders measure, one function each, called as those of your own are.
+
+A function asks for what it needs by the names of its parameters, see `coa_jax.tasks.checks.REWARDS`
+and docs/extending.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from coa_jax.errors import UserError
+from coa_jax.installed import missing
+from coa_jax.protocol import parse_boxed, split_level
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.checks import tests_of
+from coa_jax.tasks.code_tests import Tests, program_of, run_tests
+from coa_jax.tasks.grading import grade_answer
+from coa_jax.tasks.maths import MathsUnsureError, check_installed, same_expression
+from coa_jax.tasks.private_tests import check_folder, load_private_tests
+from coa_jax.tools.sandbox.isolation import find_isolation
+from coa_jax.tools.sandbox.run import SandboxError
+from coa_jax.trajectory import Trajectory, format_valid
+
+if TYPE_CHECKING:
+    from coa_jax.tasks.graders import Graders, GradersConfig
+
+
+def exact_match(answer: str, gold: Sequence[str]) -> float:
+    """1.0 if an answer in words is an accepted one; "" is no answer."""
+    return grade_answer(answer, gold)
+
+
+def obeyed_format(trajectory: Trajectory) -> float:
+    """1.0 if a trajectory keeps the rules of its protocol."""
+    return float(format_valid(trajectory))
+
+
+async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Graders) -> float | None:
+    """1.0 if a model says that an answer is right; None without a verdict."""
+    if graders.judge is None:
+        raise UserError("there is no judge: graders.judge.chat.url is empty")
+    if trajectory.answer is None:
+        return 0.0
+    verdict = await graders.judge(task.question, task.gold, answer)
+    return None if verdict is None else float(verdict)
+
+
+async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
+    """1.0 if an answer equals an accepted expression; None if none can be compared."""
+    seconds = graders.config.maths_s
+    try:
+        for gold in task.gold:
+            if await asyncio.to_thread(same_expression, trajectory.answer, gold, seconds):
+                return 1.0
+    except MathsUnsureError:
+        return None
+    return 0.0
+
+
+async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
+    """1.0 if the program of an answer passes every test; None if the sandbox fails."""
+    tests = _tests(task, graders.config)
+    program = program_of(trajectory.answer) if trajectory.answer is not None else None
+    if program is None:
+        return 0.0
+    try:
+        async with graders.programs.here():
+            return float((await run_tests(program, tests, graders.config.code)).passed)
+    except SandboxError:
+        return None
+
+
+def _tests(task: Task, config: GradersConfig) -> Tests:
+    question = str(task.metadata.get("question_id") or "")
+    if config.private_tests and question:
+        private = load_private_tests(config.private_tests, question)
+        if private is not None:
+            return private
+    return tests_of(task.gold)
+
+
+def generator(task: Task, trajectory: Trajectory) -> float:
+    """1.0 if the generator of a reasoning-gym task fully accepts the answer.
+
+    Raises:
+        UserError: the package that generated the task and checks it is gone.
+    """
+    answer = opened(task, trajectory.answer)
+    if answer is None:
+        return 0.0
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise _no_generators() from None
+    scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
+    entry = {
+        "question": task.question,
+        "answer": task.gold[0],
+        "metadata": task.metadata["generator_metadata"],
+    }
+    try:
+        return float(scorer(answer.strip(), entry) >= 1.0)
+    except Exception:  # some of its scorers choke on an answer that they cannot read: it is wrong
+        return 0.0
+
+
+def opened(task: Task, answer: str | None) -> str | None:
+    """The answer; of the code protocol, what is in the box."""
+    if answer is not None and split_level(task.protocol)[0] == "code":
+        return parse_boxed(answer) or answer
+    return answer
+
+
+# --- what they need on this machine ---------------------------------------------------------
+
+
+def _generator_needs(config: GradersConfig) -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise _no_generators()
+
+
+def _no_generators() -> UserError:
+    return missing("grading of arithmetic tasks", "reasoning-gym", "tasks")
+
+
+def _code_needs(config: GradersConfig) -> None:
+    find_isolation()
+    if config.private_tests:
+        check_folder(config.private_tests)
+
+
+NEEDS: Mapping[str, Callable[[GradersConfig], None]] = {
+    "reasoning_gym": _generator_needs,
+    "math": lambda config: check_installed(),
+    "code": _code_needs,
+}
+"""Reward -> what raises UserError where something that it needs is not there."""
