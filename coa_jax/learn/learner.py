@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax.engine.group import copies, make_engines, publish_all, take_copies
-from coa_jax.engine.layout import cut, join
+from coa_jax.engine.layout import cut, join, run_groups
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.checkpoint import Checkpoints
@@ -20,7 +20,7 @@ from coa_jax.learn.update import critic_state, reference_params
 from coa_jax.model.api import load_model
 from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.parallel.placement import training_mesh
+from coa_jax.parallel.placement import rollout_devices, training_mesh
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.trajectory import Trajectory
 
@@ -52,7 +52,7 @@ class Learner:
             checkpoints: of the run; the caller closes them.
         """
         self._config, self._checkpoints = config, checkpoints
-        self._mesh = training_mesh(config.mesh, config.rows)
+        self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
         loaded = load_model(config.model, mesh=self._mesh)
         architecture = dataclasses.replace(loaded.config, lora=config.lora)
         self.model = model = dataclasses.replace(loaded, config=architecture)
@@ -81,6 +81,7 @@ class Learner:
             self.constraint,
             config.mesh.decode_tensor,
             MeteredEngine,
+            rollout_devices(config.mesh),
         )
         for engine in self.engines if config.rollout.max_seconds else ():
             engine.warm_up()  # or the first trajectories would spend their time on compilation
@@ -148,7 +149,9 @@ class Learner:
     def _sampler(self) -> DecodeParams:
         """The parameters of the engines of all processes."""
         model = without_adapters(self.model.config)
-        return join(copies(self.engines), model, self._mesh, self._config.mesh.decode_tensor)
+        sizes = self._config.mesh
+        groups = run_groups(self._mesh, sizes.decode_tensor, rollout_devices(sizes))
+        return join(copies(self.engines), model, groups)
 
 
 def group_rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:
