@@ -74,19 +74,18 @@ def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
     )
 
 
-def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int) -> Mesh:
+def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: int) -> Mesh:
     """The devices that are set aside for rollouts as groups, like a `decode_mesh`.
 
     Args:
-        devices: of all processes, process by process, of each the same number.
+        devices: of all processes, process by process.
         tensor: devices of a group.
         train: devices of a process that train; they make groups of the same size for a copy.
+        count: devices of a process that are set aside.
 
     Raises:
         UserError: the devices of a process cannot be split like that.
     """
-    process = devices[0].process_index
-    count = sum(device.process_index == process for device in devices)
     if count % tensor or train % tensor:
         raise UserError(
             f"mesh.decode_tensor is {tensor}: of a process it must divide both the {count} "
@@ -112,7 +111,8 @@ def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ())
     """
     if aside:
         size = tensor or (1 if mesh is None else mesh.shape["tensor"])
-        return rollout_mesh(aside, size, 1 if mesh is None else len(mesh.local_devices))
+        count = len(aside) // jax.process_count()
+        return rollout_mesh(aside, size, 1 if mesh is None else len(mesh.local_devices), count)
     return None if mesh is None else decode_mesh(mesh, tensor)
 
 

@@ -139,7 +139,7 @@ for one, other in zip(copies(engines), back, strict=True):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 print("placed")
 
-# A chunk that runs while parameters are published, and are used up by an update, keeps the old ones.
+# A chunk keeps the old parameters if others are published, and used up by an update, meanwhile.
 publish_all(engines, params(0))
 engine, training = engines[0], params(1)
 again(engine)
@@ -187,8 +187,8 @@ def test_engines_on_devices_of_their_own_sample_the_same_bits_while_they_are_pub
 
 
 def test_rollout_devices_that_make_no_groups_are_refused():
-    with pytest.raises(UserError, match="both the 1 mesh.rollout_devices and the other 1"):
+    with pytest.raises(UserError, match=r"both the 1 mesh.rollout_devices and the other 1"):
         layout.run_groups(None, 2, jax.devices()[:1])
-    with pytest.raises(UserError, match="must divide both the 1 .* and the other 3"):
-        layout.rollout_mesh(jax.devices()[:1], 3, 3)
-    assert layout.rollout_mesh(jax.devices()[:1], 1, 3).devices.shape == (1, 1)
+    with pytest.raises(UserError, match=r"must divide both the 1 .* and the other 3"):
+        layout.rollout_mesh(jax.devices()[:1], 3, 3, 1)
+    assert layout.rollout_mesh(jax.devices()[:1], 1, 3, 1).devices.shape == (1, 1)

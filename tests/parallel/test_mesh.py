@@ -158,7 +158,7 @@ def test_one_chip_of_each_host_makes_a_mesh_and_three_do_not():
     assert (len(training), len(aside)) == (32, 96)
     assert make_mesh(fsdp=-1, tensor=2, devices=training, processes=32).size == 32
     training, _ = split_devices(slice_of(4, 4, 8), 1)
-    with pytest.raises(UserError, match="let mesh.rollout_devices leave rows of a host's chips"):
+    with pytest.raises(UserError, match=r"let mesh.rollout_devices leave rows of a host's chips"):
         make_mesh(fsdp=-1, devices=training, processes=32)
 
 
