@@ -13,7 +13,9 @@ ASSUMES = (
     "estimates, no measurements: updates and rollouts take time in inverse proportion to their "
     "chips, updates the time of the compiler's schedule (on GPUs the sum of roofline parts); "
     "slots are always full, and rollouts and updates overlap perfectly where they have chips of "
-    "their own, else one follows the other; tools, tails and the transfer of weights cost nothing"
+    "their own, else one follows the other; tools, tails and the transfer of weights cost nothing, "
+    "so that the same chips in turns, which wait for tails, look better than they are; "
+    "only of the compiled split is it known whether it fits"
 )
 BY_RATIO = "rollouts take --rollout_ratio times the update where both have all chips"
 BY_DECODING = (
@@ -65,8 +67,13 @@ def splits(
 
 
 def best(rows: Sequence[Split]) -> Split:
-    """The split with the shortest step; of equal ones that with more chips for training."""
-    return min(rows, key=lambda row: (row.step_s, row.rollout_chips))
+    """The split with the shortest step; of equal ones that with more chips for training.
+
+    The same chips in turns are no candidate while there is another: where time is in proportion to
+    chips nothing is faster, and why one splits, that tails and tools let chips wait, is not in it.
+    """
+    apart = [row for row in rows if row.rollout_devices]
+    return min(apart or rows, key=lambda row: (row.step_s, row.rollout_chips))
 
 
 def table(rows: Sequence[Split], compiled: int) -> str:
