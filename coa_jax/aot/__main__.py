@@ -10,6 +10,13 @@ or known by the name in the model's path, or given with ``--model``.  Prints one
 code 1 if the configuration does not fit, with the figure and the setting to change.  For GPUs,
 whose compiler needs a GPU, the compiler of CPUs stands in: the result is marked as an estimate.
 
+    python -m coa_jax.aot --config=configs/rl/web.py:32b --topology=v5p:4x4x8 \\
+      --config.mesh.rollout_devices=2 --config.mesh.decode_tensor=2 --rollout_ratio=1.5
+
+Of RL with rollouts on chips of their own the memory of both kinds of chips is told apart, and a
+table says which split of the slice has the shortest step, if rollouts take that many times as long
+as the update where both have all chips (without the flag: as long as decoding alone takes).
+
 docs/scaling.md explains the figures.
 """
 
@@ -22,8 +29,9 @@ from typing import Any
 from absl import flags
 
 from coa_jax.aot.arrays import set_up
-from coa_jax.aot.estimate import analyse
+from coa_jax.aot.estimate import analyse, balance
 from coa_jax.aot.slices import devices_of, parse_slice
+from coa_jax.aot.split import table
 from coa_jax.cli import config_flag, run_main
 from coa_jax.errors import UserError
 from coa_jax.learn.rl_config import RLConfig
@@ -37,6 +45,7 @@ def define_flags() -> None:
     config_flag("configs/rl/factbook.py")
     flags.DEFINE_string("topology", None, "v5p:4x4x8, v5e:4x4, gpu:8xh100, ...", required=True)
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, if the path has none")
+    flags.DEFINE_float("rollout_ratio", 0.0, "seconds of rollouts over those of an update", 0.0)
     flags.DEFINE_float("reserve", 0.1, "share of the memory that has to stay free", 0.0, 1.0)
 
 
@@ -52,7 +61,12 @@ def main(_: list[str]) -> int:
     config = build(kind, settings)
     name, model = architecture_of(values.model or config.model)
     devices = devices_of(where)
-    result = analyse(set_up(config, model, where, devices), values.reserve)
+    setup = set_up(config, model, where, devices)
+    result = analyse(setup, values.reserve)
+    if setup.aside or (values.rollout_ratio and setup.engine_chips):
+        rows, result["splits"] = balance(setup, result, devices, values.rollout_ratio)
+        print(table(rows, config.mesh.rollout_devices), file=sys.stderr)
+        print(result["splits"]["assumes"], file=sys.stderr)
     print(json.dumps({"model": name, **result}))
     if not result["fits"]:
         print(f"does not fit: {result['advice']}", file=sys.stderr)

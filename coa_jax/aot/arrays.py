@@ -9,11 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from coa_jax.aot.slices import Slice, hosts_of
+from coa_jax.aot.slices import Slice, owners_of
 from coa_jax.engine.constraint import ConstraintTables
-from coa_jax.engine.layout import abstract_pages, decode_mesh, groups_of, paged_case
+from coa_jax.engine.layout import (
+    abstract_pages,
+    decode_mesh,
+    groups_of,
+    paged_case,
+    rollout_mesh,
+)
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.rl_config import RLConfig
@@ -37,6 +44,7 @@ from coa_jax.model.params import (
 )
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.parallel.mesh import AXES, make_mesh, sharding_for
+from coa_jax.parallel.placement import split_devices
 from coa_jax.protocol import at_level, get_protocol
 from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.constrain import constraint_for
@@ -53,6 +61,7 @@ class Setup:
         where: the chips that there are.
         mesh: of training, with the chips that work.
         engine_chips: chips of one engine; 0 without one.
+        aside: chips that only make rollouts; without any those of the mesh do.
         rules: tables of the constraint under which an engine samples, without places; None where
             nothing is constrained.
         unknown: one line on what of them cannot be known here; empty for nothing.
@@ -63,6 +72,7 @@ class Setup:
     where: Slice
     mesh: Mesh
     engine_chips: int
+    aside: tuple[Any, ...] = ()
     rules: ConstraintTables | None = None
     unknown: str = ""
 
@@ -79,22 +89,26 @@ def set_up(
         UserError: the sizes of the mesh do not fit the slice, an engine would span hosts, or it is
             not known of which protocols a constraint is.
     """
-    sizes, hosts = config.mesh, hosts_of(where, devices)
-    if isinstance(config, SFTConfig | RLConfig):
-        model = dataclasses.replace(model, lora=config.lora)
-    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices, hosts)
+    sizes, owners = config.mesh, owners_of(where, devices)
+    training, aside = split_devices(devices, sizes.rollout_devices, owners)
+    hosts, host = len(set(owners)), owners.count(owners[0])
+    model = dataclasses.replace(model, lora=config.lora)
+    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, training, hosts)
     if not isinstance(config, RLConfig):
+        if aside:
+            raise UserError("mesh.rollout_devices is set, and SFT has no rollouts: give 0")
         return Setup(config, model, where, mesh, 0)
     chips = sizes.decode_tensor or mesh.shape["tensor"]
     decode_mesh(mesh, chips)
-    host = where.chip.host
+    if aside:
+        rollout_mesh(aside, chips, host - sizes.rollout_devices, sizes.rollout_devices)
     # Of simulated devices it is not seen to which host they belong.
-    if not where.tpu and hosts > 1 and host % chips:
+    elif not where.tpu and hosts > 1 and host % chips:
         raise UserError(
             f"{chips} chips that decode together span hosts of --topology={where.name}: set "
             f"mesh.decode_tensor to a divisor of the {host} chips of a host"
         )
-    return Setup(config, model, where, mesh, chips, *abstract_tables(config, model))
+    return Setup(config, model, where, mesh, chips, tuple(aside), *abstract_tables(config, model))
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
@@ -221,7 +235,10 @@ def critic_batch(setup: Setup, number: int) -> Batch:
 def engine_mesh(setup: Setup) -> Mesh:
     """Chips of the first engine."""
     chips = setup.engine_chips
-    group = groups_of(decode_mesh(setup.mesh, chips), chips)[0]
+    if setup.aside:
+        group = np.array(setup.aside[:chips], object)
+    else:
+        group = groups_of(decode_mesh(setup.mesh, chips), chips)[0]
     return Mesh(group.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -316,5 +333,15 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Of all that a run keeps on a chip, whatever program runs; arguments are part of it."""
-    return training_bytes(setup) + engine_bytes(setup)
+    """Of all that a run keeps on a chip that trains, whatever program runs there.
+
+    Arguments of programs are part of it.
+    """
+    return training_bytes(setup) + (0 if setup.aside else engine_bytes(setup))
+
+
+def decoding_bytes(setup: Setup) -> int:
+    """The same of a chip that decodes; one that only decodes has room for new parameters too."""
+    if setup.aside:
+        return engine_bytes(setup) + chip_bytes(decoding_params(setup))
+    return kept_bytes(setup)

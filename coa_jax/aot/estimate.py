@@ -16,12 +16,16 @@ from coa_jax.aot.costs import Costs, count
 from coa_jax.aot.hlo import parse
 from coa_jax.aot.programs import Program, all_programs
 from coa_jax.aot.schedule import Machine, play
-from coa_jax.aot.slices import Slice
+from coa_jax.aot.slices import Slice, owners_of
+from coa_jax.aot.split import ASSUMES, BY_DECODING, BY_RATIO, Split, best, splits
+from coa_jax.errors import UserError
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.model.params import num_params
-from coa_jax.parallel.chips import Chip
+from coa_jax.parallel.chips import CHIPS, Chip
+from coa_jax.parallel.mesh import make_mesh
+from coa_jax.parallel.placement import split_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +72,12 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
         if program.runs and row["roofline"]:
             total[program.name] = program.runs * row["roofline"]["step_s"]
     fits = all(row["fits"] for row in rows)
+    devices = CHIPS[setup.where.kind].devices
     result = {
         "topology": setup.where.name,
-        "chips": setup.mesh.size,
+        "chips": (setup.mesh.size + len(setup.aside)) // devices,
+        "devices_per_chip": devices,
+        "rollout_chips": len(setup.aside) // devices,
         "estimate": not setup.where.tpu,
         "chip": dataclasses.asdict(chip),
         "params": num_params(setup.model),
@@ -83,6 +90,10 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
         "compile_s": round(sum(row["compile_s"] for row in rows), 1),
         "fits": fits,
     }
+    if setup.aside:
+        for place, apart in (("training", False), ("rollout", True)):
+            peaks = [r["bytes_per_chip"]["total"] for r in rows if (r["name"] in ENGINE) == apart]
+            result[f"peak_bytes_per_{place}_chip"] = max(peaks)
     if setup.unknown:
         result["unknown"] = setup.unknown
     if not fits:
@@ -128,6 +139,8 @@ def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
         # Only the text of a TPU program is a schedule.
         if where.tpu:
             places = np.array([device.coords[: len(where.shape)] for device in program.devices])
+            # As neighbours where other chips, which send nothing, lie between them.
+            places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
             played = play(module, Machine(chip, places), program.data_trips)
             row["schedule"] = dataclasses.asdict(played)
     free = 1 - row["bytes_per_chip"]["total"] / chip.hbm_bytes
@@ -178,6 +191,9 @@ def roofline(costs: Costs, chip: Chip) -> dict[str, float]:
     }
 
 
+ENGINE = ("extend", "decode", "fork")
+"""Programs of an engine, which run where it is."""
+
 _PARTS = {
     "score_s": ("score", "score_adapters", "values"),
     "critic_s": ("critic",),
@@ -216,9 +232,60 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
         if decode["roofline"]:
             seconds = decode["roofline"]["step_s"] / config.engine.chunk
             step["decode_token_s"] = seconds
-            engines = setup.mesh.size // setup.engine_chips
+            engines = (len(setup.aside) or setup.mesh.size) // setup.engine_chips
             step["decode_tokens_per_s"] = engines * config.engine.row_sizes[-1] / seconds
     return step
+
+
+def balance(
+    setup: Setup, result: dict[str, Any], devices: Sequence[Any], ratio: float = 0.0
+) -> tuple[list[Split], dict[str, Any]]:
+    """How long a step of RL takes if the slice is split in other ways.
+
+    Args:
+        setup: of the split that was compiled.
+        result: of `analyse`.
+        devices: of the slice.
+        ratio: seconds of rollouts over those of an update where both have all chips; 0 for what
+            the programs of the engine say.
+
+    Returns:
+        The splits that a mesh can be laid over, and the same for the result of the command.
+
+    Raises:
+        UserError: a program does not fit at all, so that its time is not known.
+    """
+    config, rows = setup.config, result["programs"]
+    assert isinstance(config, RLConfig)
+    if any(row["roofline"] is None for row in rows):
+        raise UserError("the compiler refused a program: no split can be estimated")
+    owners = owners_of(setup.where, devices)
+    hosts, host = len(set(owners)), owners.count(owners[0])
+    update = setup.mesh.size * sum(
+        row["runs_per_step"] * row.get("schedule", {}).get("total", row["roofline"]["serial_s"])
+        for row in rows
+        if row["name"] not in (*ENGINE, "merge", "publish")
+    )
+    step = result["step"]
+    decoders = len(setup.aside) or setup.mesh.size
+    rollout = ratio * update or decoders * step["tokens"] / step["decode_tokens_per_s"]
+    counts = [count for count in range(host) if _can_train(setup, devices, owners, count)]
+    found = splits(hosts, host, counts, update, rollout)
+    return found, {
+        "assumes": f"{ASSUMES}; {BY_RATIO if ratio else BY_DECODING}",
+        "rows": [{**dataclasses.asdict(row), "step_s": row.step_s} for row in found],
+        "best_rollout_devices": best(found).rollout_devices,
+    }
+
+
+def _can_train(setup: Setup, devices: Sequence[Any], owners: Sequence[int], count: int) -> bool:
+    """Whether the chips that are left for training are a block of the slice."""
+    training, _ = split_devices(devices, count, owners)
+    try:
+        make_mesh(fsdp=-1, devices=training)
+    except UserError:
+        return False
+    return True
 
 
 def advice(
@@ -234,7 +301,7 @@ def advice(
         f"{most / 1e9:.1f} GB are there "
         f"({chip.hbm_bytes / 1e9:.1f} GB, of which {reserve:.0%} stay free): "
     )
-    if worst["name"] in ("extend", "decode", "fork", "merge", "publish"):
+    if worst["name"] in (*ENGINE, "merge", "publish"):
         return head + "lower engine.slots or engine.max_length, or set engine.pages"
     knobs = []
     # What keeps less for a backward pass; scores have none.

@@ -243,6 +243,7 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
 def _publish(setup: Setup) -> list[Program]:
     """From the training layout to the decoding layout: one engine for each group of chips.
 
+    Where engines have chips of their own these are copies for a transfer within each host.
     Adapters are added to a copy of their model before.
     """
     assert isinstance(setup.config, RLConfig)
@@ -251,8 +252,9 @@ def _publish(setup: Setup) -> list[Program]:
     program = publish_program(without_adapters(setup.model), setup.config.engine.dtype, mesh)
     devices = tuple(mesh.devices.flat)
     policy = arrays.policy(setup)
-    # The old parameters of the engines are gone by then.
-    kept = arrays.kept_bytes(setup) - chip_bytes(arrays.decoding_params(setup))
+    kept = arrays.kept_bytes(setup)
+    if not setup.aside:
+        kept -= chip_bytes(arrays.decoding_params(setup))  # the old ones are gone by then
     if not policy.frozen:
         lying = kept - chip_bytes(policy.params)
         return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
@@ -271,7 +273,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
     options = {"config": without_adapters(setup.model), "compute": compute}
-    kept = arrays.kept_bytes(setup)
+    kept = arrays.decoding_bytes(setup)
     rules = arrays.tables(setup, mesh)
     lying = kept - chip_bytes((params, layers))
 

@@ -15,13 +15,15 @@ from coa_jax.errors import UserError
 from coa_jax.installed import install_hint
 from coa_jax.parallel.chips import CHIPS, Chip
 
-TPUS = ("v4", "v5e", "v5p", "v6e")
+TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """Chips that run one program together.
+
+    A v7x chip is two devices of JAX with half of its memory each; all others are one.
 
     Attributes:
         name: as it was given.
@@ -35,13 +37,23 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """Peaks of a chip."""
-        return CHIPS[self.kind]
+        """Peaks of a device of JAX, which is a chip or an equal part of one."""
+        chip = CHIPS[self.kind]
+        parts = chip.devices
+        return dataclasses.replace(
+            chip,
+            flops=chip.flops / parts,
+            hbm_bytes=chip.hbm_bytes // parts,
+            hbm_bandwidth=chip.hbm_bandwidth / parts,
+            link_bandwidth=chip.link_bandwidth / parts,
+            host=chip.host * parts,
+            devices=1,
+        )
 
     @property
     def count(self) -> int:
-        """Chips."""
-        return math.prod(self.shape)
+        """Devices of JAX."""
+        return math.prod(self.shape) * CHIPS[self.kind].devices
 
     @property
     def tpu(self) -> bool:
@@ -58,7 +70,7 @@ def parse_slice(name: str) -> Slice:
     tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
     if tpu and tpu[1] in TPUS:
         shape = tuple(int(part) for part in tpu[2].split("x"))
-        dimensions = 3 if tpu[1] in ("v4", "v5p") else 2
+        dimensions = 3 if tpu[1] in ("v4", "v5p", "v7x") else 2
         if len(shape) == dimensions and min(shape) > 0:
             return Slice(name, tpu[1], shape)
         form = "x".join("ABC"[:dimensions])
@@ -72,11 +84,11 @@ def parse_slice(name: str) -> Slice:
     )
 
 
-def hosts_of(where: Slice, devices: Sequence[Any]) -> int:
-    """Hosts of a slice, each of which runs a process; simulated devices know of no hosts."""
+def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
+    """The host of each device, which runs a process; simulated devices know of no hosts."""
     if where.tpu:
-        return len({device.process_index for device in devices})
-    return -(-where.count // where.chip.host)
+        return [device.process_index for device in devices]
+    return [number // where.chip.host for number in range(len(devices))]
 
 
 def devices_of(where: Slice) -> list[Any]:
@@ -99,7 +111,10 @@ def devices_of(where: Slice) -> list[Any]:
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=where.name)
+        # Without its name the compiler would have two devices for a v4 chip, as no machine has.
+        cores = {"chip_config_name": "megacore"} if where.kind == "v4" else {}
+        name = where.name.replace("v7x", "tpu7x")
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **cores)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0][:200]
         raise UserError(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.engine import layout, programs
@@ -282,16 +281,23 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         padded = np.zeros(rows, np.int32)
         padded[: slots.size] = slots
+
+        live: Any = np.arange(rows) < slots.size
+
+        def of(values: np.ndarray) -> Any:
+            # A JAX array would lie on the first device, where an update may be running.
+            return values[padded]
+
         state = programs.DecodeState(
-            token=jnp.asarray(self._token[padded]),
-            length=jnp.asarray(self.length[padded]),
-            limit=jnp.asarray(self._limit[padded]),
-            active=jnp.arange(rows) < slots.size,
-            key=jnp.asarray(self._key[padded]),
-            temperature=jnp.asarray(self._temperature[padded]),
-            top_p=jnp.asarray(self._top_p[padded]),
-            top_k=jnp.asarray(self._top_k[padded]),
-            rule=None if self.constraint is None else jnp.asarray(self._rule[padded]),
+            token=of(self._token),
+            length=of(self.length),
+            limit=of(self._limit),
+            active=live,
+            key=of(self._key),
+            temperature=of(self._temperature),
+            top_p=of(self._top_p),
+            top_k=of(self._top_k),
+            rule=None if self.constraint is None else of(self._rule),
         )
         arguments = (
             self.params,

@@ -26,6 +26,7 @@ def make_engines(
     constraint: Constraint | None = None,
     tensor: int = 0,
     kind: type[E] = Engine,  # type: ignore[assignment]
+    aside: Sequence[jax.Device] = (),
 ) -> list[E]:
     """Engines for each group of this process's devices; those of a group follow each other.
 
@@ -35,18 +36,23 @@ def make_engines(
         config: of all engines of a group together.
         tensor: devices of a group, see `layout.decode_mesh`.
         kind: class of the engines.
+        aside: devices of all processes where engines are; empty for those of the parameters.
 
     Raises:
-        UserError: see `Engine`.
+        UserError: see `Engine` and `layout.run_groups`.
     """
     platform = jax.default_backend()
     check_shapes(config.on_platform(platform))
-    check_room(params, model, config, layout.group_size(params, tensor))
+    groups = layout.run_groups(layout.mesh_of(params), tensor, aside)
+    places = layout.places_of(model, groups) if groups is not None and aside else []
+    size = 1 if groups is None else layout.tensor_size(groups)
+    check_room(params, model, config, size, places)
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
     # Several devices of a CPU are simulated: they have its cores already.
     count = config.num_engines(platform) if len(devices) == 1 else config.engines or 1
     config = config.share(count)
-    parts = layout.publish(params, model, config, tensor)
+    parts = layout.publish(params, model, config, size)
+    parts = layout.move(parts, places) if places else parts
     return [
         kind(part, model, config, stop_tokens, constraint) for part in parts for _ in range(count)
     ]
@@ -69,10 +75,38 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
     """Gives new training parameters to all engines that `make_engines` made.
 
-    The old ones are gone before: there may be no room for both.
+    Engines on devices of their own may decode meanwhile: they keep the old parameters until the new
+    ones are there.  On the devices of training the old ones are gone before: there may be no room
+    for both.
     """
-    first = engines[0]
-    tensor = len(jax.tree.leaves(first.params)[0].devices())
+    if apart(engines, params):
+        take_copies(engines, new_copies(engines, params))
+        return
+    first, tensor = engines[0], _group_size(engines[0])
     for engine in engines:
         engine.params = DecodeParams({}, ())
     take_copies(engines, layout.publish(params, first.model, first.config, tensor))
+
+
+def apart(engines: Sequence[Engine], params: Params) -> bool:
+    """Whether engines are on other devices than training parameters."""
+    decoding, training = (jax.tree.leaves(x)[0].sharding for x in (engines[0].params, params))
+    return not decoding.device_set & training.device_set
+
+
+def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
+    """New training parameters on the devices of engines, for `take_copies`.
+
+    Nothing of the engines changes, so that they may decode meanwhile; their devices hold both
+    copies until `take_copies`.  If the engines are apart, the copies are there on return.
+    """
+    first = engines[0]
+    parts = layout.publish(params, first.model, first.config, _group_size(first))
+    if not apart(engines, params):
+        return parts
+    places = [jax.tree.map(lambda x: x.sharding, old) for old in copies(engines)]
+    return jax.block_until_ready(layout.move(parts, places))
+
+
+def _group_size(engine: Engine) -> int:
+    return len(jax.tree.leaves(engine.params)[0].devices())

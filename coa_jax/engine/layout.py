@@ -4,6 +4,10 @@ A group of ``tensor`` devices of one process holds a copy of the parameters, spl
 width and vocabulary, and serves an engine of its own.  Groups share nothing, so that none of them
 ever waits for another.  Training parameters, which all devices of all processes hold in parts,
 become the copies of all groups in one compiled program.
+
+Groups are made of the devices that train, or of devices that are set aside for rollouts.  Then the
+program makes copies on devices that train, which a transfer within each process takes to the
+others.
 """
 
 from __future__ import annotations
@@ -70,6 +74,48 @@ def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
     )
 
 
+def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: int) -> Mesh:
+    """The devices that are set aside for rollouts as groups, like a `decode_mesh`.
+
+    Args:
+        devices: of all processes, process by process.
+        tensor: devices of a group.
+        train: devices of a process that train; they make groups of the same size for a copy.
+        count: devices of a process that are set aside.
+
+    Raises:
+        UserError: the devices of a process cannot be split like that.
+    """
+    if count % tensor or train % tensor:
+        raise UserError(
+            f"mesh.decode_tensor is {tensor}: of a process it must divide both the {count} "
+            f"mesh.rollout_devices and the other {train}"
+        )
+    return Mesh(
+        np.array(devices, object).reshape(-1, tensor),
+        ("data0", "tensor0"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+
+
+def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ()) -> Mesh | None:
+    """The groups of a run, over all processes; None where one device trains and decodes.
+
+    Args:
+        mesh: of training; None for one device.
+        tensor: see `decode_mesh`.
+        aside: devices that are set aside for rollouts, see `rollout_mesh`.
+
+    Raises:
+        UserError: see `decode_mesh` and `rollout_mesh`.
+    """
+    if aside:
+        size = tensor or (1 if mesh is None else mesh.shape["tensor"])
+        count = len(aside) // jax.process_count()
+        return rollout_mesh(aside, size, 1 if mesh is None else len(mesh.local_devices), count)
+    return None if mesh is None else decode_mesh(mesh, tensor)
+
+
 def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Sizes and names of axes of which some run through the devices of a process.
 
@@ -131,7 +177,7 @@ def publish(
         tensor: see `decode_mesh`.
     """
     dtype = config.dtype
-    mesh = _mesh_of(params)
+    mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
         outputs_first = backend_for(device.platform) == "cpu" and config.slots > 1
@@ -139,10 +185,28 @@ def publish(
     return cut(publish_program(model, dtype, decode_mesh(mesh, tensor))(params), model)
 
 
-def group_size(params: Params, tensor: int = 0) -> int:
-    """Devices of a group for which `publish` makes a copy of training parameters."""
-    mesh = _mesh_of(params)
-    return 1 if mesh is None else tensor or int(mesh.shape["tensor"])
+def move(
+    parts: Sequence[DecodeParams], places: Sequence[Sharding | DecodeParams]
+) -> list[DecodeParams]:
+    """Copies on other devices of this process, in one transfer from device to device.
+
+    Args:
+        parts: what `publish` returned.
+        places: where each copy goes; each device has there what a device has of a part.
+    """
+    sources = [parts[number % len(parts)] for number in range(len(places))]
+    return jax.device_put(sources, list(places))
+
+
+def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
+    """For `move`: the groups of this process in a mesh of `rollout_mesh`."""
+    return [
+        decode_shardings(model, _group_mesh(group))
+        if group.size > 1
+        else SingleDeviceSharding(group[0])
+        for group in mesh.devices
+        if group[0].process_index == jax.process_index()
+    ]
 
 
 def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
@@ -152,38 +216,14 @@ def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
         everywhere: the copies of all groups in one tree, on one device or on a `decode_mesh`.
         model: the architecture.
     """
-    mesh = _mesh_of(everywhere)
+    mesh = mesh_of(everywhere)
     if mesh is None:
         return [everywhere]
     return [
         jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group)))
-        for group in groups_of(mesh, math.prod(mesh.shape[name] for name in _split_axes(mesh)))
+        for group in groups_of(mesh, tensor_size(mesh))
         if group[0].process_index == jax.process_index()
     ]
-
-
-def join(
-    parts: Sequence[DecodeParams], model: ModelConfig, mesh: Mesh | None, tensor: int
-) -> DecodeParams:
-    """One tree of the copies of all groups, as it was before `cut`, without copying them.
-
-    Args:
-        parts: the copies of this process.
-        model: the architecture.
-        mesh, tensor: of training, and see `decode_mesh`.
-    """
-    if mesh is None:
-        (alone,) = parts
-        return alone
-
-    def whole(place: NamedSharding, *copies: jax.Array) -> jax.Array:
-        shards = {s.device: s.data for copy in copies for s in copy.addressable_shards}
-        order = place.addressable_devices_indices_map(copies[0].shape)
-        return jax.make_array_from_single_device_arrays(
-            copies[0].shape, place, [shards[device] for device in order]
-        )
-
-    return jax.tree.map(whole, _places(model, decode_mesh(mesh, tensor)), *parts)
 
 
 @functools.lru_cache
@@ -210,8 +250,7 @@ def publish_program(
 
 def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
     """Where the copies of all groups of a `decode_mesh` lie."""
-    names = _split_axes(mesh)
-    size = math.prod(mesh.shape[name] for name in names)
+    names, size = _split_axes(mesh), tensor_size(mesh)
 
     def everywhere(place: NamedSharding) -> NamedSharding:
         spec = PartitionSpec(*(names if part == "tensor" else part for part in place.spec))
@@ -219,6 +258,11 @@ def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
 
     group = AbstractMesh((1, 1, size), AXES, axis_types=(AxisType.Auto,) * 3)
     return jax.tree.map(everywhere, decode_shardings(model, group))
+
+
+def tensor_size(mesh: Mesh) -> int:
+    """Devices of a group of a `decode_mesh`."""
+    return math.prod(mesh.shape[name] for name in _split_axes(mesh))
 
 
 def _split_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -243,7 +287,7 @@ def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 def replicated(params: DecodeParams) -> Sharding:
     """All of an array on every device of the parameters."""
-    mesh = _mesh_of(params)
+    mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
         return SingleDeviceSharding(device)
@@ -256,7 +300,7 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
     Raises:
         UserError: the attention that the config names cannot run there, or not in these dtypes.
     """
-    mesh = _mesh_of(params)
+    mesh = mesh_of(params)
     platform, capability = platform_of(next(iter(jax.tree.leaves(params)[0].devices())))
     split = mesh.shape["tensor"] if mesh is not None else 1
     case = paged_case(model, config, split, platform, capability)
@@ -336,7 +380,7 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
     return jax.jit(program, keep_unused=True, out_shardings=places)
 
 
-def _mesh_of(params: Params | DecodeParams) -> Mesh | None:
+def mesh_of(params: Params | DecodeParams) -> Mesh | None:
     """The mesh of several devices on which parameters lie; None for one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:

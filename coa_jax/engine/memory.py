@@ -6,12 +6,13 @@ import bisect
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -195,26 +196,34 @@ def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
 
 
 def check_room(
-    params: Params | DecodeParams, model: ModelConfig, config: EngineConfig, tensor: int
+    params: Params | DecodeParams,
+    model: ModelConfig,
+    config: EngineConfig,
+    tensor: int,
+    places: Sequence[Sharding | DecodeParams] = (),
 ) -> None:
-    """Refuses an engine that does not fit on the devices of this process that have parameters.
+    """Refuses an engine that does not fit on the devices of this process that will have it.
 
     Args:
         params: those of training, which will be copied, or the copy, which is there already.
         model, config: see `check_memory`.
         tensor: devices of the engine's group.
+        places: where the copies of engines go, which then have room for two, see
+            `engine.group.new_copies`; empty for the devices of the parameters.
 
     Raises:
         UserError: see `check_memory`.
     """
     jax.block_until_ready(params)  # or they would not take their memory yet
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
+    if places:
+        devices = {d for place in jax.tree.leaves(places) for d in place.addressable_devices}
     free = [count for count in map(free_memory, devices) if count is not None]
     # All CPU devices have the same memory.
     shared = len(devices) if any(device.platform == "cpu" for device in devices) else 1
     published = isinstance(params, DecodeParams)
     least = min(free) // shared if free else None
-    check_memory(model, config, least, tensor, published=published)
+    check_memory(model, config, least, tensor, published=published, twice=bool(places))
 
 
 def check_memory(
@@ -224,6 +233,7 @@ def check_memory(
     tensor: int = 1,
     *,
     published: bool = False,
+    twice: bool = False,
 ) -> None:
     """Refuses an engine that does not fit.
 
@@ -233,6 +243,7 @@ def check_memory(
         free: bytes that are free on each of its devices, None for unknown.
         tensor: devices of its group.
         published: whether the parameters have their memory already.
+        twice: whether new parameters must fit beside the old ones.
 
     Raises:
         UserError: it takes more; the line says which setting makes it fit.
@@ -240,6 +251,8 @@ def check_memory(
     memory = engine_memory(model, config, tensor)
     if free is not None and published:
         free += memory.parameters
+    if free is not None and twice:
+        free -= memory.parameters
     if free is None or memory.total <= free:
         return
 
@@ -264,7 +277,9 @@ def check_memory(
         advice += ", or set cache_dtype to int8"
     each = f" on each of {tensor} devices" if tensor > 1 else ""
     taken = " or hold its parameters already" if published else ""
-    raise UserError(f"the engine needs {memory}{each}; {size(free)} are free{taken}: {advice}")
+    taken += " beside new parameters while it is given them" if twice else ""
+    there = size(max(free, 0))
+    raise UserError(f"the engine needs {memory}{each}; {there} are free{taken}: {advice}")
 
 
 def size(count: float) -> str:

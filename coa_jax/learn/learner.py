@@ -6,10 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
-from coa_jax.engine import layout
-from coa_jax.engine.group import make_engines, publish_all
+from coa_jax.engine.group import make_engines, new_copies, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
@@ -21,7 +18,7 @@ from coa_jax.learn.update import critic_state, reference_params
 from coa_jax.model.api import load_model
 from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.parallel.placement import training_mesh
+from coa_jax.parallel.placement import rollout_devices, training_mesh
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.trajectory import Trajectory
 
@@ -51,7 +48,7 @@ class Learner:
             checkpoints: of the run; the caller closes them.
         """
         self._config, self._checkpoints = config, checkpoints
-        self._mesh = training_mesh(config.mesh, config.rows)
+        self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
         loaded = load_model(config.model, mesh=self._mesh)
         architecture = dataclasses.replace(loaded.config, lora=config.lora)
         self.model = model = dataclasses.replace(loaded, config=architecture)
@@ -79,6 +76,7 @@ class Learner:
             self.constraint,
             config.mesh.decode_tensor,
             MeteredEngine,
+            rollout_devices(config.mesh),
         )
         for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # or the first trajectories would spend their time on compilation
@@ -112,10 +110,7 @@ class Learner:
 
     def weights(self) -> list[DecodeParams]:
         """The policy as it is now, in the layout of the engines, for those that are in use."""
-        first = self.engines[0]
-        params = merge_adapters(self.model.config, self.state.model)
-        tensor = len(jax.tree.leaves(first.params)[0].devices())
-        return layout.publish(params, first.model, first.config, tensor)
+        return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.errors import UserError
@@ -62,6 +64,7 @@ def make_mesh(
         UserError: a size is not positive, more devices are asked for than there are, a process
             would be left without a device, or the axes cannot be laid along those of a TPU slice.
     """
+    every = devices is None
     processes = jax.process_count() if devices is None else processes
     devices = jax.devices() if devices is None else devices
     sizes, count = [data, fsdp, tensor], len(devices)
@@ -74,9 +77,10 @@ def make_mesh(
         raise UserError(f"mesh {text} does not fit {count} devices: give positive divisors of it")
     need = math.prod(sizes)
     if need > count:
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+        on_cpu = f", or on CPU set {flag}" if every else ""
         raise UserError(
-            f"mesh {text} needs {need} devices, there are {count}: change the sizes, or on CPU set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+            f"mesh {text} needs {need} devices, there are {count}: change the sizes{on_cpu}"
         )
     if processes > 1 and need != count:
         raise UserError(
@@ -89,20 +93,22 @@ def make_mesh(
 def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) -> Mesh:
     """The mesh of sizes whose product is the number of devices; ``text`` names them in errors."""
     # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
-    types = (AxisType.Auto,) * 3
+    auto = (AxisType.Auto,) * 3
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1 and devices[0].platform == "gpu":
         # JAX calls each node of GPUs a slice and makes no mesh of several.  In their order devices
         # of a node stand together, so that `tensor`, the last axis, stays within one.
         order = sorted(devices, key=lambda device: device.id)
-        return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=types)
+        return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=auto)
     if slices > 1:
         raise UserError(
             f"mesh {text} has devices of {slices} TPU slices, a run has those of one: start it on "
             "a larger slice"
         )
     try:
-        return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+        if devices[0].platform == "tpu" and _has_holes(devices):
+            return Mesh(_over_holes(sizes, devices), AXES, axis_types=auto)
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
     except NotImplementedError as error:
         raise UserError(
             f"mesh {text} cannot be laid along the axes of this TPU slice: let each size be a "
@@ -111,8 +117,38 @@ def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
     except AssertionError as error:
         raise UserError(
             f"mesh {text} has {len(devices)} chips that are no whole block of this TPU slice: give "
-            "one size as -1, which takes all of them"
+            "one size as -1, which takes all of them, and let mesh.rollout_devices leave rows of "
+            "a host's chips"
         ) from error
+
+
+def _columns(devices: Sequence[jax.Device]) -> list[list[int]]:
+    """The places that occur on each axis of the torus, ascending."""
+    return [sorted(set(places)) for places in zip(*(d.coords for d in devices), strict=True)]
+
+
+def _has_holes(devices: Sequence[jax.Device]) -> bool:
+    """Whether chips are rows of a TPU slice with other chips between them."""
+    return any(places[-1] - places[0] >= len(places) for places in _columns(devices))
+
+
+def _over_holes(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in the order in which JAX would lay out a slice without the holes."""
+    columns = _columns(devices)
+    closed = [
+        types.SimpleNamespace(
+            device=device,
+            coords=tuple(map(list.index, columns, device.coords)),
+            **{name: getattr(device, name) for name in _READ},
+        )
+        for device in devices
+    ]
+    laid_out = mesh_utils.create_device_mesh(sizes, closed)
+    return np.vectorize(lambda place: place.device, otypes=[object])(laid_out)
+
+
+_READ = ("id", "platform", "device_kind", "process_index", "core_on_chip")
+"""What JAX reads of a TPU beside its place to make a mesh."""
 
 
 def sharding_for(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.bounds import MAX_INT, Between, Bounded, Natural, Seconds
+from coa_jax.errors import UserError
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 
 T = TypeVar("T")
@@ -26,6 +28,8 @@ class MeshConfig(Bounded):
         data, fsdp, tensor: see `make_mesh`; -1 takes what is left of the devices.
         decode_tensor: devices over which an engine splits the model, 0 for ``tensor``; a process
             has an engine for every so many of its devices.
+        rollout_devices: devices of each process that only make rollouts, the last ones in its
+            order; the axes are laid over the others.  With 0 the same devices do both.
         collectives: how the matmuls of training are split: by the ``compiler``, or by collectives
             that are written out (``manual``); ``auto`` takes the better choice for the platform.
         wait_seconds: how long a process waits where all meet for the last one to arrive.
@@ -35,11 +39,47 @@ class MeshConfig(Bounded):
     fsdp: Axis = 1
     tensor: Axis = 1
     decode_tensor: Natural = 0
+    rollout_devices: Natural = 0
     collectives: Literal["auto", "compiler", "manual"] = "auto"
     wait_seconds: Seconds = 1800.0
 
 
-def training_mesh(config: MeshConfig, rows: int = 0) -> Mesh | None:
+def split_devices(
+    devices: Sequence[Any], count: int, owners: Sequence[int] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Devices that train, and devices that make rollouts.
+
+    Args:
+        devices: of all processes.
+        count: devices that each process sets aside for rollouts, the last ones in this order.
+        owners: process of each device; empty where the devices know it.
+
+    Returns:
+        Those that train in the order in which they came, the others process by process.
+
+    Raises:
+        UserError: a process would have no device left for training.
+    """
+    theirs: dict[int, list[Any]] = {}
+    for device, owner in zip(devices, owners or [d.process_index for d in devices], strict=True):
+        theirs.setdefault(owner, []).append(device)
+    least = min(map(len, theirs.values()))
+    if count and count >= least:
+        raise UserError(
+            f"mesh.rollout_devices is {count} and a process has {least} device"
+            f"{'s' if least > 1 else ''}: leave at least one for training"
+        )
+    aside = [device for own in theirs.values() for device in own[len(own) - count :]]
+    taken = set(aside)
+    return [device for device in devices if device not in taken], aside
+
+
+def rollout_devices(config: MeshConfig) -> list[jax.Device]:
+    """The devices of all processes that only make rollouts; empty where there are none."""
+    return split_devices(jax.devices(), config.rollout_devices)[1]
+
+
+def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) -> Mesh | None:
     """The mesh of a configuration; None on one device, where placement is the default.
 
     Warnings say when devices have nothing to do, or the same as others.
@@ -47,10 +87,23 @@ def training_mesh(config: MeshConfig, rows: int = 0) -> Mesh | None:
     Args:
         config: sizes of the axes.
         rows: of a micro-batch; 0 where there are none.
+        rollouts: whether the run makes rollouts, for which devices may be set aside.
+
+    Raises:
+        UserError: the sizes do not fit the devices, or devices wait for rollouts in vain.
     """
-    there, mesh = jax.device_count(), None
-    if (config.data, config.fsdp, config.tensor) != (1, 1, 1) or jax.process_count() > 1:
-        mesh = make_mesh(config.data, config.fsdp, config.tensor)
+    aside = config.rollout_devices
+    if aside and not rollouts:
+        raise UserError(f"mesh.rollout_devices is {aside}, and this run has no rollouts: give 0")
+    devices, _ = split_devices(jax.devices(), aside)
+    processes, sizes = jax.process_count(), (config.data, config.fsdp, config.tensor)
+    there, mesh = jax.device_count() - aside * processes, None
+    if sizes != (1, 1, 1) or processes > 1:
+        try:
+            mesh = make_mesh(*sizes, devices, processes) if aside else make_mesh(*sizes)
+        except UserError as error:
+            beside = f" (beside {aside} mesh.rollout_devices of each process)" if aside else ""
+            raise UserError(f"{error}{beside}") from error
     used = 1 if mesh is None else mesh.size
     if used < there:
         logging.warning(

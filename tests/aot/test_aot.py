@@ -17,7 +17,7 @@ import pytest
 from coa_jax.aot.costs import Costs
 from coa_jax.aot.estimate import _compiled, advice, exceeded, roofline
 from coa_jax.aot.programs import Program
-from coa_jax.aot.slices import parse_slice
+from coa_jax.aot.slices import devices_of, parse_slice
 from coa_jax.errors import UserError
 from coa_jax.parallel.chips import CHIPS
 from tests.learn.tiny_runs import rl_config
@@ -87,6 +87,34 @@ def test_a_configuration_of_rl_is_estimated_for_gpus():
     parameters = result["params"] * 4 // 8
     assert state["arguments"] == pytest.approx(3 * parameters, rel=0.1)
     assert result["step"]["decode_tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_chips_that_train_and_chips_that_make_rollouts_have_memory_of_their_own():
+    apart = ("--config.mesh.rollout_devices=4", "--config.mesh.decode_tensor=2",
+             "--rollout_ratio=1.5")  # fmt: skip
+    arguments = ("--config=configs/rl/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL)
+    code, result, err = aot(*arguments, *apart)
+    assert code == 0, err
+    assert (result["chips"], result["rollout_chips"], result["mesh"]["fsdp"]) == (8, 4, 4)
+    programs = {program["name"]: program["bytes_per_chip"] for program in result["programs"]}
+    # No cache beside an update; no moments beside decoding, but room for a second copy.
+    assert programs["train"]["lying"] < 0.01 * programs["train"]["arguments"]
+    assert programs["decode"]["lying"] == pytest.approx(4 * result["params"] / 2, rel=0.1)
+    for place, names in (
+        ("training", ("train", "publish")),
+        ("rollout", ("extend", "decode", "fork")),
+    ):
+        peak = max(programs[name]["total"] for name in names)
+        assert result[f"peak_bytes_per_{place}_chip"] == peak
+    rows = {row["rollout_devices"]: row for row in result["splits"]["rows"]}
+    assert list(rows) == list(range(8))
+    assert rows[0]["rollout_s"] == pytest.approx(1.5 * rows[0]["update_s"])
+    assert rows[4]["step_s"] == max(rows[4]["update_s"], rows[4]["rollout_s"])
+    # 4.8 of eight chips would balance the two.
+    assert result["splits"]["best_rollout_devices"] == 5
+    assert "<- best" in err
+    assert "estimates, no measurements" in err
 
 
 @pytest.mark.slow
@@ -194,6 +222,17 @@ def test_unknown_machines_are_refused(name, said):
 def test_slices_are_read():
     assert (parse_slice("v5p:4x4x8").count, parse_slice("v5e:4x4").tpu) == (128, True)
     assert (parse_slice("gpu:64xh200").count, parse_slice("gpu:64xh200").tpu) == (64, False)
+    # Two devices of half a chip each.
+    halves = parse_slice("v7x:2x2x1")
+    assert (halves.count, halves.chip.host) == (8, 8)
+    assert 2 * halves.chip.hbm_bytes == CHIPS["v7x"].hbm_bytes
+    assert 2 * halves.chip.flops == CHIPS["v7x"].flops
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(("name", "devices"), [("v4:2x2x1", 4), ("v5p:2x2x1", 4), ("v7x:2x2x1", 8)])
+def test_a_slice_has_as_many_devices_as_a_run_sees_there(name, devices):
+    assert len(devices_of(parse_slice(name))) == parse_slice(name).count == devices
 
 
 def test_what_kernels_have_that_are_not_compiled_is_counted_as_temporary():

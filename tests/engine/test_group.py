@@ -8,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import copies, make_engines, publish_all, take_copies
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
+from tests.engine.test_layout import in_eight_devices
 
 MODEL = ModelConfig("llama", 97, 32, 48, 2, 4, 2, 8)
 SHAPES = EngineConfig(slots=5, max_length=64, chunk=4, page_size=16, engines=2)
@@ -65,3 +67,124 @@ def test_more_engines_than_slots_are_refused():
 
 def test_an_engine_alone_takes_all_slots():
     assert Engine(params(), MODEL, SHAPES).config.slots == 5
+
+
+APART = """
+import sys, threading, jax, numpy as np
+from coa_jax.engine import programs
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import (
+    flatten, init_adapters, init_params, merge_adapters, nest, shardings, without_adapters,
+)
+from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
+
+lora = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, lora=LoraConfig(rank=2))
+model = without_adapters(lora)
+*sizes, tensor, aside = map(int, sys.argv[1].split(","))
+mesh_config = MeshConfig(*sizes, tensor, aside)
+mesh, devices = training_mesh(mesh_config, rollouts=True), rollout_devices(mesh_config)
+assert {d.id for d in devices} == set(range(8 - aside, 8))
+shapes = EngineConfig(2, 96, 32, (32,), page_size=16, cache_dtype=sys.argv[2])
+prompt = np.random.default_rng(0).integers(0, 384, 21).tolist()
+
+def params(seed):
+    whole = jax.tree.map(lambda x: 4 * np.asarray(x), init_params(model, jax.random.key(seed)))
+    return jax.device_put(whole, shardings(model, mesh))
+
+def started(engine):
+    engine.extend([(0, 0, prompt)])
+    again(engine)
+
+def again(engine):
+    engine.start(0, len(prompt), last_token=prompt[-1], limit=90, key=(0, 0, 0),
+                 sampling=SamplingParams())
+    engine.set_active(0, True)
+
+def chunk(engine):
+    again(engine)
+    decoded = engine.decode()
+    return decoded.tokens[0].tolist(), decoded.logps[0].tolist()
+
+# On the devices of training, and on others: the same bits, with the parameters that were published.
+expected, engines = [], []
+for where in ((), devices):
+    engines = make_engines(params(0), model, shapes, tensor=tensor, aside=where)
+    assert apart(engines, params(0)) == bool(where)
+    for engine in engines:
+        started(engine)
+    old = [chunk(engine) for engine in engines]
+    publish_all(engines, params(1))
+    new = [chunk(engine) for engine in engines]
+    adapters = jax.tree.map(lambda x: x + 0.1, init_adapters(lora, 0, mesh))
+    flat = dict(flatten(params(1))) | dict(flatten(adapters))
+    publish_all(engines, merge_adapters(lora, nest(flat)))
+    adapted = [chunk(engine) for engine in engines]
+    expected.append([old[0], new[0], adapted[0]])
+    assert all(found == every[0] for every in (old, new, adapted) for found in every)
+assert expected[0] == expected[1]
+old, new, adapted = (tokens for tokens, _ in expected[0])
+assert len({tuple(x) for x in (old, new, adapted)}) == 3
+print("equal")
+
+# Engines are on their devices with all that they have, and a chunk asks nothing of the others.
+for engine in engines:
+    inputs = engine._decode_arguments(np.zeros(1, np.int32), 2)[0]
+    arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
+    assert {d for x in arrays for d in x.devices()} <= set(devices)
+print("placed")
+
+# A chunk keeps the old parameters if others are published, and used up by an update, meanwhile.
+publish_all(engines, params(0))
+engine, training = engines[0], params(1)
+again(engine)
+arguments, static = engine._decode_arguments(np.zeros(1, np.int32), 2)
+engine._pages, _, running = programs.decode_chunk(*arguments, **static)
+publish_all(engines, training)
+jax.tree.map(lambda x: x.delete(), training)
+assert np.asarray(running.tokens)[0].tolist() == old
+assert chunk(engine)[0] == new
+
+# So does a thread that decodes all the time.
+seen, ended = [], threading.Event()
+
+def decode():
+    while not ended.is_set():
+        seen.append(chunk(engine)[0])
+
+thread = threading.Thread(target=decode)
+thread.start()
+for turn in range(20):
+    publish_all(engines, params(turn % 2))
+last = new_copies(engines, params(0))
+ended.set()
+thread.join()
+assert {tuple(tokens) for tokens in seen} <= {tuple(old), tuple(new)}
+assert chunk(engine)[0] == new
+take_copies(engines, last)
+assert chunk(engine)[0] == old
+print("safe")
+"""
+
+
+# DATA,FSDP,TENSOR,DECODE_TENSOR,ROLLOUT_DEVICES of eight devices, and the dtype of the cache.
+MORE = [("1,2,1,1,1", ""), ("1,2,2,1,4", ""), ("1,1,1,1,3", "int8"), ("2,2,1,2,2", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("case", "cache"),
+    [("1,2,2,2,4", ""), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
+)
+def test_engines_on_devices_of_their_own_sample_the_same_bits_while_they_are_published_to(
+    case, cache
+):
+    assert in_eight_devices(APART, case, cache) == ["equal", "placed", "safe"]
+
+
+def test_rollout_devices_that_make_no_groups_are_refused():
+    with pytest.raises(UserError, match=r"both the 1 mesh.rollout_devices and the other 1"):
+        layout.run_groups(None, 2, jax.devices()[:1])
+    with pytest.raises(UserError, match=r"must divide both the 1 .* and the other 3"):
+        layout.rollout_mesh(jax.devices()[:1], 3, 3, 1)
+    assert layout.rollout_mesh(jax.devices()[:1], 1, 3, 1).devices.shape == (1, 1)

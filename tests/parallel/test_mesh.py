@@ -25,7 +25,7 @@ from coa_jax.parallel.mesh import (
     make_mesh,
     sharding_for,
 )
-from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.parallel.placement import MeshConfig, split_devices, training_mesh
 
 CONFIG = ModelConfig("qwen2", 384, 48, 80, 3, 4, 2, 12, qkv_bias=True, tie_embeddings=False)
 MESH = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -128,12 +128,72 @@ def test_chips_that_are_no_block_of_a_slice_are_refused():
         make_mesh(fsdp=3, devices=devices)
 
 
+def slice_of(x, y, z):
+    """Chips of a v5p slice in JAX's order: hosts of 2 x 2 x 1 of them."""
+    places = sorted(np.ndindex(x, y, z), key=lambda at: (at[2], at[1], at[0]))
+    hosts = [(a // 2, b // 2, c) for a, b, c in places]
+    order = list(dict.fromkeys(hosts))
+    return [
+        Device(number, "tpu", coords=place, process_index=order.index(host))
+        for number, (place, host) in enumerate(zip(places, hosts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(1, 16, 4), (1, 64, 1), (2, 8, 4), (-1, 8, 2)])
+def test_a_mesh_is_laid_over_rows_of_a_slice_between_which_others_make_rollouts(sizes):
+    training, aside = split_devices(slice_of(4, 4, 8), 2)
+    assert {d.coords[1] for d in aside} == {1, 3}
+    mesh = make_mesh(*sizes, devices=training, processes=32)
+    assert mesh.size == 64
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in training}
+    # Along an axis of the mesh all chips lie in whole axes of the torus.
+    for axis in range(3):
+        row = np.moveaxis(mesh.devices, axis, 0)[:, 0, 0]
+        extent = [len({d.coords[i] for d in row}) for i in range(3)]
+        assert np.prod(extent) == len(row)
+
+
+def test_one_chip_of_each_host_makes_a_mesh_and_three_do_not():
+    training, aside = split_devices(slice_of(4, 4, 8), 3)
+    assert (len(training), len(aside)) == (32, 96)
+    assert make_mesh(fsdp=-1, tensor=2, devices=training, processes=32).size == 32
+    training, _ = split_devices(slice_of(4, 4, 8), 1)
+    with pytest.raises(UserError, match=r"let mesh.rollout_devices leave rows of a host's chips"):
+        make_mesh(fsdp=-1, devices=training, processes=32)
+
+
+def test_each_process_sets_its_last_devices_aside():
+    devices = [Device(n, "cpu", process_index=p) for n, p in enumerate((0, 1, 0, 1, 1, 0))]
+    training, aside = split_devices(devices, 1)
+    assert [d.id for d in training] == [0, 1, 2, 3]
+    assert [d.id for d in aside] == [5, 4]
+    assert split_devices(devices, 0) == (devices, [])
+    assert [d.id for d in split_devices(devices, 2, (0, 0, 0, 1, 1, 1))[1]] == [1, 2, 4, 5]
+    with pytest.raises(UserError, match="rollout_devices is 3 and a process has 3 devices: leave"):
+        split_devices(devices, 3)
+
+
+def test_devices_that_nobody_needs_for_rollouts_are_not_set_aside():
+    with pytest.raises(UserError, match="rollout_devices is 1, and this run has no rollouts"):
+        training_mesh(MeshConfig(rollout_devices=1))
+    with pytest.raises(UserError, match="rollout_devices is 1 and a process has 1 device: leave"):
+        training_mesh(MeshConfig(rollout_devices=1), rollouts=True)
+
+
 PROGRAM = """
 import sys, jax, numpy as np
+from coa_jax.errors import UserError
 from coa_jax.model.api import load_model, logits, save_model
 from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import DECODE_RULES, make_mesh
+from coa_jax.parallel.placement import MeshConfig, training_mesh
 assert jax.device_count() == 8
+try:
+    training_mesh(MeshConfig(1, 7, 1, rollout_devices=2), rollouts=True)
+except UserError as error:
+    assert "needs 7 devices, there are 6" in str(error), error
+    assert "(beside 2 mesh.rollout_devices of each process)" in str(error), error
+assert training_mesh(MeshConfig(2, -1, 1, 1, 2), rollouts=True).devices.shape == (2, 3, 1)
 path, out = sys.argv[1:]
 tokens = np.random.default_rng(0).integers(0, 384, (4, 33))
 single = load_model(path)

@@ -1,6 +1,6 @@
 """A tiny SFT or RL run on a mesh, by one process or several.
 
-python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECODE] [STOP]]
+python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECODE[,ROLLOUT]] [STOP]]
 
 FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  Of
 CASE ``hang1``, process 1 has a tool that hangs, of ``kill0`` process 0 one that kills its process,
