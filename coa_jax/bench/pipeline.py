@@ -101,7 +101,7 @@ class _Run(RunDir):
         rows = list(rows)
         for row in rows:
             metadata = row["metadata"]
-            versions = metadata.get("policy_versions") or [[0, metadata["policy_step"]]]
+            versions = metadata["policy_versions"]
             self.ages[step - 1 - versions[0][1]] += 1
         super().traces(step, phase, rows, *form)
 
@@ -187,7 +187,7 @@ def rl_config(
         "checkpoint_every": max(steps, 1),
         "keep_last": 1,
         # Settings that only some loops know, this one or those that it is compared with.
-        **{name: v for name, v in {"max_rounds": 4, "updates": 1}.items() if name in _SETTINGS},
+        **{name: v for name, v in {"max_sampled": 4.0, "updates": 1}.items() if name in _SETTINGS},
     }
     if unknown := set(changes or {}) - _SETTINGS:
         raise UserError(f"--set: there is no setting {sorted(unknown)[0]!r} of RL")

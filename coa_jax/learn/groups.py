@@ -87,19 +87,29 @@ def request_of(config: RLConfig, model: Model, task: Task, prompt: Prompt, index
     )
 
 
-async def graded(
-    config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
-) -> Trajectory:
-    """A finished trajectory with its reward."""
-    reward = shape_reward(
-        await graders.grade(task, trajectory),
-        len(trajectory.tokens),
-        format_reward=config.format_reward,
-        budget=config.longest,
-        buffer=config.chosen.overlong_buffer,
-        penalty=config.chosen.overlong_penalty,
-    )
-    return dataclasses.replace(trajectory, reward=reward)
+async def graded(graders: Graders, task: Task, trajectory: Trajectory) -> Trajectory:
+    """A finished trajectory with the reward that it has alone."""
+    return dataclasses.replace(trajectory, reward=await graders.grade_alone(task, trajectory))
+
+
+async def completed(
+    config: RLConfig, graders: Graders, task: Task, group: Sequence[Trajectory]
+) -> list[Trajectory]:
+    """A whole group, whose trajectories are graded alone, with the rewards to learn from."""
+    alone = [trajectory.reward for trajectory in group if trajectory.reward is not None]
+    together = await graders.grade_together(task, group, alone)
+    shaped = [
+        shape_reward(
+            reward,
+            len(trajectory.tokens),
+            format_reward=config.format_reward,
+            budget=config.longest,
+            buffer=config.chosen.overlong_buffer,
+            penalty=config.chosen.overlong_penalty,
+        )
+        for reward, trajectory in zip(together, group, strict=True)
+    ]
+    return [dataclasses.replace(t, reward=r) for t, r in zip(group, shaped, strict=True)]
 
 
 def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:

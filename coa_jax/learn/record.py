@@ -20,7 +20,7 @@ from absl import logging
 
 from coa_jax import files, jsonl
 from coa_jax.parallel import processes
-from coa_jax.trajectory import Trajectory
+from coa_jax.trajectory import Reward, Trajectory
 
 Versions = list[list[int]]
 """``[[position, policy version], ...]`` of a trajectory, see `rollout.sampler.Sampler`."""
@@ -207,16 +207,18 @@ def recorded_groups(
     for index in record.examined:
         if index % processes.count() != processes.index():
             continue
-        marks = {sample["sample"]: sample["checksum"] for sample in wanted.get(index, ())}
+        known = {sample["sample"]: sample for sample in wanted.get(index, ())}
         members = []
         for number in range(size):
+            mark = known.get(number, {})
             found = [
                 trajectory
                 for trajectory in spool.get((index, number), ())
-                if marks.get(number) in (None, checksum(trajectory))
+                if mark.get("checksum") in (None, checksum(trajectory))
             ]
             if not found:
                 return None
-            members.append(found[-1])
+            reward = Reward(**mark["reward"]) if mark.get("reward") else found[-1].reward
+            members.append(dataclasses.replace(found[-1], reward=reward))
         groups[index] = members
     return groups

@@ -23,6 +23,7 @@ from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.groups import (
     Sampled,
     assemble,
+    completed,
     describe,
     graded,
     graded_values,
@@ -204,7 +205,10 @@ class Source:
         )
 
         async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
-            return await graded(config, self._graders, request.task, trajectory)
+            return await graded(self._graders, request.task, trajectory)
+
+        async def complete(request: Request, group: Sequence[Trajectory]) -> list[Trajectory]:
+            return await completed(config, self._graders, request.task, group)
 
         self._stream = Stream(
             ledger,
@@ -212,6 +216,7 @@ class Source:
             self._spool,
             ask=self._ask,
             grade=grade,
+            complete=complete,
             has_signal=functools.partial(is_learned, config),
             wait_seconds=config.mesh.wait_seconds,
             kept=self._kept,

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from coa_jax.learn.admission import Composition, Ledger
@@ -55,13 +55,15 @@ class _Group:
     Attributes:
         request: the samples that were asked.
         size: samples of the group.
-        done: graded trajectories by sample number.
-        grading: of the trajectories that have ended.
+        done: trajectories by sample number, each graded alone.
+        members: the whole group with the rewards to learn from; [] until then.
+        grading: what grades in the background.
     """
 
     request: Request
     size: int
     done: dict[int, Trajectory]
+    members: list[Trajectory] = dataclasses.field(default_factory=list)
     grading: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
 
 
@@ -76,6 +78,7 @@ class Stream:
         *,
         ask: Callable[[int], Request],
         grade: Callable[[Request, Trajectory], Awaitable[Trajectory]],
+        complete: Callable[[Request, Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]],
         has_signal: Callable[[Sequence[Trajectory]], bool],
         wait_seconds: float,
         kept: Mapping[tuple[int, int], Sequence[Trajectory]] | None = None,
@@ -88,14 +91,16 @@ class Stream:
             sampler: of this process.
             spool: gets every graded trajectory.
             ask: request for all samples of the task with an index.
-            grade: gives a finished trajectory its reward.
+            grade: gives a finished trajectory the reward that it has alone.
+            complete: gives the trajectories of a whole group the rewards to learn from.
             has_signal: whether a step can learn from a group.
             wait_seconds: how long to wait for news of another process.
             kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
             loop_factory: makes the event loop.
         """
         self._ledger, self._sampler, self._spool = ledger, sampler, spool
-        self._request, self._grade, self._has_signal = ask, grade, has_signal
+        self._request, self._grade, self._complete = ask, grade, complete
+        self._has_signal = has_signal
         self._wait_seconds, self._kept = wait_seconds, dict(kept or {})
         self._version = ledger.version
         self._groups: dict[int, _Group] = {}
@@ -184,7 +189,7 @@ class Stream:
             raise asyncio.CancelledError
         async with asyncio.TaskGroup() as tasks:
             sampling = tasks.create_task(self._sample(tasks))
-            await self._decide()
+            await self._decide(tasks)
             sampling.cancel()
             for group in self._groups.values():
                 self._discard(group)
@@ -198,10 +203,16 @@ class Stream:
                 group = self._groups.get(trajectory.metadata["prompt_id"])
                 current = group and group.request.metadata == _origin(trajectory, group.request)
                 if group and current and trajectory.stop_reason != StopReason.CANCELLED:
-                    task = tasks.create_task(self._finish(group, trajectory))
-                    group.grading.add(task)
-                    task.add_done_callback(group.grading.discard)
+                    self._work(tasks, group, self._finish(group, trajectory))
                 self._news.set()
+
+    def _work(
+        self, tasks: asyncio.TaskGroup, group: _Group, coroutine: Coroutine[Any, Any, None]
+    ) -> None:
+        """Grades in the background; `_discard` ends that."""
+        task = tasks.create_task(coroutine)
+        group.grading.add(task)
+        task.add_done_callback(group.grading.discard)
 
     async def _finish(self, group: _Group, trajectory: Trajectory) -> None:
         began = self._clock()
@@ -209,16 +220,17 @@ class Stream:
         self._reward_s += self._clock() - began
         self._spool.add(graded)
         group.done[graded.sample_id] = graded
-        self._check_whole(group)
+        await self._check_whole(group)
 
-    def _check_whole(self, group: _Group) -> None:
+    async def _check_whole(self, group: _Group) -> None:
         if len(group.done) == group.size:
-            members = list(group.done.values())
-            signal, index = self._has_signal(members), group.request.prompt_id
+            members = [group.done[number] for number in sorted(group.done)]
+            group.members = list(await self._complete(group.request, members))
+            signal, index = self._has_signal(group.members), group.request.prompt_id
             self._events.append(["end", index, signal, oldest_of(members)])
             self._news.set()
 
-    async def _decide(self) -> None:
+    async def _decide(self, tasks: asyncio.TaskGroup) -> None:
         """Tells the ledger the news of all processes, and does what it says."""
         ledger = self._ledger
         while not ledger.complete:
@@ -234,14 +246,14 @@ class Stream:
                 await self._hand_over(composition)
             for index in ledger.admit():
                 if index % processes.count() == processes.index():
-                    self._ask(index)
+                    self._ask(index, tasks)
             if not self._events:
                 pause = _NEWS_S if processes.count() > 1 else None
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), pause)
             self._news.clear()
 
-    def _ask(self, index: int) -> None:
+    def _ask(self, index: int, tasks: asyncio.TaskGroup) -> None:
         """Asks for a group, or for those of its samples that are not there already."""
         before = self._groups.pop(index, None)
         if before is not None:
@@ -262,7 +274,8 @@ class Stream:
         if missing:
             self._in_flight += len(missing)
             self._sampler.submit(request)
-        self._check_whole(group)
+        else:
+            self._work(tasks, group, self._check_whole(group))
 
     def _discard(self, group: _Group) -> None:
         """Lets a group go: takes it back, and keeps what has ended as too old."""
@@ -290,9 +303,8 @@ class Stream:
         mine = [i for i in composition.examined if i % processes.count() == processes.index()]
         groups = {}
         for index in mine:
-            done = self._groups.pop(index).done
+            groups[index] = self._groups.pop(index).members
             del self._attempts[index]
-            groups[index] = [done[number] for number in sorted(done)]
         late, self._late = self._late, []
         if self._ledger.rules.max_staleness == 0:
             # Of the next policy, whose weights may take the place of these, nothing is in flight.

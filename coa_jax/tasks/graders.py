@@ -194,9 +194,9 @@ class Graders:
                 "samples that are graded alone have no part of %s: the rewards see all samples of "
                 "a task together", ", ".join(together)
             )  # fmt: skip
-        return await self._grade_alone(task, trajectory)
+        return await self.grade_alone(task, trajectory)
 
-    async def _grade_alone(self, task: Task, trajectory: Trajectory) -> Reward:
+    async def grade_alone(self, task: Task, trajectory: Trajectory) -> Reward:
         try:
             return await self._grade(task, trajectory)
         except (MisfitError, BudgetSpentError):
@@ -271,11 +271,23 @@ class Graders:
         }
 
     async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """`grade` of all samples of a task, with the rewards that see them together.
+        """`grade` of all samples of a task, with the rewards that see them together."""
+        graded = await asyncio.gather(*(self.grade_alone(task, t) for t in trajectories))
+        return await self.grade_together(task, trajectories, graded)
+
+    async def grade_together(
+        self, task: Task, trajectories: Sequence[Trajectory], alone: Sequence[Reward]
+    ) -> list[Reward]:
+        """Adds the rewards that see the samples of a task together.
 
         These see the samples that have a value; the others stay masked.
+
+        Args:
+            task: the task.
+            trajectories: its samples.
+            alone: what `grade_alone` gave for each.
         """
-        graded = list(await asyncio.gather(*(self._grade_alone(task, t) for t in trajectories)))
+        graded = list(alone)
         for each in (reward for reward in self._rewards if reward.of_group):
             there = [number for number, reward in enumerate(graded) if reward.value is not None]
             if not there:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import types
 
 import pytest
 
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
-from coa_jax.learn import rl
+from coa_jax.learn.groups import graded
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
-from coa_jax.protocol import Prompt
 from coa_jax.settings import build
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
@@ -56,21 +55,12 @@ def test_the_agents_of_the_paper_are_graded_as_it_says():
         built("mhqa.py", answer="em")
 
 
-def test_a_run_grades_as_its_settings_say(monkeypatch):
+def test_a_run_grades_as_its_settings_say():
     config = built("mhqa.py", answer="f1")
-
-    class Sampled(Exception):
-        pass
-
-    def sample(*arguments):
-        (graders,) = (given for given in arguments if isinstance(given, Graders))
-        assert graders.config is config.graders
-        raise Sampled
-
-    monkeypatch.setattr(rl, "sample_share", sample)
-    learner = types.SimpleNamespace(engines=(), model=None)
-    with pytest.raises(Sampled):
-        rl._sampling(config, learner, None, Prompt("brief"), ())(None, 0, 0)
+    written = finished("Oslo city", "mhqa")
+    trajectory = asyncio.run(graded(Graders(config.graders), TASK, written))
+    assert trajectory.reward.parts["f1"] == pytest.approx(2 / 3)
+    assert trajectory.tokens is written.tokens
 
 
 @pytest.mark.slow

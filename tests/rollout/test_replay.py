@@ -196,8 +196,12 @@ def written(path, trajectories) -> str:
 
 def test_traces_without_their_settings_are_refused_by_line(sampled, tmp_path):
     old = {k: v for k, v in sampled[1].metadata.items() if k not in ("sampling", "engine")}
-    path = written(tmp_path / "t", [sampled[0], dataclasses.replace(sampled[1], metadata=old)])
-    with pytest.raises(UserError, match="t:2: the metadata lack sampling, engine, without which"):
+    path = written(
+        tmp_path / "t.jsonl", [sampled[0], dataclasses.replace(sampled[1], metadata=old)]
+    )
+    with pytest.raises(
+        UserError, match=r"t\.jsonl:2: the metadata lack sampling, engine, without which"
+    ):
         read_recordings(path, "", None, 0)
     assert len(read_recordings(path, "", None, 1)) == 1
 
@@ -206,8 +210,10 @@ def test_traces_without_their_settings_are_refused_by_line(sampled, tmp_path):
 def test_traces_of_a_served_policy_are_refused_by_their_name(sampled, tmp_path, missing):
     metadata = {k: v for k, v in sampled[1].metadata.items() if k != missing}
     served = dataclasses.replace(sampled[1], tokens=(), author=(), logp=(), metadata=metadata)
-    path = written(tmp_path / "t", [sampled[0], served])
-    with pytest.raises(UserError, match=r"t:2: .* holds no tokens: .* behind an endpoint") as told:
+    path = written(tmp_path / "t.jsonl", [sampled[0], served])
+    with pytest.raises(
+        UserError, match=r"t.jsonl:2: .* holds no tokens: .* behind an endpoint"
+    ) as told:
         read_recordings(path, "", None, 0)
     assert "\n" not in str(told.value)
 
@@ -223,15 +229,15 @@ def test_traces_of_a_served_policy_are_refused_by_their_name(sampled, tmp_path, 
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_line(sampled, tmp_path, key, value, fault):
-    path = written(tmp_path / "t", [marked(sampled[0], **{key: value})])
-    with pytest.raises(UserError, match=f"t:1: .*{fault}"):
+    path = written(tmp_path / "t.jsonl", [marked(sampled[0], **{key: value})])
+    with pytest.raises(UserError, match=rf"t\.jsonl:1: .*{fault}"):
         read_recordings(path, "", None, 0)
 
 
 def test_a_phase_and_a_step_are_chosen(sampled, tmp_path):
     marks = [("evaluate-a", 1), ("rl", 1), ("rl", 2), ("rl", 2)]
     rows = [marked(t, phase=p, step=s) for t, (p, s) in zip(sampled[:4], marks, strict=True)]
-    path = written(tmp_path / "t", rows)
+    path = written(tmp_path / "t.jsonl", rows)
     (only,) = read_recordings(path, "evaluate-a", None, 0)
     assert only.trajectory.sample_id == 0
     assert len(read_recordings(path, "rl", 2, 0)) == 2
@@ -266,7 +272,7 @@ def test_the_command_tells_that_all_agree(traces, call, capsys):
 
 def test_the_command_tells_what_differs(sampled, tmp_path, call, capsys):
     changed = [dataclasses.replace(t, stop_reason=StopReason.VIOLATION) for t in sampled[:5]]
-    assert call(written(tmp_path / "t", [*changed, *sampled[5:]])) == 1
+    assert call(written(tmp_path / "t.jsonl", [*changed, *sampled[5:]])) == 1
     out = capsys.readouterr().out
     assert "identical: 7, different: 5" in out
     assert out.count("end differently") == command.SHOWN
