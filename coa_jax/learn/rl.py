@@ -136,6 +136,8 @@ def _loop(
                 learner.constraint,
                 critic=learner.critic,
                 reference=learner.reference,
+                teacher=learner.teacher,
+                version=learner.step,
             )
             learner.step += 1
         error = check_updates(stats, config.optimizer)

@@ -52,7 +52,6 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "group_size": 4,
         "max_rounds": 2,
         "format_reward": False,
-        "updates": 1,
         "temperature": 1.2,
         "rows": 2,
         "row_length": 192,
