@@ -134,7 +134,14 @@ setuptools.setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["coa_jax", "coa_jax.*"]),
-    package_data={"coa_jax": ["py.typed", "serve/page.html", "constraints/*.txt", "bench/workloads/*.json"]},
+    package_data={
+        "coa_jax": [
+            "py.typed",
+            "serve/page.html",
+            "constraints/*.txt",
+            "bench/workloads/*.json",
+        ]
+    },
     install_requires=CORE,
     entry_points={"console_scripts": ["coa-jax = coa_jax.__main__:main"]},
     cmdclass={"build_py": BuildWithConfigs},

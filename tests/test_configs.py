@@ -210,9 +210,10 @@ def test_an_unknown_variant_is_refused(argument, said):
 
 def test_the_critic_of_the_paper_warms_up_for_5_percent_of_the_steps_and_its_actor_for_28():
     config = load_config("configs/rl/mhqa.py")
-    steps = config.optimizer.total_steps // config.updates
-    assert config.algorithm.critic_warmup_steps // config.updates == int(0.05 * steps)
-    assert config.optimizer.warmup_steps // config.updates == int(0.285 * steps)
+    updates = config.groups // config.mini_batch
+    steps = config.optimizer.total_steps // updates
+    assert config.algorithm.critic_warmup_steps // updates == int(0.05 * steps)
+    assert config.optimizer.warmup_steps // updates == int(0.285 * steps)
 
 
 def test_benchmarks_have_the_settings_of_the_paper():

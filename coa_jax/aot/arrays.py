@@ -23,6 +23,7 @@ from coa_jax.engine.layout import (
 )
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
+from coa_jax.learn.experience import scores_old
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import TrainState, abstract_state
@@ -118,6 +119,13 @@ def micro_batches(config: SFTConfig | RLConfig) -> int:
     return -(-config.groups * config.group_size // config.rows)
 
 
+def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
+    """The most that one update of such a step has."""
+    if isinstance(config, SFTConfig):
+        return micro_batches(config)
+    return -(-config.groups_per_update * config.group_size // config.rows)
+
+
 def attended(config: SFTConfig | RLConfig) -> int:
     """Positions of a row as attention sees it: with a copy of a shared prompt for each sequence."""
     unfolded = config.attention_length if isinstance(config, RLConfig) else 0
@@ -202,14 +210,8 @@ def sampled_batch(setup: Setup, *stack: int) -> Batch:
     return batch._replace(
         rule=None if setup.rules is None else ids,
         weight=None if config.chosen.normalise == "token" else numbers,
+        age=ids if config.max_staleness else None,
     )
-
-
-def scores_old(config: RLConfig) -> bool:
-    """Whether `learn.experience` scores the policy before its updates."""
-    algorithm = config.chosen
-    in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
-    return algorithm.old_logp == "trainer" and (config.updates > 1 or in_reward)
 
 
 def policy_batch(setup: Setup, number: int) -> Batch:
@@ -218,7 +220,7 @@ def policy_batch(setup: Setup, number: int) -> Batch:
     if not isinstance(config, RLConfig):
         return batch
     return batch._replace(
-        old_logp=batch.logp if scores_old(config) else None,
+        old_logp=batch.logp if scores_old(config.chosen, config.updates_per_step) else None,
         ref_logp=batch.logp if config.chosen.needs_reference else None,
     )
 
@@ -226,7 +228,7 @@ def policy_batch(setup: Setup, number: int) -> Batch:
 def critic_batch(setup: Setup, number: int) -> Batch:
     """The same for the critic."""
     batch = sampled_batch(setup, number)
-    return batch._replace(rule=None, weight=None, value=batch.logp, returns=batch.logp)
+    return batch._replace(rule=None, weight=None, age=None, value=batch.logp, returns=batch.logp)
 
 
 # --- an engine -----------------------------------------------------------------------------

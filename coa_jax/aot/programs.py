@@ -71,8 +71,10 @@ def all_programs(setup: Setup) -> list[Program]:
 def _training(setup: Setup) -> list[Program]:
     """The updates of a step."""
     config, mesh = setup.config, setup.mesh
-    number = arrays.micro_batches(config)
-    updates = config.updates if isinstance(config, RLConfig) else 1
+    number, updates, passes = arrays.micro_batches_of_update(config), 1, 1
+    if isinstance(config, RLConfig):
+        updates, passes = config.updates_per_step, config.epochs
+    each = passes * arrays.micro_batches(config) / updates
     count, tokens = arrays.array(mesh, (), "int32"), arrays.array(mesh, (), "float32")
 
     def program(
@@ -92,8 +94,8 @@ def _training(setup: Setup) -> list[Program]:
             updates,
             arrays.kept_bytes(setup) - chip_bytes(state),
             tuple(mesh.devices.flat),
-            (number / updates, _head_turns(setup)),
-            number / updates * _attention_flops(setup),
+            (each, _head_turns(setup)),
+            each * _attention_flops(setup),
             _mask_bytes(setup),
         )  # fmt: skip
 
@@ -112,8 +114,7 @@ def _scoring(setup: Setup) -> list[Program]:
     """What `learn.experience` runs before a step's updates, one micro-batch after another."""
     config = setup.config
     assert isinstance(config, RLConfig)
-    # Later passes have the results of earlier ones in their batch, and do not read them.
-    batch, compute = arrays.sampled_batch(setup), _compute(setup)
+    batch, compute = experience.inputs(arrays.sampled_batch(setup)), _compute(setup)
     number, allowed, kept = arrays.micro_batches(config), _allowed(setup), arrays.kept_bytes(setup)
     policy, critic = arrays.policy(setup), arrays.critic(setup)
 
@@ -136,7 +137,8 @@ def _scoring(setup: Setup) -> list[Program]:
         return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
-    old, reference = arrays.scores_old(config), config.chosen.needs_reference
+    old = experience.scores_old(config.chosen, config.updates_per_step)
+    reference = config.chosen.needs_reference
     if policy.frozen and old:
         found.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
         old = False

@@ -186,8 +186,7 @@ def rl_config(
         "rollout": RolloutConfig(max_tokens=longest),
         "checkpoint_every": max(steps, 1),
         "keep_last": 1,
-        # Settings that only some loops know, this one or those that it is compared with.
-        **{name: v for name, v in {"max_sampled": 4.0, "updates": 1}.items() if name in _SETTINGS},
+        "max_sampled": 4.0,
     }
     if unknown := set(changes or {}) - _SETTINGS:
         raise UserError(f"--set: there is no setting {sorted(unknown)[0]!r} of RL")

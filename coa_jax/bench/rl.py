@@ -119,7 +119,6 @@ def rl_config(
         groups=len(members),
         group_size=int(members[0]),
         max_sampled=1.0,
-        updates=1,
         format_reward=False,
         temperature=1.0,
         rows=rows or -(-len(workload.scripts) // per_row),

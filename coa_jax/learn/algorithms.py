@@ -17,7 +17,7 @@ from coa_jax.errors import UserError
 UNSET = -1.0
 """A number that no knob can have: as the preset says."""
 
-ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_baseline", "gae")
+ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_baseline", "gae", "none")
 LOSSES = ("clip", "sequence_clip", "cispo")
 NORMALISATIONS = ("token", "sequence", "constant")
 NAMES = (
@@ -30,8 +30,12 @@ NAMES = (
     "reinforce++",
     "reinforce++_baseline",
     "ppo",
+    "opd",
 )
 """Names of the presets."""
+
+LEVELS = ("token", "sequence", "geometric")
+"""Of what a correction takes the ratio, see `objectives.correction`."""
 
 Knob = Annotated[float, Between(0, 1e6, also=(-1,))]
 WholeKnob = Annotated[int, Between(0, MAX_INT, also=(-1,))]
@@ -42,11 +46,12 @@ class Algorithm(Bounded):
     """A preset and the knobs that differ from it; `resolve` gives one without unset knobs.
 
     Attributes:
-        name: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++, reinforce++_baseline or ppo.
+        name: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++, reinforce++_baseline, ppo or
+            opd.
         advantage: ``group`` standard scores, ``mean`` or ``leave_one_out`` baselines within a
             group, ``batch`` whitened over the step, ``batch_baseline`` the same after the group's
-            mean is taken off, ``gae`` with a critic; see `objectives.group_advantages` and
-            `objectives.gae`.
+            mean is taken off, ``gae`` with a critic, ``none`` where only a teacher counts; see
+            `objectives.group_advantages` and `objectives.gae`.
         loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; see
             `objectives.surrogate`.
         normalise: ``token``, ``sequence`` or ``constant``; see `objectives.weigh`.
@@ -64,9 +69,18 @@ class Algorithm(Bounded):
         kl_in: where its penalty goes, into the ``loss`` or into the ``reward`` of each token.
         kl_coef: its factor; 0 for none, which also saves the frozen copy of the parameters.
         entropy_coef: factor of the entropy bonus; 0 for none.
-        old_logp: whose log-probabilities stand for the policy that sampled: those of the
-            ``sampler``, or those that the ``trainer`` computes before the step's first update.
-        tis_cap: bound of the truncated importance weight trainer / sampler; 0 for none.
+        opd_coef: factor of a teacher's advantages of tokens (on-policy distillation), which are
+            added to those of ``advantage``; 0 for no teacher.  See `objectives.distillation`.
+        old_logp: whose log-probabilities are the old ones, to which the loss takes its ratio: those
+            of the ``sampler``, or those that the ``trainer`` computes before the step's first
+            update (the proximal policy of decoupled PPO).
+        tis_cap: bound of the importance weight trainer / sampler by which a loss is multiplied; 0
+            for no weight, 1e6 for one that is hardly ever bounded.  See `objectives.correction`.
+        tis_level: whose ratio the weight is: that of the ``token``, the product of its
+            ``sequence``, or the ``geometric`` mean of that.
+        mask_low, mask_high: ratios trainer / sampler below and above which there is no loss; 0 for
+            no bound.
+        mask_level: whose ratio that is, as in ``tis_level``.
         overlong_buffer: tokens before the budget ``rollout.max_tokens`` in which the reward falls;
             0 for none.  See `learn.shaping`.
         overlong_penalty: what is taken off where the budget is used up.
@@ -91,7 +105,12 @@ class Algorithm(Bounded):
     kl_coef: Knob = UNSET
     entropy_coef: Knob = UNSET
     old_logp: Literal["", "sampler", "trainer"] = ""
+    opd_coef: Knob = UNSET
     tis_cap: Knob = UNSET
+    tis_level: Annotated[str, OneOf("", *LEVELS)] = ""
+    mask_low: Knob = UNSET
+    mask_high: Knob = UNSET
+    mask_level: Annotated[str, OneOf("", *LEVELS)] = ""
     overlong_buffer: WholeKnob = int(UNSET)
     overlong_penalty: Knob = UNSET
     gamma: Annotated[float, Between(0, 1, also=(-1,))] = UNSET
@@ -130,6 +149,27 @@ class Algorithm(Bounded):
         """Whether the policy of the beginning has to be kept."""
         return self.kl_coef > 0
 
+    @property
+    def masks(self) -> bool:
+        """Whether ratios to the sampler beyond a bound have no loss."""
+        return self.mask_low > 0 or self.mask_high > 0
+
+    def check_stale(self, why: str) -> None:
+        """Refuses to learn from what older policies have sampled without a correction for it.
+
+        Args:
+            why: begins the message: the setting by which data may be old.
+
+        Raises:
+            UserError: the old log-probabilities are the trainer's, and no ratio to the sampler
+                weighs or masks.
+        """
+        if self.old_logp == "trainer" and not self.tis_cap and not self.masks:
+            raise UserError(
+                f"{why} and algorithm.old_logp is 'trainer': nothing corrects for the policy that "
+                "sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
+            )
+
 
 def presets(budget: int) -> dict[str, Algorithm]:
     """The named algorithms, by name; sources and deviations are in docs/algorithms.md."""
@@ -147,8 +187,13 @@ def presets(budget: int) -> dict[str, Algorithm]:
         kl_in="loss",
         kl_coef=0.0,
         entropy_coef=0.0,
+        opd_coef=0.0,
         old_logp="sampler",
         tis_cap=0.0,
+        tis_level="token",
+        mask_low=0.0,
+        mask_high=0.0,
+        mask_level="token",
         overlong_buffer=0,
         overlong_penalty=1.0,
         gamma=1.0,
@@ -172,11 +217,15 @@ def presets(budget: int) -> dict[str, Algorithm]:
             "normalise": "sequence",
             "clip_low": 3e-4,
             "clip_high": 4e-4,
+            "old_logp": "trainer",
+            "tis_cap": 2.0,
+            "tis_level": "geometric",
         },
         "cispo": {"loss": "cispo", "learn_from": "signal", "clip_low": 1.0, "clip_high": 4.0},
         "reinforce++": {"advantage": "batch", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},
         "reinforce++_baseline": {"advantage": "batch_baseline", "kl": "k2", "kl_coef": 1e-3},
         "ppo": {"advantage": "gae", "dual_clip": 3.0, "kl_coef": 1e-3},
+        "opd": {"advantage": "none", "opd_coef": 1.0, "old_logp": "trainer", "tis_cap": 2.0},
     }
     return {
         name: dataclasses.replace(plain, name=name, **knobs)  # type: ignore[arg-type]
@@ -190,13 +239,18 @@ def _check(a: Algorithm, budget: int) -> None:
         _refuse(a, "dual_clip", "cispo has bounded weights already: give 0")
     if a.overlong_buffer > budget:
         _refuse(a, "overlong_buffer", f"the budget is {budget} tokens: give at most that")
-    if a.loss == "sequence_clip" and a.per_token:
+    if a.loss == "sequence_clip" and (a.per_token or a.opd_coef):
+        which = "a teacher" if a.opd_coef else f"advantage={a.advantage}"
         _refuse(
             a,
             "loss",
-            f"a ratio of sequences needs one advantage a sequence, and advantage={a.advantage} "
-            "has one a token: give loss=clip, or advantage=group",
+            f"a ratio of sequences needs one advantage a sequence, and {which} has one a token: "
+            "give loss=clip, or " + ("opd_coef=0" if a.opd_coef else "advantage=group"),
         )
+    if a.advantage == "none" and not a.opd_coef:
+        _refuse(a, "advantage", "without a teacher nothing is learned: give opd_coef=1")
+    if a.mask_high and a.mask_low >= a.mask_high:
+        _refuse(a, "mask_low", f"mask_high is {a.mask_high:g}: give less than that")
     if a.kl_coef and a.kl_in == "reward" and a.advantage not in ("batch", "gae"):
         _refuse(
             a,

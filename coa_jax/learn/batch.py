@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ class Example:
         advantage: float32 ``[T]``.
         rule: int32 ``[T]``, state of the constraint under which it was sampled, `FREE` where it was
             not; None for sequences sampled without a constraint.
+        more: further arrays ``[T]``, by their names in `Batch`.
     """
 
     tokens: np.ndarray
@@ -37,6 +38,7 @@ class Example:
     logp: np.ndarray
     advantage: np.ndarray
     rule: np.ndarray | None = None
+    more: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class Batch(NamedTuple):
@@ -55,6 +57,9 @@ class Batch(NamedTuple):
         ref_logp: float32 ``[R, T]``, log-probabilities of the policy that the run began with.
         value: float32 ``[R, T]``, the critic's values before a step's updates.
         returns: float32 ``[R, T]``, what it learns.
+        teacher_logp: float32 ``[R, T]``, log-probabilities of a teacher.
+        age: int32 ``[R, T]``, steps between the policy that sampled a token and the one that learns
+            it; None where every token is of the newest policy.
         unfolded: rows as attention sees them; None where no sequences share a prompt.
     """
 
@@ -70,6 +75,8 @@ class Batch(NamedTuple):
     ref_logp: jax.Array | np.ndarray | None = None
     value: jax.Array | np.ndarray | None = None
     returns: jax.Array | np.ndarray | None = None
+    teacher_logp: jax.Array | np.ndarray | None = None
+    age: np.ndarray | None = None
     unfolded: Unfolded | None = None
 
 
@@ -106,7 +113,10 @@ def environment_ids(tokenizer: Any, observation: str, text: str) -> list[int]:
 
 
 def trajectory_example(
-    trajectory: Trajectory, advantage: float, constraint: Constraint | None = None
+    trajectory: Trajectory,
+    advantage: float,
+    constraint: Constraint | None = None,
+    version: int | None = None,
 ) -> Example:
     """A sampled trajectory with one advantage for all of its policy tokens.
 
@@ -116,6 +126,8 @@ def trajectory_example(
         trajectory: with its log-probabilities.
         advantage: of the whole.
         constraint: under which it was sampled.
+        version: steps behind the policy that learns, from which each token gets its age; None
+            leaves ages out.
 
     Raises:
         ValueError: it was not sampled under that constraint.
@@ -134,7 +146,20 @@ def trajectory_example(
         trajectory.logp[:end].astype(np.float32),
         mask * np.float32(advantage),
         rule,
+        {} if version is None else {"age": version - token_versions(trajectory, version)[:end]},
     )
+
+
+def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
+    """Policy version under which each token was sampled or read, int32 ``[T]``.
+
+    The trajectory's ``policy_versions`` are pairs of a position and the version from there on; a
+    trajectory without them is of ``version``.
+    """
+    versions = np.full(len(trajectory.tokens), version, np.int32)
+    for position, sampled_by in trajectory.metadata.get("policy_versions", ()):
+        versions[position:] = sampled_by
+    return versions
 
 
 def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
@@ -156,6 +181,51 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
     Raises:
         UserError: a sequence is longer than a row.
     """
+    rows = _fill(examples, length, unfolded)
+    constrained = any(example.rule is not None for example in examples)
+    batch = empty_batch(max(len(rows), 1), length, constrained, unfolded)
+    if examples:
+        more: dict[str, Any] = {
+            name: np.zeros(batch.tokens.shape, values.dtype)
+            for name, values in examples[0].more.items()
+        }
+        batch = batch._replace(**more)
+    for number, row in enumerate(rows):
+        _lay_out(row, jax.tree.map(operator.itemgetter(number), batch))
+    return batch
+
+
+def unpack(
+    batches: Sequence[Batch], examples: Sequence[Example], length: int, unfolded: int = 0
+) -> list[Example]:
+    """The examples of a batch with its advantages and all that it has gained since `pack`.
+
+    Args:
+        batches: what `pack`, with the same arguments, and `split_rows` made of the examples.
+        examples, length, unfolded: see `pack`.
+    """
+    gained = [name for name in _GAINED if getattr(batches[0], name) is not None]
+    arrays = {name: np.concatenate([getattr(b, name) for b in batches]) for name in gained}
+    found: dict[int, Example] = {}
+    for number, row in enumerate(_fill(examples, length, unfolded)):
+        at = 0
+        for example, skipped, _ in row.members:
+            end = at + len(example.tokens) - skipped
+            # Before the tokens that the row has, there is no loss.
+            more = {k: np.pad(v[number, at:end], (skipped, 0)) for k, v in arrays.items()}
+            advantage = more.pop("advantage")
+            found[id(example)] = dataclasses.replace(
+                example, advantage=advantage, more={**example.more, **more}
+            )
+            at = end
+    return [found[id(example)] for example in examples]
+
+
+_GAINED = ("advantage", "old_logp", "ref_logp", "value", "returns")
+
+
+def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]:
+    """Says which row has which sequences; see `pack`."""
     rows: list[_Row] = []
     for example in _in_order(examples, unfolded):
         size = len(example.tokens)
@@ -173,11 +243,7 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
             row = _Row()
             rows.append(row)
         row.add(example, prompt)
-    constrained = any(example.rule is not None for example in examples)
-    batch = empty_batch(max(len(rows), 1), length, constrained, unfolded)
-    for number, row in enumerate(rows):
-        _lay_out(row, jax.tree.map(operator.itemgetter(number), batch))
-    return batch
+    return rows
 
 
 def _prompt(example: Example) -> bytes:
@@ -249,6 +315,8 @@ def _lay_out(row: _Row, batch: Batch) -> None:
         if batch.rule is not None:
             assert example.rule is not None
             batch.rule[span] = example.rule[own]
+        for name, values in example.more.items():
+            getattr(batch, name)[span] = values[own]
         if batch.unfolded is not None:
             whole = slice(start, start + size)
             shared, new = np.arange(source, source + skipped), np.arange(at, end)
@@ -277,9 +345,10 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
     """Splits a batch into micro-batches of ``rows`` rows, the last one padded."""
     missing = -batch.tokens.shape[0] % rows
     if missing:
-        unfolded = 0 if batch.unfolded is None else batch.unfolded.places.shape[1]
-        padding = empty_batch(missing, batch.tokens.shape[1], batch.rule is not None, unfolded)
-        batch = jax.tree.map(lambda *pair: np.concatenate(pair), batch, padding)
+        # Zeros are padding, and `FREE` is 0.
+        batch = jax.tree.map(
+            lambda x: np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))), batch
+        )
     parts = [slice(at, at + rows) for at in range(0, batch.tokens.shape[0], rows)]
     return [jax.tree.map(operator.itemgetter(part), batch) for part in parts]
 

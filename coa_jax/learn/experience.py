@@ -18,16 +18,14 @@ from jax.typing import ArrayLike
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import token_logps
-from coa_jax.learn.objectives import gae, kl_estimate, whiten
+from coa_jax.learn.objectives import distillation, gae, kl_estimate, whiten
+from coa_jax.learn.teacher import Teacher
 from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
 from coa_jax.model.params import Params, without_adapters
 from coa_jax.parallel.placement import put_batch
-
-Parts = Sequence[Sequence[Batch]]
-"""The micro-batches of each update of a step."""
 
 
 @functools.partial(jax.jit, static_argnames=("model", "compute", "temperature"))
@@ -62,9 +60,19 @@ def score_values(
     return token_values(params, model, batch, compute)
 
 
+def scores_old(algorithm: Algorithm, updates: int) -> bool:
+    """Whether the policy before a step's updates scores its tokens.
+
+    With one update the parameters are the old policy's, and the loss computes what it needs; but
+    rewards and advantages are made before.
+    """
+    early = (algorithm.needs_reference and algorithm.kl_in == "reward") or algorithm.opd_coef > 0
+    return algorithm.old_logp == "trainer" and (updates > 1 or early)
+
+
 def complete_experience(
     algorithm: Algorithm,
-    parts: Parts,
+    batches: Sequence[Batch],
     model: ModelConfig,
     policy: Params,
     *,
@@ -72,20 +80,25 @@ def complete_experience(
     reference: Params | None,
     temperature: float,
     compute: Compute,
+    teacher: Teacher | None = None,
+    updates: int = 1,
     allowed: jax.Array | None = None,
     mesh: Mesh | None = None,
-) -> tuple[list[list[Batch]], dict[str, float]]:
+) -> tuple[list[Batch], dict[str, float]]:
     """Fills in what the algorithm reads.
 
     Args:
         algorithm: resolved.
-        parts: batches whose ``advantage`` is that of a sequence's tokens or, where the algorithm
-            has advantages of single tokens, the reward of the sequence at its last token.
-        model: architecture of all three.
+        batches: micro-batches of the whole step, whose ``advantage`` is that of a sequence's tokens
+            or, where the algorithm has advantages of single tokens, the reward of the sequence at
+            its last token; with ``teacher_logp`` if a server has scored them.
+        model: architecture of policy, critic and reference.
         policy: parameters before the step's updates.
         critic, reference: parameters, where the algorithm needs them.
         temperature: of sampling.
         compute: how to compute the forward passes.
+        teacher: a local one, where the algorithm needs it.
+        updates: optimiser updates of the step.
         allowed: table of the constraint, if the batches were sampled under one.
         mesh: over which rows are split while they are scored.
 
@@ -94,40 +107,70 @@ def complete_experience(
         ``advantage`` where they are needed, and figures of them.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
-    # With one update the parameters are the old policy's, and the loss computes what it needs.
-    score_old = algorithm.old_logp == "trainer" and (len(parts) > 1 or in_reward)
     settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}
 
-    def each(parts: Parts, change: Callable[[Batch], Batch]) -> list[list[Batch]]:
-        return [[change(batch) for batch in batches] for batches in parts]
+    def each(batches: Sequence[Batch], name: str, score: Callable[[Batch], Any]) -> list[Batch]:
+        def filled(batch: Batch) -> Batch:
+            found: dict[str, Any] = {name: to_host(score(put_batch(inputs(batch), mesh)))}
+            return batch._replace(**found)
 
-    def here(score: Callable[[Batch], jax.Array], batch: Batch) -> np.ndarray:
-        return to_host(score(put_batch(batch, mesh)))
+        return [filled(batch) for batch in batches]
 
-    filled = [list(batches) for batches in parts]
-    if score_old:
+    filled = list(batches)
+    if scores_old(algorithm, updates):
         old = functools.partial(score, policy, allowed=allowed, **settings)
-        filled = each(filled, lambda b: b._replace(old_logp=here(old, b)))
+        filled = each(filled, "old_logp", old)
     if reference is not None:
         base = {**settings, "model": without_adapters(model)}
         ref = functools.partial(score, reference, allowed=allowed, **base)
-        filled = each(filled, lambda b: b._replace(ref_logp=here(ref, b)))
+        filled = each(filled, "ref_logp", ref)
+    if teacher is not None:
+        known = None if allowed is None else teacher.fitted(allowed)
+        own = {**settings, "model": teacher.config}
+        filled = each(
+            filled, "teacher_logp", functools.partial(score, teacher.params, allowed=known, **own)
+        )
     if critic is not None:
         value = functools.partial(score_values, critic, model=model, compute=compute)
-        filled = each(filled, lambda b: b._replace(value=here(value, b)))
-    if not algorithm.per_token:
-        return filled, {}
-    estimate = functools.partial(
-        _estimate,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam if critic is not None else 1.0,
-        kl=algorithm.kl if in_reward else "",
-        kl_coef=algorithm.kl_coef,
-    )
-    filled = each(filled, lambda b: jax.device_get(estimate(b)))
-    stats = _explained_variance(filled) if critic is not None else {}
-    flat = iter(jax.device_get(whiten([batch for batches in filled for batch in batches])))
-    return each(filled, lambda _: next(flat)), stats
+        filled = each(filled, "value", value)
+    stats: dict[str, float] = {}
+    if algorithm.per_token:
+        estimate = functools.partial(
+            _estimate,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam if critic is not None else 1.0,
+            kl=algorithm.kl if in_reward else "",
+            kl_coef=algorithm.kl_coef,
+        )
+        filled = [jax.device_get(estimate(batch)) for batch in filled]
+        if critic is not None:
+            stats |= _explained_variance(filled)
+        filled = jax.device_get(whiten(filled))
+    if algorithm.opd_coef:
+        filled, divergence = _distilled(filled, algorithm.opd_coef)
+        stats |= divergence
+    return filled, stats
+
+
+def inputs(batch: Batch) -> Batch:
+    """What a model reads of a batch; with more, each pass would be another program."""
+    return batch._replace(
+        weight=None, old_logp=None, ref_logp=None, value=None, returns=None,
+        teacher_logp=None, age=None,
+    )  # fmt: skip
+
+
+def _distilled(batches: Sequence[Batch], coef: float) -> tuple[list[Batch], dict[str, float]]:
+    """Adds the teacher's advantages; and the divergence from it, k1, in nats a token."""
+    made, total, count = [], 0.0, 0.0
+    for batch in batches:
+        assert batch.teacher_logp is not None
+        old = batch.logp if batch.old_logp is None else batch.old_logp
+        gain = np.where(batch.mask > 0, np.asarray(distillation(old, batch.teacher_logp)), 0.0)
+        total, count = total - float(gain.sum(dtype=np.float64)), count + float(batch.mask.sum())
+        advantage = batch.advantage + np.float32(coef) * gain
+        made.append(batch._replace(advantage=advantage.astype(np.float32), teacher_logp=None))
+    return made, {"opd/reverse_kl": total / max(count, 1.0)}
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "lam", "kl", "kl_coef"))
@@ -143,12 +186,11 @@ def _estimate(batch: Batch, *, gamma: float, lam: float, kl: str, kl_coef: float
     return batch._replace(advantage=advantages, returns=returns)  # type: ignore[arg-type]
 
 
-def _explained_variance(parts: Parts) -> dict[str, float]:
+def _explained_variance(batches: Sequence[Batch]) -> dict[str, float]:
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
-    all_batches = [batch for batches in parts for batch in batches]
 
     def means(returned: float, error: float) -> np.ndarray:
-        about = [jax.device_get(_moments(b, returned, error)) for b in all_batches]
+        about = [jax.device_get(_moments(b, returned, error)) for b in batches]
         count, *moments = np.sum(np.asarray(about, np.float64), axis=0)
         return np.asarray(moments) / max(count, 1.0)
 

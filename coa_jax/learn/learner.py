@@ -14,6 +14,7 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import init_state
+from coa_jax.learn.teacher import load_teacher
 from coa_jax.learn.update import critic_state, reference_params
 from coa_jax.model.api import load_model
 from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
@@ -32,6 +33,7 @@ class Learner:
         engines: of this process.
         state, critic: what is trained.
         reference: see `learn.update.reference_params`.
+        teacher: a local one, see `learn.teacher.load_teacher`.
         compute: how the updates compute.
         constraint: constraint of sampling; None without one.
         step: steps that have been learned.
@@ -57,6 +59,7 @@ class Learner:
         # Before the state, whose updates take the parameters' memory.
         self.critic = critic_state(config, model.params)
         self.reference = reference_params(config, model.params)
+        self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
         trained, frozen = split_trained(model.params, model.config, config.seed, self._mesh)
         self.state = init_state(trained, config.optimizer, frozen)
         self.step = 0

@@ -25,6 +25,9 @@ from coa_jax.learn.batch import Batch
 Stats = dict[str, jax.Array]
 """Name of a statistic -> its sum over tokens, or its maximum where the name ends in ``max``."""
 
+AGES = 9
+"""Ages of tokens, in steps, that statistics tell apart; the last stands for all beyond it too."""
+
 _BOUND = 20.0  # of log-ratios, whose exponentials would overflow beyond it
 
 
@@ -43,6 +46,7 @@ def group_advantages(
     - ``leave_one_out``: R less the mean of the others, which is ``(R - mean) n / (n - 1)`` (RLOO,
       arXiv 2402.14740 eq 5);
     - ``batch`` and ``gae``: R itself, from which `gae` and `whiten` make advantages of tokens;
+    - ``none``: 0, where a teacher alone says what is better, see `distillation`;
     - ``batch_baseline``: ``R - mean``, likewise (REINFORCE++ with baseline, arXiv 2501.03262).
 
     Args:
@@ -58,7 +62,7 @@ def group_advantages(
     values = np.array([0.0 if reward is None else reward for reward in rewards], np.float64)
     if kind in ("batch", "gae"):
         return np.where(graded, values, 0.0).astype(np.float32)
-    if not has_signal(rewards):
+    if kind == "none" or not has_signal(rewards):
         return np.zeros(len(rewards), np.float32)
     centred = values - values[graded].mean()
     if kind == "group":
@@ -158,6 +162,16 @@ def _standardise(
     return jnp.where(mask > 0, (advantage - mean) * scale, 0.0)
 
 
+def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
+    """Advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
+
+    Their mean is less the reverse KL divergence from the teacher, one token at a time, without a
+    sum over later ones (on-policy distillation: Lu et al. 2025, https://thinkingmachines.ai/blog/
+    on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu et al., arXiv 2306.08543 eq 1).
+    """
+    return jnp.clip(jnp.asarray(teacher) - old, -_BOUND, _BOUND)
+
+
 # --- weights of tokens ---------------------------------------------------------------------
 
 
@@ -172,8 +186,6 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
       over sequences of their means (GRPO, arXiv 2402.03300 eq 3);
     - ``constant``: w = N / (S L), the mean over sequences of their sums over a constant length L
       (Dr.GRPO, arXiv 2503.20783 §3.2), which favours neither short nor long sequences.
-
-    Statistics have no weights: they are means over tokens.
 
     Args:
         batches: all micro-batches of the update, as NumPy arrays.
@@ -262,54 +274,29 @@ class Surrogate(NamedTuple):
 def surrogate(
     algorithm: Algorithm, logp: jax.Array, log_ratio: jax.Array, advantage: jax.Array, batch: Batch
 ) -> Surrogate:
-    """The surrogate that an algorithm names."""
-    if algorithm.loss == "clip":
-        return clip(algorithm, log_ratio, advantage)
-    if algorithm.loss == "sequence_clip":
-        return sequence_clip(algorithm, log_ratio, advantage, batch)
-    if algorithm.loss == "cispo":
-        return cispo(algorithm, logp, log_ratio, advantage)
-    raise ValueError(f"no surrogate {algorithm.loss!r}")
+    """The surrogate that an algorithm names, with bounds 1 - low and 1 + high of r.
 
-
-def clip(algorithm: Algorithm, log_ratio: jax.Array, advantage: jax.Array) -> Surrogate:
-    """PPO's clipped surrogate (arXiv 1707.06347 eq 7), as GRPO (2402.03300) and the paper use it.
-
-    ``-min(r A, clip(r, 1 - low, 1 + high) A)``, with ``high > low`` as in DAPO (2503.14476 eq 8).
-    With a dual clip c the loss of a token with A < 0 is at most ``-c A`` (1912.09729 eq 4).
+    - ``clip``: ``-min(r A, clip(r) A)`` (PPO, arXiv 1707.06347 eq 7), as GRPO (2402.03300) and the
+      paper use it, with ``high > low`` as in DAPO (2503.14476 eq 8).  With a dual clip c the loss
+      of a token with A < 0 is at most ``-c A`` (1912.09729 eq 4);
+    - ``sequence_clip``: the same with ``exp(mean of log r over the sequence's policy tokens)`` in
+      the place of r (GSPO, arXiv 2507.18071 eq 5 and 7).  All tokens of a sequence have its loss,
+      so that normalisation by sequence gives the mean over sequences;
+    - ``cispo``: ``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4): the weight
+      is clipped, no gradient is.
     """
+    if algorithm.loss == "sequence_clip":
+        log_ratio = segment_means(log_ratio, batch)
     ratio = jnp.exp(jnp.clip(log_ratio, -_BOUND, _BOUND))
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, low, high))
+    clipped = jnp.clip(ratio, low, high)
+    if algorithm.loss == "cispo":
+        loss = -jax.lax.stop_gradient(clipped) * advantage * logp
+    else:
+        loss = jnp.maximum(-advantage * ratio, -advantage * clipped)
     if algorithm.dual_clip:
         bounded = jnp.minimum(loss, -advantage * algorithm.dual_clip)
         loss = jnp.where(advantage < 0, bounded, loss)
-    return Surrogate(loss, (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high))
-
-
-def sequence_clip(
-    algorithm: Algorithm, log_ratio: jax.Array, advantage: jax.Array, batch: Batch
-) -> Surrogate:
-    """GSPO's clipped surrogate (arXiv 2507.18071 eq 5 and 7): one ratio for a whole sequence.
-
-    ``s = exp(mean of log r over the sequence's policy tokens)`` takes the place of r; all tokens of
-    a sequence have its loss, so that normalisation by sequence gives the mean over sequences.
-    """
-    count = segment_sums(batch.mask, batch.segment_ids)
-    mean = segment_sums(log_ratio, batch.segment_ids) / jnp.maximum(count, 1.0)
-    return clip(algorithm, mean, advantage)
-
-
-def cispo(
-    algorithm: Algorithm, logp: jax.Array, log_ratio: jax.Array, advantage: jax.Array
-) -> Surrogate:
-    """CISPO (MiniMax-M1, arXiv 2506.13585 eq 4): the weight is clipped, no gradient is.
-
-    ``-stop_gradient(clip(r, 1 - low, 1 + high)) A log p``.
-    """
-    ratio = jax.lax.stop_gradient(jnp.exp(jnp.clip(log_ratio, -_BOUND, _BOUND)))
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    loss = -jnp.clip(ratio, low, high) * advantage * logp
     return Surrogate(loss, (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high))
 
 
@@ -322,6 +309,60 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
     return jnp.take_along_axis(sums, ids, axis=1)
 
 
+def segment_means(x: jax.Array, batch: Batch) -> jax.Array:
+    """The same over the policy's tokens of a sequence, divided by their number."""
+    count = segment_sums(batch.mask, batch.segment_ids)
+    return segment_sums(x, batch.segment_ids) / jnp.maximum(count, 1.0)
+
+
+# --- corrections for the policy that sampled -----------------------------------------------
+
+
+def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
+    """The factor rho of a token's surrogate that corrects for the policy that sampled it.
+
+    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]``, a constant, where k, by ``tis_level``,
+    and k', by ``mask_level``, are p_trainer / p_sampler
+
+    - ``token``: of the token.  ``min(k, C)`` is truncated importance sampling (Yao et al. 2025,
+      https://fengyao.notion.site/off-policy-rl), ``k [low <= k <= high]`` IcePop (Ring-1T, arXiv
+      2510.18855);
+    - ``sequence``: the product over its sequence's policy tokens, which leaves no bias, and whose
+      spread grows with length.  ``k [k <= C]`` is masked importance sampling (MIS, Liu et al. 2025,
+      https://richardli.xyz/rl-collapse);
+    - ``geometric``: their geometric mean, biased, but of one scale at any length; GSPO's ratio.
+
+    A masked token still counts in means.  With ``old_logp=trainer`` the loss is that of decoupled
+    PPO: r bounds the step from the proximal policy, rho leads there from the policy that sampled
+    (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
+
+    Args:
+        algorithm: resolved.
+        gap: log k of tokens ``[R, T]``, 0 where the policy did not write.
+        batch: ``mask`` and ``segment_ids`` are read.
+    """
+
+    def ratio(level: str) -> jax.Array:
+        log_k = gap if level == "token" else segment_sums(gap, batch.segment_ids)
+        if level == "geometric":
+            log_k = segment_means(gap, batch)
+        return jnp.exp(jnp.clip(log_k, -_BOUND, _BOUND))
+
+    rho, stats = jnp.ones_like(gap), Stats()
+    if algorithm.tis_cap:
+        k = ratio(algorithm.tis_level)
+        rho = jnp.minimum(k, algorithm.tis_cap)
+        stats["mismatch/frac_clipped"] = k > algorithm.tis_cap
+    if algorithm.masks:
+        k = ratio(algorithm.mask_level)
+        outside = (k < algorithm.mask_low) | (k > (algorithm.mask_high or jnp.inf))
+        rho = jnp.where(outside, 0.0, rho)
+        stats["mismatch/frac_masked"] = outside
+    if stats:
+        stats |= {"mismatch/weight": rho, "mismatch/weight_square": rho * rho}
+    return rho, stats
+
+
 # --- objectives ----------------------------------------------------------------------------
 
 
@@ -330,9 +371,7 @@ def policy_objective(
 ) -> tuple[jax.Array, Stats]:
     """The loss of an algorithm as a function of log-probabilities and entropies.
 
-    ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, where rho is the truncated
-    importance weight ``min(p_trainer / p_sampler, tis_cap)`` of Yao et al. 2025
-    (https://fengyao.notion.site/off-policy-rl).
+    ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, with rho of `correction`.
 
     Args:
         logp, entropy: float32 ``[R, T]``, of the policy that learns.
@@ -340,8 +379,7 @@ def policy_objective(
             ``old_logp=trainer`` and no such array the policy is the old one.
         algorithm: resolved.
     """
-    on = batch.mask > 0
-    # Where there is no loss an array may hold anything.
+    on = batch.mask > 0  # where there is no loss, arrays may hold anything
     sampler = jnp.where(on, batch.logp, logp)
     trainer = jax.lax.stop_gradient(logp)
     old = sampler
@@ -363,10 +401,13 @@ def policy_objective(
         "mismatch/abs_logp_mean": gap,
         "mismatch/kl": kl_estimate("k3", sampler, trainer),
     }
-    if algorithm.tis_cap:
-        rho = jnp.exp(jnp.clip(trainer - sampler, -20.0, 20.0))
-        per_token = jnp.minimum(rho, algorithm.tis_cap) * per_token
-        stats["mismatch/frac_clipped"] = rho > algorithm.tis_cap
+    rho, of_correction = correction(algorithm, (trainer - sampler) * batch.mask, batch)
+    per_token = rho * per_token
+    stats |= of_correction
+    if batch.age is not None:
+        for age in range(AGES):
+            aged = jnp.minimum(batch.age, AGES - 1) == age
+            stats |= {f"mismatch/age_{age}": gap * aged, f"mismatch/age_{age}_share": aged}
     if batch.ref_logp is not None:
         reference = jnp.where(on, batch.ref_logp, trainer)
         stats["policy/kl_ref"] = kl_estimate("k3", logp, reference)
@@ -391,8 +432,7 @@ def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.
     """
     assert batch.value is not None
     assert batch.returns is not None
-    on = batch.mask > 0
-    # Where there is no loss an array may hold anything.
+    on = batch.mask > 0  # where there is no loss, arrays may hold anything
     returns = jnp.where(on, batch.returns, 0.0)
     error = jnp.square(values - returns)
     clipped = jnp.zeros_like(on)

@@ -129,6 +129,8 @@ def replay(
                 learner.constraint,
                 critic=learner.critic,
                 reference=learner.reference,
+                teacher=learner.teacher,
+                version=learner.step,
             )
             learner.step = record.step
             if diverged is None and digest(fingerprint(learner.state.model)) != known[record.step]:

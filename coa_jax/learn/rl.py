@@ -283,6 +283,8 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
                     learner.constraint,
                     critic=learner.critic,
                     reference=learner.reference,
+                    teacher=learner.teacher,
+                    version=learner.step,
                 )
             learner.step, learner.ledger = learner.step + 1, sampled.composition.state
             error = check_updates(stats, config.optimizer)

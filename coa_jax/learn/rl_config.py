@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size
+from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.teacher import TeacherConfig
 from coa_jax.learn.traces import TracesConfig
 from coa_jax.learn.training import TrainingConfig
 from coa_jax.model.config import LoraConfig
@@ -46,13 +47,16 @@ class RLConfig(TrainingConfig):
             oldest task.
         in_flight_weights: what samples in flight do when weights change: ``keep`` what the earlier
             weights have computed in the cache, or ``recompute`` it.
-        updates: optimiser updates of a step; above 1 the later ones are off-policy.
+        mini_batch: groups of one optimiser update, 0 for all of a step.  A step that has fewer
+            groups makes fewer updates; each but its last is of that size.
+        epochs: passes over the groups of a step (PPO); later ones take them in another order.
         format_reward: whether a right answer counts only where the protocol was obeyed, as in the
             paper's eq 11; else the answer alone counts, as in its eq 10.
         temperature: of sampling, and of the probabilities that are trained.
         attention_length: positions of a row in attention where samples of a task share their
             prompt, see `batch.pack`; 0 gives each its own.
         algorithm: a preset and the knobs that differ from it.
+        teacher: who scores the policy's tokens, where ``algorithm.opd_coef`` is above 0.
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
         graders: what a right answer is, and who says so; see docs/grading.md.
@@ -69,14 +73,16 @@ class RLConfig(TrainingConfig):
     num_tasks: Count
     groups: Size
     group_size: Size
-    updates: Size
     format_reward: bool
     temperature: Annotated[float, Between(0, 100, above=True)]
     algorithm: Algorithm
     engine: EngineConfig
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    mini_batch: Natural = 0
+    epochs: Times = 1
     attention_length: Natural = 0
+    teacher: TeacherConfig = dataclasses.field(default_factory=TeacherConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     max_sampled: Annotated[float, Between(1, 1000)] = 2.0
     groups_in_flight: Natural = 0
@@ -108,8 +114,18 @@ class RLConfig(TrainingConfig):
             max_staleness=self.max_staleness,
             in_order=self.admission == "task_order",
             in_flight=self.groups_in_flight,
-            steps=self.optimizer.total_steps // self.updates,
+            steps=self.optimizer.total_steps // self.updates_per_step,
         )
+
+    @property
+    def groups_per_update(self) -> int:
+        """Groups of a full optimiser update."""
+        return self.mini_batch or self.groups
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser updates of a step that has all its groups."""
+        return self.epochs * -(-self.groups // self.groups_per_update)
 
     @property
     def chosen(self) -> Algorithm:
@@ -135,25 +151,22 @@ class RLConfig(TrainingConfig):
                 f"{self.row_length} tokens; give 0, or more than row_length"
             )
         algorithm = self.chosen
-        alone = algorithm.advantage in ("batch", "gae") and algorithm.learn_from == "all"
+        alone = algorithm.advantage in ("batch", "gae", "none") and algorithm.learn_from == "all"
         if self.group_size == 1 and not alone:
             raise UserError(
                 "group_size is 1; samples of one task are compared with each other: "
-                "give at least 2, or algorithm.name=ppo or reinforce++, which learn from all"
+                "give at least 2, or algorithm.name=ppo, reinforce++ or opd, which learn from all"
             )
-        if self.optimizer.total_steps < self.updates:
+        self.teacher.check(algorithm.opd_coef, self.temperature, self.rollout.constrain)
+        if self.optimizer.total_steps < self.updates_per_step:
             raise UserError(
                 f"optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
-                f"{self.updates} updates; give at least as many"
+                f"{self.updates_per_step} updates; give at least as many"
             )
-        if self.max_staleness and algorithm.old_logp == "trainer" and not algorithm.tis_cap:
+        if self.mini_batch > self.groups:
             raise UserError(
-                f"max_staleness is {self.max_staleness} and algorithm.old_logp is 'trainer': "
-                "nothing corrects for the policy that sampled; give algorithm.tis_cap=2, or "
-                "algorithm.old_logp=sampler"
+                f"mini_batch is {self.mini_batch}, a step has {self.groups} groups: give at most "
+                "as many, or 0 for all"
             )
-        if self.updates > self.groups:
-            raise UserError(
-                f"updates is {self.updates}, of {self.groups} groups; an update needs a "
-                "group: give at most as many"
-            )
+        if self.max_staleness:
+            algorithm.check_stale(f"max_staleness is {self.max_staleness}")

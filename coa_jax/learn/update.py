@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.engine.constraint import Constraint
-from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example
+from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example, unpack
 from coa_jax.learn.experience import complete_experience
 from coa_jax.learn.groups import rewards
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
 from coa_jax.learn.objectives import group_advantages, weigh
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
+from coa_jax.learn.teacher import Teacher, scored_by_server
 from coa_jax.learn.value import init_critic
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
@@ -63,6 +64,8 @@ def update(
     *,
     critic: TrainState | None = None,
     reference: Params | None = None,
+    teacher: Teacher | None = None,
+    version: int = 0,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
     """The updates of one step; see `_merged` for what its statistics are of.
 
@@ -77,46 +80,45 @@ def update(
         compute: how to compute; rows are split over its mesh.
         constraint: constraint under which all trajectories were sampled; None without one.
         reference: see `reference_params`.
+        teacher: see `learn.teacher.load_teacher`.
+        version: steps before this one, which is the version of the policy that learns.
 
     Returns:
         The policy's state, the critic's, and statistics.
     """
-    algorithm = config.chosen
-    members = [group_examples(algorithm.advantage, group, constraint) for group in groups]
-    parts: list[list[Batch]] = []
-    for part in range(config.updates):
-        chosen = [example for group in members[part :: config.updates] for example in group]
-        if chosen:
-            packed = pack(chosen, config.row_length, config.attention_length)
-            batches = split_rows(packed, config.rows)
-            batches = weigh(batches, algorithm.normalise, algorithm.loss_length)
-            parts.append(batches)
-    if not parts:
+    algorithm, aged = config.chosen, version if config.max_staleness else None
+    members = [group_examples(algorithm.advantage, group, constraint, aged) for group in groups]
+    members = [group for group in members if group]
+    if not members:
         return state, critic, {}
+    began = time.perf_counter()
+    if algorithm.opd_coef and config.teacher.url:
+        members = scored_by_server(config.teacher, members, config.mesh.wait_seconds)
     allowed = None
     if constraint is not None:
         allowed = replicate(constraint.tables.allowed, compute.mesh)
     if algorithm.needs_reference and config.lora.rank:
         reference = state.frozen
-    capacity = -(-config.groups * config.group_size // config.rows)
-    began = time.perf_counter()
-    parts, figures = complete_experience(
+    step, figures = complete_experience(
         algorithm,
-        parts,
+        _packed(config, members),
         model,
         state.model,
         critic=None if critic is None else critic.params,
         reference=reference,
         temperature=config.temperature,
         compute=compute,
+        teacher=teacher,
+        updates=config.updates_per_step,
         allowed=allowed,
         mesh=compute.mesh,
     )
     figures["time/score"] = time.perf_counter() - began
-    figures |= _spread_of_advantages(parts)
+    figures |= _spread_of_advantages(step)
     of_policy: list[dict[str, float]] = []
     of_critic: list[dict[str, float]] = []
-    for batches in parts:
+    capacity = -(-config.groups_per_update * config.group_size // config.rows)
+    for batches in _mini_batches(config, members, step, version):
         state, stats = train_step(
             state,
             [batch._replace(value=None, returns=None) for batch in batches],
@@ -131,7 +133,10 @@ def update(
         if critic is not None:
             critic, values = train_step(
                 critic,
-                [b._replace(rule=None, weight=None, old_logp=None, ref_logp=None) for b in batches],
+                [
+                    b._replace(rule=None, weight=None, old_logp=None, ref_logp=None, age=None)
+                    for b in batches
+                ],
                 loss=ValueLoss(algorithm.value_clip),
                 model=model,
                 compute=compute,
@@ -139,23 +144,67 @@ def update(
                 capacity=capacity,
             )
             of_critic.append(values)
+    first = algorithm.old_logp == "sampler"
     values = {f"critic/{k.removeprefix('optim/')}": v for k, v in _merged(of_critic).items()}
-    return state, critic, {**figures, **_merged(of_policy), **values}
+    return state, critic, {**figures, **quotients(_merged(of_policy, first)), **values}
 
 
-def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def _packed(config: RLConfig, groups: Sequence[Sequence[Example]]) -> list[Batch]:
+    """The micro-batches of groups."""
+    examples = [example for group in groups for example in group]
+    return split_rows(pack(examples, config.row_length, config.attention_length), config.rows)
+
+
+def _mini_batches(
+    config: RLConfig, groups: Sequence[list[Example]], step: list[Batch], version: int
+) -> Iterator[list[Batch]]:
+    """The micro-batches of each update: of all groups in turn, and in later epochs shuffled.
+
+    Args:
+        config: of the run.
+        groups: what the step learns from.
+        step: all of them in micro-batches, scored.
+        version: steps before this one; the order in later epochs depends on it and on the seed.
+    """
+    algorithm, size = config.chosen, config.groups_per_update
+
+    def weighed(batches: list[Batch]) -> list[Batch]:
+        batches = [batch._replace(teacher_logp=None) for batch in batches]
+        return weigh(batches, algorithm.normalise, algorithm.loss_length)
+
+    if len(groups) <= size:
+        yield from [weighed(step)] * config.epochs
+        return
+    examples = [example for group in groups for example in group]
+    filled = iter(unpack(step, examples, config.row_length, config.attention_length))
+    scored = [[next(filled) for _ in group] for group in groups]
+    for epoch in range(config.epochs):
+        order = np.arange(len(groups))
+        if epoch:
+            order = np.random.default_rng((config.seed, version, epoch)).permutation(order)
+        for at in range(0, len(groups), size):
+            yield weighed(_packed(config, [scored[i] for i in order[at : at + size]]))
+
+
+def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dict[str, float]:
     """The statistics of a step from those of its updates, as `train_step` returns them.
 
     Means over the tokens of all updates that were not skipped, and the largest gradient norm.  The
-    mismatch is that of the first update, before which the policy is the one that sampled, and so is
-    the rate.  If the last one was skipped, its loss and norm say why.
+    rate is that of the first update.  If the last one was skipped, its loss and norm say why.
+
+    Args:
+        updates: one after the other.
+        first_only: whether the mismatch is that of the first update, before which the policy is the
+            one that sampled; else it is that of the policy before all of them.
     """
     if len(updates) < 2:
         return dict(updates[0]) if updates else {}
     first, last = updates[0], updates[-1]
     made = [stats for stats in updates if not stats["optim/skipped_in_a_row"]] or updates
     weights = [max(stats["tokens"], 1.0) for stats in made]
-    kept = {name for name in first if name.startswith("mismatch/")} | {"optim/lr"}
+    kept = {"optim/lr"}
+    if first_only:
+        kept |= {name for name in first if name.startswith("mismatch/")}
     latest = {"optim/skipped", "optim/skipped_in_a_row"}
     if last["optim/skipped_in_a_row"]:
         latest |= {"loss", "optim/grad_norm"}
@@ -163,7 +212,11 @@ def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         name: float(np.average([stats[name] for stats in made], weights=weights))
         for name in first.keys() - kept - latest
     }
-    largest = {"optim/grad_norm": max(stats["optim/grad_norm"] for stats in made)}
+    largest = {
+        name: max(stats[name] for stats in made)
+        for name in first.keys() - kept
+        if name == "optim/grad_norm" or name.endswith("max")
+    }
     return {
         **first,  # whose order and whose ``kept`` stay
         **means,
@@ -173,9 +226,26 @@ def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _spread_of_advantages(parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+def quotients(means: dict[str, float]) -> dict[str, float]:
+    """Statistics of `policy_objective` in their last form, from their means over all tokens.
+
+    ``mismatch/ess`` is the effective sample size ``(sum rho)^2 / (n sum rho^2)`` as a share of the
+    tokens (Kong 1992), ``mismatch/age_N`` a mean over the tokens of that age, if there are any.
+    """
+    stats = {k: v for k, v in means.items() if not k.endswith(("_share", "_square"))}
+    if "mismatch/weight" in means:
+        square = means["mismatch/weight_square"]
+        stats["mismatch/ess"] = means["mismatch/weight"] ** 2 / square if square else 0.0
+    for name in [name for name in stats if f"{name}_share" in means]:
+        share, mean = means[f"{name}_share"], stats.pop(name)
+        if share:
+            stats[name] = mean / share
+    return stats
+
+
+def _spread_of_advantages(batches: Sequence[Batch]) -> dict[str, float]:
     """Of the tokens that are learned."""
-    found = [batch.advantage[batch.mask > 0] for batches in parts for batch in batches]
+    found = [batch.advantage[batch.mask > 0] for batch in batches]
     found = [values for values in found if values.size]
     if not found:
         return {}
@@ -186,15 +256,21 @@ def _spread_of_advantages(parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
 
 
 def group_examples(
-    kind: str, group: Sequence[Trajectory], constraint: Constraint | None
+    kind: str,
+    group: Sequence[Trajectory],
+    constraint: Constraint | None,
+    version: int | None = None,
 ) -> list[Example]:
-    """What a group's graded trajectories teach; see `complete_experience` for ``advantage``."""
+    """What a group's graded trajectories teach; see `complete_experience` for ``advantage``.
+
+    With a ``version``, tokens have their ages, see `trajectory_example`.
+    """
     advantages = group_advantages(rewards(group), kind)
     examples = []
     for trajectory, advantage in zip(group, advantages, strict=True):
         if rewards([trajectory])[0] is None or not trajectory.num_policy_tokens:
             continue
-        example = trajectory_example(trajectory, float(advantage), constraint)
+        example = trajectory_example(trajectory, float(advantage), constraint, version)
         if kind in ("batch", "batch_baseline", "gae"):
             # The reward of a sequence is that of its last token, which the policy wrote.
             at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1

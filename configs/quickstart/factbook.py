@@ -90,7 +90,7 @@ def get_config() -> ml_collections.ConfigDict:
             "groups": 24,
             "group_size": 8,
             "max_sampled": 1.0,
-            "updates": 1,
+            "mini_batch": 0,
             "format_reward": True,
             "temperature": 1.0,
             "rows": 4,

@@ -37,7 +37,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "group_size": 8,
             "max_sampled": 2.0,
             "format_reward": True,
-            "updates": 1,
             "temperature": 1.0,
             "rows": 1,
             "row_length": 768,

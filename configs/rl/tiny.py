@@ -32,7 +32,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "group_size": 2,
             "max_sampled": 1.0,
             "format_reward": False,
-            "updates": 1,
             "temperature": 1.0,
             "rows": 1,
             "row_length": 128,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.objectives import weigh
+from coa_jax.learn.objectives import policy_objective, weigh
 
 EXTRA = ("old_logp", "ref_logp", "value", "returns")
 
@@ -97,3 +98,32 @@ def by_member(members, layouts, arrays):
         found.append(flat[at : at + len(m.tokens)])
         at += len(m.tokens)
     return found
+
+
+def gradients(algorithm, sequences, **layout):
+    """Loss of an update and its gradients by log-probability and entropy, as a step makes them."""
+    extra = tuple(
+        name
+        for name, wanted in (
+            ("old_logp", algorithm.old_logp == "trainer"),
+            ("ref_logp", algorithm.needs_reference),
+        )
+        if wanted
+    )
+    parts, arrays, places = batches(
+        sequences,
+        normalise=algorithm.normalise,
+        constant=algorithm.loss_length,
+        extra=extra,
+        **layout,
+    )
+    function = jax.value_and_grad(
+        lambda logp, entropy, batch: policy_objective(logp, entropy, batch, algorithm)[0], (0, 1)
+    )
+    results = [
+        function(a["logp_now"], a["entropy"], part) for a, part in zip(arrays, parts, strict=True)
+    ]
+    count = sum(part.mask.sum() for part in parts)
+    loss = sum(float(value) for value, _ in results) / count
+    slopes = [by_member(sequences, places, [g[i] / count for _, g in results]) for i in (0, 1)]
+    return loss, slopes

@@ -57,7 +57,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "kl": {"algorithm": Algorithm("grpo", kl_coef=0.3)},
     "kl-lora": {"algorithm": Algorithm("grpo", kl_coef=0.3), "lora": LORA},
     # Old log-probabilities by the trainer, which several updates need.
-    "recomputed": {"algorithm": Algorithm("dapo", old_logp="trainer", tis_cap=1.5), "updates": 2},
+    "recomputed": {
+        "algorithm": Algorithm("dapo", old_logp="trainer", tis_cap=1.5),
+        "mini_batch": 2,
+    },
     "sft-lora": {"lora": LORA},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -16,6 +17,7 @@ from coa_jax.learn.batch import (
     record_example,
     split_rows,
     trajectory_example,
+    unpack,
 )
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt, get_protocol
@@ -128,6 +130,61 @@ def test_a_trajectory_learns_its_sampled_tokens_up_to_the_last(authors, prompt):
     assert (example.logp == logp[:end]).all()
 
 
+def test_a_token_is_as_old_as_the_policy_that_sampled_it():
+    authors = np.asarray([0, 0, 1, 1, 2, 1, 1, 2], np.uint8)
+    plain = Trajectory(
+        task_id="t", sample_id=0, question="", protocol="generalist", tokens=np.arange(8),
+        author=authors, logp=np.zeros(8), text="", segments=(), tool_calls=(),
+        stop_reason=StopReason.LENGTH, reward=None, gold=(),
+    )  # fmt: skip
+    changed = dataclasses.replace(plain, metadata={"policy_versions": [[0, 3], [3, 4], [6, 6]]})
+    assert trajectory_example(changed, 1.0, version=7).more["age"].tolist() == [4, 4, 4, 3, 3, 3, 1]
+    assert trajectory_example(plain, 1.0, version=7).more["age"].tolist() == [0] * 7
+    assert "age" not in trajectory_example(changed, 1.0).more
+    batch = pack([trajectory_example(changed, 1.0, version=7)] * 2, 16)
+    assert batch.age.tolist() == [[4, 4, 4, 3, 3, 3, 1] * 2 + [0, 0]]
+    assert batch.age.dtype == np.int32
+    (padded,) = split_rows(batch, 3)
+    assert padded.age.shape == (3, 16) and not padded.age[1:].any()
+
+
+@pytest.mark.parametrize("unfolded", [0, 60])
+def test_what_batches_have_gained_is_found_again_in_their_examples(unfolded):
+    rng, examples = np.random.default_rng(0), []
+    for prompt in range(3):
+        head = rng.integers(0, 50, 5)
+        for size in (4, 9, 6):
+            tokens = np.concatenate((head, 100 * prompt + rng.integers(0, 50, size)))
+            mask = (np.arange(len(tokens)) >= 5).astype(np.float32)
+            mask[6] = 0
+            zeros = np.zeros(len(tokens), np.float32)
+            more = {"age": rng.integers(0, 4, len(tokens)).astype(np.int32)}
+            examples.append(Example(tokens.astype(np.int32), mask, zeros, zeros, None, more))
+    packed = pack(examples, 30, unfolded)
+    assert packed.age[packed.mask > 0].sum() == sum(
+        (e.more["age"] * e.mask).sum() for e in examples
+    )
+    batches = [
+        b._replace(old_logp=b.tokens * 0.5, advantage=b.tokens + b.positions / 64)
+        for b in split_rows(packed, 2)
+    ]
+    assert len(batches) > 1
+    found = unpack(batches, examples, 30, unfolded)
+    for example, other in zip(examples, found, strict=True):
+        on = example.mask > 0
+        np.testing.assert_array_equal(other.tokens, example.tokens)
+        np.testing.assert_array_equal(other.more["age"], example.more["age"])
+        np.testing.assert_array_equal(other.more["old_logp"][on], example.tokens[on] * 0.5)
+        places = np.arange(len(example.tokens)) / 64
+        np.testing.assert_array_equal(other.advantage[on], (example.tokens + places)[on])
+        assert other.more.keys() == {"age", "old_logp"}
+    again = pack(found, 30, unfolded)
+    np.testing.assert_array_equal(
+        again.old_logp[again.mask > 0],
+        np.concatenate([b.old_logp for b in batches])[: len(again.mask)][again.mask > 0],
+    )
+
+
 def example_of(size, start):
     tokens = np.arange(start, start + size, dtype=np.int32)
     return Example(
@@ -144,7 +201,7 @@ def examples_of(sizes):
     return [example_of(size, int(start)) for size, start in zip(sizes, starts, strict=False)]
 
 
-def unpack(batch):
+def segments_of(batch):
     """The segments of a batch as tuples of lists."""
     for row in range(batch.tokens.shape[0]):
         ids = batch.segment_ids[row]
@@ -171,7 +228,7 @@ def test_packing_keeps_every_example_exactly_once(sizes):
         mask = e.mask.copy()
         mask[0] = 0  # nothing comes before the first token that could predict it
         expected.append(tuple(x.tolist() for x in (e.tokens, mask, e.logp, e.advantage, e.rule)))
-    assert sorted(unpack(batch)) == sorted(expected)
+    assert sorted(segments_of(batch)) == sorted(expected)
 
 
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=20))
@@ -193,7 +250,7 @@ def test_a_sequence_longer_than_a_row_is_refused():
 
 def test_an_empty_sequence_beside_full_rows_is_harmless():
     batch = pack([*examples_of([32, 32]), example_of(0, 1)], 32)
-    assert len(list(unpack(batch))) == 2
+    assert len(list(segments_of(batch))) == 2
 
 
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=12), st.integers(1, 5))

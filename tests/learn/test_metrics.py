@@ -14,10 +14,11 @@ import pytest
 from coa_jax.learn import metrics
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack
-from coa_jax.learn.experience import _explained_variance
+from coa_jax.learn.experience import _distilled, _explained_variance
 from coa_jax.learn.metrics import mfu, sequence_lengths, train_speed
 from coa_jax.learn.objectives import policy_objective, value_objective
 from coa_jax.learn.preference import dpo_objective
+from coa_jax.learn.update import quotients
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
@@ -74,17 +75,22 @@ def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:
     """Names of what only some settings of RL, or only DPO, write, from the functions that do."""
     ones = np.ones((1, 4), np.float32)
     batch = Batch(*[ones.astype(np.int32)] * 3, *[ones] * 3)._replace(
-        weight=ones, old_logp=ones, ref_logp=ones, value=ones, returns=ones
-    )
-    ppo = Algorithm("ppo", kl_coef=0.1, old_logp="trainer", tis_cap=2.0).resolve(4)
+        weight=ones, old_logp=ones, ref_logp=ones, value=ones, returns=ones, teacher_logp=ones,
+        age=ones.astype(np.int32),
+    )  # fmt: skip
+    ppo = Algorithm(
+        "ppo", kl_coef=0.1, old_logp="trainer", tis_cap=2.0, mask_high=3.0, opd_coef=1.0
+    ).resolve(4)
     _, policy = jax.eval_shape(lambda: policy_objective(ones, ones, batch, ppo))
     _, value = jax.eval_shape(lambda: value_objective(ones, batch, ppo.value_clip))
     _, preference = jax.eval_shape(lambda: dpo_objective(ones, batch, 0.1))
     # What the training step adds to the statistics of any loss.
     step = {name for name in written["sft"] if name.startswith("optim/")} | {"tokens"}
     critic = {f"critic/{name.removeprefix('optim/')}" for name in step | set(value)}
-    explained = set(_explained_variance([[batch]]))
-    return {"rl": set(policy) | critic | explained, "dpo": set(preference) - {"loss"}}
+    explained = set(_explained_variance([batch]))
+    distilled = set(_distilled([batch], 1.0)[1])
+    final = set(quotients(dict.fromkeys(policy, 1.0)))
+    return {"rl": final | critic | explained | distilled, "dpo": set(preference) - {"loss"}}
 
 
 def test_the_sequences_of_packed_rows_are_found_again():
@@ -110,10 +116,10 @@ def test_a_critic_of_returns_that_do_not_differ_explains_nothing_and_not_less():
         returns=0.7 * ones, value=(0.7 + noise).astype(np.float32)
     )
     name = "critic/explained_variance"
-    assert _explained_variance([[batch, batch]])[name] == 0.0
+    assert _explained_variance([batch, batch])[name] == 0.0
     returns = (1000 + noise).astype(np.float32)
     near = batch._replace(returns=returns, value=(1000 + 0.5 * noise).astype(np.float32))
-    assert _explained_variance([[near]])[name] == pytest.approx(0.75, abs=0.01)
+    assert _explained_variance([near])[name] == pytest.approx(0.75, abs=0.01)
 
 
 @pytest.mark.parametrize("phase", ["sft", "rl", "dpo"])

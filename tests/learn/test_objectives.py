@@ -13,7 +13,7 @@ import pytest
 
 from coa_jax.learn.algorithms import Algorithm, presets
 from coa_jax.learn.objectives import policy_objective, value_objective
-from tests.learn.packed import batches, by_member, members
+from tests.learn.packed import batches, by_member, gradients, members
 
 torch = pytest.importorskip("torch")
 LENGTH = 40
@@ -54,7 +54,10 @@ def reference_loss(a, sequences, logps, entropies):
             if a.dual_clip and advantage < 0:
                 gain = torch.maximum(gain, torch.full_like(gain, a.dual_clip * advantage))
         if a.tis_cap:
-            gain = gain * torch.clamp(torch.exp(trainer - sampler), max=a.tis_cap)
+            gap = trainer - sampler
+            if a.tis_level == "geometric":
+                gap = gap.mean() * torch.ones_like(gap)
+            gain = gain * torch.clamp(torch.exp(gap), max=a.tis_cap)
         token = -gain - a.entropy_coef * entropy[at]
         if a.kl_coef and a.kl_in == "loss":
             token = token + a.kl_coef * reference_kl(a.kl, new - reference)
@@ -65,35 +68,6 @@ def reference_loss(a, sequences, logps, entropies):
         }[a.normalise]
         loss = loss + (token * weight).sum()
     return loss
-
-
-def gradients(algorithm, sequences, **layout):
-    """Loss of an update and its gradients by log-probability and entropy, as a step makes them."""
-    extra = tuple(
-        name
-        for name, wanted in (
-            ("old_logp", algorithm.old_logp == "trainer"),
-            ("ref_logp", algorithm.needs_reference),
-        )
-        if wanted
-    )
-    parts, arrays, places = batches(
-        sequences,
-        normalise=algorithm.normalise,
-        constant=algorithm.loss_length,
-        extra=extra,
-        **layout,
-    )
-    function = jax.value_and_grad(
-        lambda logp, entropy, batch: policy_objective(logp, entropy, batch, algorithm)[0], (0, 1)
-    )
-    results = [
-        function(a["logp_now"], a["entropy"], part) for a, part in zip(arrays, parts, strict=True)
-    ]
-    count = sum(part.mask.sum() for part in parts)
-    loss = sum(float(value) for value, _ in results) / count
-    slopes = [by_member(sequences, places, [g[i] / count for _, g in results]) for i in (0, 1)]
-    return loss, slopes
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -131,9 +131,9 @@ def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", presets(192))
+@pytest.mark.parametrize("name", [name for name in presets(192) if name != "opd"])
 def test_each_algorithm_runs_with_live_tools_and_resumes_to_the_bit(folder, name):
-    changes = {"algorithm": Algorithm(name), "updates": 2, "groups": 3}
+    changes = {"algorithm": Algorithm(name), "mini_batch": 2, "groups": 3}
     changes["optimizer"] = OptimizerConfig(2e-4, total_steps=4, final_ratio=1.0, weight_decay=0.0)
     whole = train(folder, f"{name}", **changes)
     for row in rows(whole, "rl"):
@@ -177,12 +177,12 @@ def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"group_size": 0}, "group_size is 0; give a whole number from 1"),
         ({"rows": 0}, "rows is 0; give a whole number from 1"),
-        ({"updates": 9}, "total_steps is 3, a step makes 9 updates"),
+        ({"epochs": 9}, "total_steps is 3, a step makes 9 updates"),
         (
             {"max_staleness": 1, "algorithm": Algorithm("grpo", old_logp="trainer")},
             "nothing corrects for the policy that sampled; give algorithm.tis_cap=2",
         ),
-        ({"updates": 3, "groups": 2}, "updates is 3, of 2 groups"),
+        ({"mini_batch": 3}, "mini_batch is 3, a step has 2 groups"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(folder, changes, message):

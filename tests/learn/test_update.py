@@ -20,6 +20,7 @@ from coa_jax.learn.update import (
     _merged,
     critic_state,
     group_examples,
+    quotients,
     reference_params,
     update,
 )
@@ -36,7 +37,8 @@ LENGTH = 40
 COMPUTE = local_compute()
 SCORING = {"model": MODEL, "compute": COMPUTE, "temperature": 1.2}
 DEFAULT = ("gspo",)
-NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in presets(LENGTH)]
+REWARDED = [name for name in presets(LENGTH) if name != "opd"]
+NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in REWARDED]
 
 
 def config(name, **changes):
@@ -67,10 +69,10 @@ def logps(parameters, examples):
 
 
 @functools.cache
-def groups():
-    """Two groups of four; two of each are right.  The policy itself has sampled them."""
+def groups(number=2):
+    """Groups of four; two of each are right.  The policy itself has sampled them."""
     rng, made = np.random.default_rng(7), []
-    for task in range(2):
+    for task in range(number):
         group = []
         for sample in range(4):
             size = int(rng.integers(9, 18))
@@ -148,7 +150,9 @@ def test_an_algorithm_makes_what_was_right_likelier(name):
     assert first["policy/clip_low"] == first["policy/clip_high"] == 0
     assert first["mismatch/abs_logp_max"] < 1e-5
     assert first["policy/kl_old"] < 1e-9
-    assert history[-1]["policy/kl_old"] > 1e-6
+    # After it the trajectories are old: by the ratio of the loss, or by that of its correction.
+    by = "mismatch/kl" if Algorithm(name).resolve(LENGTH).old_logp == "trainer" else "policy/kl_old"
+    assert history[-1][by] > 1e-6
     assert ("policy/kl_ref" in first) == (Algorithm(name).resolve(LENGTH).kl_coef > 0)
     if name == "ppo":
         assert critic is not None and int(critic.step) == 4
@@ -164,7 +168,7 @@ def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
         [t.__class__(**{**vars(t), "logp": t.logp + np.float32(0.4)}) for t in group]
         for group in groups()
     ]
-    settings = config("dapo", knobs={"old_logp": "trainer", "tis_cap": 1.5}, updates=2)
+    settings = config("dapo", knobs={"old_logp": "trainer", "tis_cap": 1.5}, mini_batch=1)
     start = jax.tree.map(jnp.copy, params())
     state = init_state(start, settings.optimizer)
     state, _, stats = update(settings, state, MODEL, shifted, COMPUTE)
@@ -187,7 +191,7 @@ def test_a_steps_statistics_are_those_of_all_its_updates(name, monkeypatch):
         return state, stats
 
     monkeypatch.setattr("coa_jax.learn.update.train_step", noting)
-    _, _, (stats,) = run(config(name, updates=2, optimizer=OptimizerConfig(0.05, 8)))
+    _, _, (stats,) = run(config(name, mini_batch=1, optimizer=OptimizerConfig(0.05, 8)))
     first, second = seen["loss"]
     tokens = [first["tokens"], second["tokens"]]
     assert stats["tokens"] == sum(tokens) and tokens[0] != tokens[1]
@@ -197,12 +201,121 @@ def test_a_steps_statistics_are_those_of_all_its_updates(name, monkeypatch):
     assert first["policy/kl_old"] < 1e-9 < stats["policy/kl_old"]
     assert stats["optim/grad_norm"] == max(first["optim/grad_norm"], second["optim/grad_norm"])
     assert {k: v for k, v in stats.items() if "mismatch" in k} == {
-        k: v for k, v in first.items() if "mismatch" in k
+        k: v for k, v in quotients(first).items() if "mismatch" in k
     }
     assert stats["mismatch/abs_logp_max"] < 1e-5 < second["mismatch/abs_logp_max"]
     for old, new in zip(seen["value"][:1], seen["value"][1:], strict=True):
         mean = np.average([old["loss"], new["loss"]], weights=tokens)
         assert stats["critic/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def updates_of(settings, number, monkeypatch, version=0):
+    """Tasks of each update in its order, all batches, and statistics; parameters do not change."""
+    members = groups(number)
+    tasks = {learnt(t).tobytes(): t.task_id for g in members for t in g}
+    seen = []
+
+    def noting(state, batches, **options):
+        seen.append(batches)
+        return train_step(state, batches, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coa_jax.learn.update.train_step", noting)
+        start = jax.tree.map(jnp.copy, params())
+        state = init_state(start, settings.optimizer)
+        _, _, stats = update(settings, state, MODEL, members, COMPUTE, version=version)
+    orders = [
+        {
+            tasks[batch.tokens[row, at].tobytes()]
+            for batch in batches
+            for row, at in sequences(batch)
+        }
+        for batches in seen
+    ]
+    return orders, seen, stats
+
+
+def learnt(trajectory):
+    """Tokens up to the last that the policy wrote."""
+    return trajectory.tokens[: np.flatnonzero(trajectory.author == Author.POLICY)[-1] + 1]
+
+
+def test_mini_batches_have_a_fixed_size_and_a_short_step_makes_fewer_updates(monkeypatch):
+    settings = config("dr_grpo", groups=7, mini_batch=2)
+    assert settings.updates_per_step == 4
+    sizes = {7: [2, 2, 2, 1], 5: [2, 2, 1], 4: [2, 2], 1: [1]}
+    for number, wanted in sizes.items():
+        orders, _, stats = updates_of(settings, number, monkeypatch)
+        assert [len(order) for order in orders] == wanted
+        assert set().union(*orders) == {f"t{i}" for i in range(number)}
+        # In the order of the groups.
+        assert orders[0] == {f"t{i}" for i in range(min(number, 2))}
+        policy_tokens = sum(t.num_policy_tokens for g in groups(number) for t in g)
+        assert stats["tokens"] == policy_tokens
+    # The schedule counts updates, a run its steps.
+    assert settings.optimizer.total_steps // settings.updates_per_step == 2
+    assert config("dr_grpo", groups=7).updates_per_step == 1
+
+
+def test_later_epochs_take_the_groups_in_an_order_of_the_seed_and_the_step(monkeypatch):
+    knobs = {"old_logp": "trainer", "tis_cap": 2.0}
+    settings = config(
+        "dr_grpo", groups=6, mini_batch=2, epochs=3, knobs=knobs, optimizer=OptimizerConfig(3e-3, 9)
+    )
+    assert settings.updates_per_step == 9
+    orders, seen, _ = updates_of(settings, 6, monkeypatch)
+    epochs = [orders[at : at + 3] for at in (0, 3, 6)]
+    for epoch in epochs:
+        assert [len(order) for order in epoch] == [2, 2, 2]
+        assert set().union(*epoch) == {f"t{i}" for i in range(6)}
+    assert epochs[0] == [{"t0", "t1"}, {"t2", "t3"}, {"t4", "t5"}]
+    assert epochs[1] != epochs[0] and epochs[2] not in epochs[:2]
+    assert updates_of(settings, 6, monkeypatch)[0] == orders
+    assert updates_of(settings, 6, monkeypatch, version=1)[0] != orders
+    # All updates are compared with the policy before the first, and so are their advantages.
+    for batches in seen:
+        for batch in batches:
+            before = np.asarray(
+                score(params(), batch._replace(weight=None, old_logp=None), **SCORING)
+            )
+            np.testing.assert_allclose(batch.old_logp, before, rtol=1e-5, atol=1e-5)
+            assert batch.old_logp[batch.mask > 0].all()
+
+
+def test_every_epoch_has_what_a_critic_and_a_reference_said_before_the_first(monkeypatch):
+    settings = config("ppo", groups=3, mini_batch=1, epochs=2, knobs={"lam": 0.9})
+    members, seen = groups(3), []
+
+    def noting(state, batches, **options):
+        seen.append(batches)
+        return train_step(state, batches, **options)
+
+    monkeypatch.setattr("coa_jax.learn.update.train_step", noting)
+    start = jax.tree.map(jnp.copy, params())
+    critic, reference = critic_state(settings, start), reference_params(settings, start)
+    update(
+        settings, init_state(start, settings.optimizer), MODEL, members, COMPUTE,
+        critic=critic, reference=reference,
+    )  # fmt: skip
+
+    def told(batches, names):
+        """Arrays of each sequence by its tokens."""
+        return {
+            batch.tokens[row, at].tobytes(): [getattr(batch, name)[row, at] for name in names]
+            for batch in batches
+            for row, at in sequences(batch)
+        }
+
+    for names, turn in ((("advantage", "ref_logp"), 0), (("value", "returns"), 1)):
+        of_updates = [told(batches, names) for batches in seen[turn::2]]
+        assert len(of_updates) == 6
+        first, second = ({}, {})
+        for part, into in zip(of_updates, [first] * 3 + [second] * 3, strict=True):
+            into |= part
+        assert first.keys() == second.keys() and len(first) == 12
+        for tokens, arrays in first.items():
+            for one, other in zip(arrays, second[tokens], strict=True):
+                np.testing.assert_array_equal(one, other)
 
 
 def test_an_update_that_was_skipped_is_in_no_mean_but_says_why_if_it_is_the_last():
@@ -231,9 +344,9 @@ def experience(settings, reference=None, critic=None):
     algorithm = settings.chosen
     examples = [e for group in groups() for e in group_examples(algorithm.advantage, group, None)]
     batch = pack(examples, LENGTH)
-    ((filled,),), stats = complete_experience(
+    (filled,), stats = complete_experience(
         algorithm,
-        [[batch]],
+        [batch],
         MODEL,
         params(),
         critic=critic,

@@ -54,7 +54,6 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "group_size": 4,
         "max_sampled": 2.0,
         "format_reward": False,
-        "updates": 1,
         "temperature": 1.2,
         "rows": 2,
         "row_length": 192,
