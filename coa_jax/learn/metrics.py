@@ -38,10 +38,9 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         **staleness(sampled.used, sampled.composition.step),
         "drop/groups": float(len(sampled.dropped)),
         "drop/given_up": float(sampled.composition.given_up),
+        "drop/len_mean": float(np.mean([t.num_policy_tokens for t in lost] or [0])),
         "rollout/tokens": float(sum(t.num_policy_tokens for t in flat)),
     }
-    if lost:
-        figures["drop/len_mean"] = float(np.mean([t.num_policy_tokens for t in lost]))
     values = graded_values(sampled.everything) or [0.0]
     # Not the rewards: of answers that are all right a penalty may leave some at or below 0.
     graded = [[v for v in earned(group) if v is not None] for group in sampled.everything]

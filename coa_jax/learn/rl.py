@@ -6,6 +6,7 @@ step takes the groups that teach something and makes one or more policy-gradient
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -156,7 +157,7 @@ class Source:
         assert self._stream is not None
         share = self._stream.step()
         wait = self._config.mesh.wait_seconds
-        if not processes.all_agree(share is not None, "rollouts of a step", wait) or not share:
+        if not _all_say(share is not None, "rollouts of a step", wait) or not share:
             return None
         sampled = self._assembled(share.composition, share)
         self.log.write(_record(sampled))
@@ -169,7 +170,7 @@ class Source:
         record = self._records.pop(0)
         groups = recorded_groups(record, self._kept, self._config.group_size)
         wait = self._config.mesh.wait_seconds
-        if not processes.all_agree(groups is not None, "recorded groups", wait):
+        if not _all_say(groups is not None, "recorded groups", wait):
             logging.warning("step %d cannot be repeated and is sampled again", record.step)
             self.log.forget(record.step - 1)
             self._records = []
@@ -327,6 +328,11 @@ def _around(
         progress("RL", total=learner.total, initial=learner.step) as bar,
     ):
         yield profile, stop, bar
+
+
+def _all_say(answer: bool, what: str, seconds: float) -> bool:
+    """Whether every process says yes; see `processes.exchange` for the other arguments."""
+    return all(asyncio.run(processes.exchange(answer, what, seconds)))
 
 
 def _record(sampled: Sampled) -> StepRecord:

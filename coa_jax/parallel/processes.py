@@ -308,11 +308,6 @@ async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
     return [told[number] for number in range(here.count)]
 
 
-def all_agree(answer: bool, what: str, seconds: float) -> bool:
-    """Whether every process says yes; see `exchange` for the arguments."""
-    return all(asyncio.run(exchange(answer, what, seconds))) if count() > 1 else answer
-
-
 def ask_all_to_stop() -> None:
     """Tells all processes that one of them has been asked to stop."""
     if _joined is not None:

@@ -16,27 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coa_jax.engine.engine import Engine
-from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, tool_context
+from coa_jax.rollout.running import Running, limit_now
 from coa_jax.tools.base import Observation, Tool, call, unavailable
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
-
-
-@dataclasses.dataclass
-class _Running:
-    """A sample in a slot."""
-
-    request: Request
-    episode: Episode
-    slot: int
-    began: float
-    paused: bool = False  # until the parameters of its planned version are there
-    tool: asyncio.Task[tuple[Observation, float]] | None = None
-    tool_request: ToolRequest | None = None
-    tool_seconds: float = 0.0
 
 
 class Scheduler:
@@ -64,7 +51,7 @@ class Scheduler:
         self._counted = asyncio.get_running_loop().time()
         self.on_text, self.on_tokens = on_text, on_tokens
         self.free = deque(range(engine.config.slots))
-        self.running: dict[int, _Running] = {}
+        self.running: dict[int, Running] = {}
         # The request whose prompt a slot has in its cache, after its sample has ended too.
         self.held: dict[int, Request] = {}
         self.refused: list[Trajectory] = []
@@ -128,7 +115,7 @@ class Scheduler:
         """Samples that wait for the parameters of a version that is not published yet."""
         if self.reader.weights is not None:
             return 0
-        return sum(map(self._must_pause, self.running.values()))
+        return sum(run.must_pause(self.version) for run in self.running.values())
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -150,12 +137,14 @@ class Scheduler:
             await self._on_device(self.engine.extend, feeds)
         for run in self.running.values():
             if run.request.plan:
-                self.engine.set_limit(run.slot, self._limit_now(run.request))
-            if run.paused and not self._must_pause(run):
+                self.engine.set_limit(
+                    run.slot, limit_now(run.request, self._limit(run.request), self.version)
+                )
+            if run.paused and not run.must_pause(self.version):
                 run.paused = False
                 self.engine.set_active(run.slot, True)
 
-    def _computes(self, run: _Running) -> None:
+    def _computes(self, run: Running) -> None:
         """Notes the policy version of the next forward pass of a sample."""
         if self.version is not None:
             run.episode.computed_by(self.version)
@@ -166,16 +155,7 @@ class Scheduler:
         return min(wanted, self.engine.config.max_length)
 
     def _limit_now(self, request: Request) -> int:
-        """Tokens that a trajectory may have before it needs later parameters, by its plan."""
-        version = self.version or 0
-        later = [position for position, planned in request.plan if planned > version]
-        end = [request.ends[0]] if request.ends else []
-        return min([self._limit(request), *later[:1], *end])
-
-    def _must_pause(self, run: _Running) -> bool:
-        """Whether a sample needs parameters that are not published yet, by its plan."""
-        version, tokens = self.version or 0, len(run.episode.tokens)
-        return any(at <= tokens and planned > version for at, planned in run.request.plan)
+        return limit_now(request, self._limit(request), self.version)
 
     def _cancel(self) -> None:
         """Ends the samples that nobody wants any more, those that wait for a slot too."""
@@ -245,9 +225,9 @@ class Scheduler:
             sampling=request.sampling,
             protocol=request.task.protocol if request.agent and self.config.constrain else None,
         )
-        run = _Running(request, episode, slot, asyncio.get_running_loop().time())
+        run = Running(request, episode, slot, asyncio.get_running_loop().time())
         self._computes(run)
-        run.paused = self._must_pause(run)
+        run.paused = run.must_pause(self.version)
         self.engine.set_active(slot, not run.paused)
         self.running[slot] = run
 
@@ -284,7 +264,7 @@ class Scheduler:
         return finished
 
     def _advance(
-        self, run: _Running, tokens: Sequence[int], logps: Sequence[float]
+        self, run: Running, tokens: Sequence[int], logps: Sequence[float]
     ) -> list[Trajectory]:
         episode = run.episode
         limit = self.config.max_turn_tokens if run.request.agent else 0
@@ -312,15 +292,15 @@ class Scheduler:
         spent = self._spent(run)
         return [self._finish(run, spent)] if spent else []
 
-    def _check_ended(self, run: _Running, active: bool) -> None:
+    def _check_ended(self, run: Running, active: bool) -> None:
         """A row at rest without a tool would never decode again, and nobody would end it."""
         if not active and run.tool is None and self.running.get(run.slot) is run:
-            run.paused = self._must_pause(run)
+            run.paused = run.must_pause(self.version)
             if run.paused:
                 return
             raise RuntimeError(f"slot {run.slot} has ended, but not the sample in it")
 
-    async def _call(self, run: _Running, request: ToolRequest) -> tuple[Observation, float]:
+    async def _call(self, run: Running, request: ToolRequest) -> tuple[Observation, float]:
         clock = asyncio.get_running_loop().time
         start = clock()
         tool = self.tools.get(request.tool)
@@ -347,7 +327,7 @@ class Scheduler:
             request = run.tool_request
             if run.tool is None or request is None or not run.tool.done():
                 continue
-            if self._must_pause(run):
+            if run.must_pause(self.version):
                 continue
             self._computes(run)
             observation, start = run.tool.result()
@@ -382,12 +362,12 @@ class Scheduler:
             self.engine.set_active(slot, True)
         return finished
 
-    def _tell(self, run: _Running, author: Author, text: str, call: ToolCall | None = None) -> None:
+    def _tell(self, run: Running, author: Author, text: str, call: ToolCall | None = None) -> None:
         if self.on_text and text:
             task, sample = run.request.task, run.episode.sample_id
             self.on_text(Arrival(task.id, sample, author, text, call))
 
-    def _room(self, run: _Running) -> int:
+    def _room(self, run: Running) -> int:
         """Tokens that are left for the body of an observation."""
         limit, frame = self._limit(run.request), self.episodes.frame(run.episode)
         room = limit - len(run.episode.context) - frame
@@ -396,7 +376,7 @@ class Scheduler:
             room = max(room, limit - spared - frame)
         return room
 
-    def _spent(self, run: _Running) -> StopReason | None:
+    def _spent(self, run: Running) -> StopReason | None:
         """The budget of the whole trajectory that is used up, if one is."""
         config = self.config
         ends = run.request.ends
@@ -413,7 +393,7 @@ class Scheduler:
             return StopReason.DEADLINE
         return None
 
-    def _finish(self, run: _Running, reason: StopReason) -> Trajectory:
+    def _finish(self, run: Running, reason: StopReason) -> Trajectory:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)

@@ -23,7 +23,7 @@ from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import KINDS
-from coa_jax.trajectory import write_records
+from coa_jax.trajectory import read_trajectories, write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
 
@@ -65,10 +65,12 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         run_rl(folder / "rl", rl_config(folder / "model", folder / "tasks.jsonl"))
     profiles = list((folder / "sft" / "profile").rglob("*.xplane.pb"))
     assert len(profiles) == 1 and profiles[0].stat().st_size > 0
-    return {
+    names = {
         phase: {name for row in rows(folder / phase, phase) for name in row} - {"step", "phase"}
         for phase in ("sft", "rl")
     }
+    group = read_trajectories(folder / "rl" / "traces.jsonl")[:4]
+    return {**names, "rl": names["rl"] | set(metrics.staleness([group], step=9))}
 
 
 def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:
