@@ -140,6 +140,32 @@ def test_two_processes_stream_the_same_steps_and_go_on_in_one(folder):
     assert len(set(kept)) == len(kept)
 
 
+def test_rollouts_on_devices_of_their_own_change_no_bit(folder):
+    same = trained(folder, "same", "rl", 1, "1,2,1,1", devices=2)
+    apart = trained(folder, "apart", "rl", 1, "1,2,1,1,2", devices=4)
+    assert same_samples(same, apart) == {1, 2}
+    left, right = (load_file(run / "model" / "model.safetensors") for run in (same, apart))
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+    # Each of two processes trains with one of its devices and makes its rollouts with the other.
+    two = trained(folder, "apart2", "rl", 2, "1,2,1,1,1", devices=4)
+    assert same_samples(same, two) == {1, 2}
+    close_weights(two / "model", same / "model", folder / "model")
+    stopped(folder, "apart-parts", "rl", 2, "1,2,1,1,1", 1, devices=4)
+    parts = trained(folder, "apart-parts", "rl", 1, "1,2,1,2,2", devices=4)
+    assert same_samples(same, parts) == {1, 2}
+    close_weights(parts / "model", same / "model", folder / "model")
+
+
+def test_a_constrained_run_with_rollouts_on_devices_of_their_own_changes_no_bit(folder):
+    same = trained(folder, "rules", "constrained", 1, "1,2,1,1", devices=2)
+    apart = trained(folder, "rules-apart", "constrained", 1, "1,2,1,1,2", devices=4)
+    assert same_samples(same, apart) == {1, 2}
+    left, right = (load_file(run / "model" / "model.safetensors") for run in (same, apart))
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+
+
 @pytest.mark.parametrize("whom", ["0", "01"])
 def test_a_stop_waits_for_no_tool_of_any_process(folder, whom):
     whole = trained(folder, "rl1", "rl", 1)
