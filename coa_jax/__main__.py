@@ -44,6 +44,8 @@ COMMANDS = {
     "bench-sft": "bench.sft",
     "bench-rl": "bench.rl",
     "bench-rollout": "bench.rollout",
+    "bench-pipeline": "bench.pipeline",
+    "bench-pipeline-workload": "bench.pipeline_workload",
     "bench-stalls": "bench.stalls",
     "bench-workload": "bench.workload",
     "configs": "copy_configs",

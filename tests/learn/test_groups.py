@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coa_jax.learn.admission import Composition
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.groups import Share, assemble, describe
-from coa_jax.learn.metrics import rollout_metrics, stamp
+from coa_jax.learn.groups import assemble, describe, is_learned
+from coa_jax.learn.metrics import rollout_metrics
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests.learn.tiny_runs import rl_config
@@ -32,6 +33,7 @@ def group(name, values, lengths):
                 Reward(value), length, format_reward=False, budget=100, buffer=40, penalty=1.0
             ),
             gold=(),
+            metadata={"policy_versions": [[0, 0]]},
         )
         for index, (value, length) in enumerate(zip(values, lengths, strict=True))
     ]
@@ -42,19 +44,25 @@ RIGHT = group("right", [1.0, 1.0], [50, 73])
 MIXED = group("mixed", [0.0, 1.0], [61, 99])
 
 
-@pytest.mark.parametrize(("name", "used"), [("dapo", ["mixed"]), ("grpo", ["wrong", "right"])])
-def test_lengths_alone_are_no_signal(tmp_path, name, used):
+def step_of(groups, used):
+    composition = Composition(1, used, tuple(range(len(groups))), (), 0, 0, {})
+    return assemble(composition, dict(enumerate(groups)), [], wait_seconds=1.0)
+
+
+@pytest.mark.parametrize(("name", "learned"), [("dapo", [MIXED]), ("grpo", [WRONG, RIGHT, MIXED])])
+def test_lengths_alone_are_no_signal(tmp_path, name, learned):
     config = rl_config(tmp_path, tmp_path, algorithm=Algorithm(name), groups=2)
-    sampled = assemble(config, Share([[WRONG, RIGHT, MIXED]], 3))
-    assert [members[0].task_id for members in sampled.used] == used
+    groups = [WRONG, RIGHT, MIXED]
+    assert [members for members in groups if is_learned(config, members)] == learned
+    sampled = step_of(groups, (2,))
+    assert sampled.used == [MIXED] and sampled.everything == groups
     assert describe(sampled)["group/frac_zero_std"] == pytest.approx(2 / 3)
 
 
-def test_a_penalty_for_length_makes_no_group_pass_or_fail(tmp_path):
-    config = rl_config(tmp_path, tmp_path, algorithm=Algorithm("grpo"), groups=3)
+def test_a_penalty_for_length_makes_no_group_pass_or_fail():
     long = group("long", [1.0, 1.0], [100, 100])  # right, and the penalty takes all of it
-    sampled = stamp(assemble(config, Share([[WRONG, RIGHT, MIXED, long]], 4)), 0)
-    figures = rollout_metrics(sampled, 0)
+    sampled = step_of([WRONG, RIGHT, MIXED, long], (0, 1, 2, 3))
+    figures = rollout_metrics(sampled)
     assert figures["group/frac_all_pass"] == 2 / 4
     assert figures["group/frac_all_fail"] == 1 / 4
     assert describe(sampled)["group/frac_zero_std"] == 3 / 4
