@@ -239,14 +239,15 @@ def config_flag(default: str) -> None:
     )
 
 
-def workdir_flag(what: str, default: str | None = None) -> None:
+def workdir_flag(what: str, default: str | None = None, *, required: bool = True) -> None:
     """Defines `--workdir=DIR`.
 
     Args:
         what: is in the directory, for `--help`.
         default: None where a user must name one.
+        required: whether the flag is needed where it has no default.
     """
-    flags.DEFINE_string("workdir", default, what, required=default is None)
+    flags.DEFINE_string("workdir", default, what, required=required and default is None)
     flags.register_validator("workdir", _is_directory_name)
 
 

@@ -52,8 +52,13 @@ def main(argv: list[str]) -> int:
 
 def define() -> None:
     """The flags of the command."""
-    define_flags("configs/rl/factbook.py")
+    define_flags("configs/rl/factbook.py", workdir_required=False)
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
+    flags.register_multi_flags_validator(
+        ["workdir", "replay"],
+        lambda given: bool(given["workdir"] or given["replay"]),
+        "give --workdir, or --replay with the directory of a finished run",
+    )
 
 
 if __name__ == "__main__":

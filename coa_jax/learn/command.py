@@ -21,14 +21,15 @@ flags.disclaim_key_flags()
 C = TypeVar("C")
 
 
-def define_flags(config: str) -> None:
+def define_flags(config: str, *, workdir_required: bool = True) -> None:
     """The flags of a command that trains.
 
     Args:
         config: the file that is taken without ``--config``.
+        workdir_required: whether the command always needs ``--workdir``.
     """
     config_flag(config)
-    workdir_flag("where the run is written")
+    workdir_flag("where the run is written", required=workdir_required)
     flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -149,3 +151,11 @@ def test_streams_killed_twenty_times_are_repeated_to_the_bit(folder):
         if kills >= 20:
             break
     assert kills >= 20
+
+
+def test_the_command_repeats_a_run_without_a_work_directory(tmp_path):
+    command = [sys.executable, "-m", "coa_jax.rl"]
+    missing = subprocess.run([*command, f"--replay={tmp_path}"], capture_output=True, text=True)
+    assert missing.returncode == 2 and "config.json: cannot be read" in missing.stderr
+    neither = subprocess.run(command, capture_output=True, text=True)
+    assert neither.returncode == 2 and "give --workdir, or --replay" in neither.stderr
