@@ -68,7 +68,7 @@ class Composition:
 
 
 class Ledger:
-    """What has been asked, what has ended, what was learned.
+    """The groups that were asked, that have ended and that were learned.
 
     Attributes:
         step: steps that were composed.

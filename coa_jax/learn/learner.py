@@ -98,7 +98,6 @@ class Learner:
             )
         self.ledger = restored.extra["ledger"]
         self.critic = restored.more.get("critic", self.critic)
-        self.publish()
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory of an earlier part of the run obeys the constraint of this one."""
@@ -112,7 +111,7 @@ class Learner:
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def weights(self) -> list[DecodeParams]:
-        """The policy as it is now, in the layout of the engines, for those that are in use."""
+        """The present policy in the layout of the engines, which may be decoding."""
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def save(self, metrics: dict[str, float]) -> None:

@@ -130,7 +130,7 @@ class Source:
         graders: Graders,
         tools: Sequence[Tool],
     ):
-        """Finds what the run has recorded; nothing is sampled before `start`."""
+        """Finds what the run has recorded; nothing is sampled before the first `step`."""
         self._config, self._learner, self._tools = config, learner, tools
         self._spool = Spool(run.path / "spool")
         self.log = StepLog(run.path / "steps.jsonl", run.active)
@@ -196,6 +196,8 @@ class Source:
     def _start(self) -> None:
         config, learner = self._config, self._learner
         ledger = Ledger.restore(config.rules, learner.ledger)
+        if learner.step:
+            learner.publish()
         sampler = EngineSampler(
             learner.engines,
             learner.model.tokenizer,
@@ -230,9 +232,8 @@ class Source:
         """Publishes the parameters of a step that was learned, for the rollouts to go on."""
         learner = self._learner
         if self._stream is None:
-            if not self._records and learner.step < learner.total:
-                learner.publish()
-        elif self._config.max_staleness:
+            return  # the engines get the policy when the stream starts
+        if self._config.max_staleness:
             self._stream.publish(learner.weights(), learner.step)
         else:
             learner.publish()

@@ -1,6 +1,6 @@
 """A stream of graded groups that runs beside the updates, in a thread with an event loop.
 
-Slots are refilled as soon as they are free.  A trajectory is graded and on disk when it ends; a
+A free slot is refilled at once.  A trajectory is graded and written to disk when it ends; a
 group enters a step when all of its samples are graded.  `admission.Ledger` decides which tasks are
 asked and which groups make a step.
 
