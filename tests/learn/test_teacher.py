@@ -36,7 +36,6 @@ from coa_jax.small.bpe import train_bpe
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests import tiny_policy
 from tests.learn.test_update import LENGTH, MODEL, config
-from tests.serve.live import server
 
 LARGER = ModelConfig("llama", MODEL.vocab_size, 24, 32, 2, 2, 1, 12)
 COMPUTE = local_compute()
@@ -337,6 +336,9 @@ def test_every_example_gets_its_own_scores_and_learns_from_them():
 
 
 def test_the_server_of_this_package_scores_as_a_local_teacher_does(tmp_path: Path):
+    pytest.importorskip("starlette", reason="the server is an extra")
+    from tests.serve.live import server
+
     policy = tiny_policy.policy()
     rng = np.random.default_rng(0)
     ids = rng.integers(5, policy.config.vocab_size, 40).tolist()
