@@ -16,7 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from coa_jax.bounds import Bounded, Count, Place, Times
+from absl import logging
+
+from coa_jax.bounds import Bounded, Count, Place, SecondsOrNone, Times
 from coa_jax.tools.base import Observation
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
@@ -24,6 +26,7 @@ from coa_jax.tools.net.store import Store, key_of
 from coa_jax.tools.turns import Turns
 
 _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?```\s*", re.DOTALL)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 64.0
 _THINK = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 _SYSTEM = (
     "You grade answers. You are given a question, the accepted answers and one given answer, each "
@@ -60,6 +63,9 @@ class JudgeConfig(Bounded):
         concurrency: verdicts at a time.
         answer_chars: an answer that is longer is incorrect without being shown.
         cache: path of an SQLite file in which verdicts are kept; "" for none.
+        patience: seconds for which an endpoint that is down or overloaded is asked again, with
+            growing pauses, before an answer is left without a verdict.  RL waits meanwhile: else it
+            would spend its steps on samples that teach nothing.
     """
 
     chat: ChatConfig = dataclasses.field(
@@ -69,6 +75,7 @@ class JudgeConfig(Bounded):
     concurrency: Times = 8
     answer_chars: Count = 2000
     cache: Place = ""
+    patience: SecondsOrNone = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.chat)
@@ -147,12 +154,30 @@ class Judge:
                 {"role": "user", "content": asked},
             ]
             try:
-                verdict = parse_verdict(await chat(self._config.chat, messages))
-            except FetchError as error:  # `chat` has tried again already
+                verdict = parse_verdict(await self._reply(messages))
+            except FetchError as error:
                 return f"{self._config.chat.url}: {error.message}"
             if verdict is not None:
                 return verdict
         return f"{self._config.chat.model} gave none in the form that was asked for"
+
+    async def _reply(self, messages: list[dict[str, str]]) -> str:
+        """What the endpoint answers; a short outage is the business of `chat`, a long one ours."""
+        now = asyncio.get_running_loop().time
+        end, pause = now() + self._config.patience, _FIRST_PAUSE_S
+        while True:
+            try:
+                return await chat(self._config.chat, messages)
+            except FetchError as error:
+                if not error.transient or now() >= end:
+                    raise
+                if pause == _FIRST_PAUSE_S:
+                    logging.warning(
+                        "the judge at %s does not answer: %s; asking again for up to %.0f s",
+                        self._config.chat.url, error.message, self._config.patience,
+                    )  # fmt: skip
+            await asyncio.sleep(min(pause, end - now()))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _quoted(value: object) -> str:
