@@ -122,6 +122,7 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
         "time/idle": figures["idle_s"],
         "time/reward": figures["reward_s"],
         "time/tool_wait": figures["waiting_s"] / slots,
+        "drop/left_out": figures["left_out"],
         "perf/rollout_tok_s": tokens / seconds,
         "perf/occupancy": figures["occupied_s"] / (slots * seconds),
         "perf/slot_util": figures["decoded_tokens"] / max(figures["row_steps"], 1),

@@ -209,7 +209,9 @@ def recorded_groups(
             continue
         known = {sample["sample"]: sample for sample in wanted.get(index, ())}
         members = []
-        for number in range(size):
+        # A group may have been learned without its late samples.
+        there = [number for number in range(size) if (index, number) in spool]
+        for number in known or there or [0]:
             mark = known.get(number, {})
             found = [
                 trajectory

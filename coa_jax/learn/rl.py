@@ -186,7 +186,7 @@ class Source:
         )
         for index in groups:
             for sample in range(self._config.group_size):
-                self._kept.pop((index, sample))
+                self._kept.pop((index, sample), None)
         return self._assembled(composition, Share(composition, groups, [], {})), {}
 
     def _assembled(self, composition: Composition, share: Share) -> Sampled:
@@ -222,6 +222,7 @@ class Source:
             complete=complete,
             has_signal=functools.partial(is_learned, config),
             wait_seconds=config.mesh.wait_seconds,
+            leave_out=config.late_samples == "leave_out",
             kept=self._kept,
         )
         if self._abandoned:

@@ -45,6 +45,10 @@ class RLConfig(TrainingConfig):
         admission: which groups a step takes if ``max_staleness`` is above 0: ``completion`` takes
             the first that end, which favours short trajectories; ``task_order`` waits for the
             oldest task.
+        late_samples: what becomes of a group that has samples in flight when only one more step may
+            learn from the group: ``drop_group`` goes on, and drops the group when its age passes
+            ``max_staleness``; ``leave_out`` learns from the samples that have ended, if these are
+            two or more, which favours short trajectories.
         in_flight_weights: what samples in flight do when weights change: ``keep`` what the earlier
             weights have computed in the cache, or ``recompute`` it.
         mini_batch: groups of one optimiser update, 0 for all of a step.  A step that has fewer
@@ -88,6 +92,7 @@ class RLConfig(TrainingConfig):
     groups_in_flight: Natural = 0
     max_staleness: Annotated[int, Between(0, 100)] = 0
     admission: Literal["completion", "task_order"] = "completion"
+    late_samples: Literal["drop_group", "leave_out"] = "drop_group"
     in_flight_weights: Literal["keep", "recompute"] = "keep"
     keep_best: Annotated[str, OneOf("", *BEST)] = ""
     traces: TracesConfig = dataclasses.field(default_factory=TracesConfig)

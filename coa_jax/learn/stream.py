@@ -39,7 +39,8 @@ class Share:
         groups: this process's examined groups by task index, graded.
         dropped: groups that were too old; they may be incomplete.
         figures: seconds and counts since the step before, see `Sampler.figures`; ``seconds`` that
-            have passed and ``reward_s`` that grading took, added up over trajectories.
+            have passed, ``reward_s`` that grading took, added up over trajectories, and samples
+            that were ``left_out``.
     """
 
     composition: Composition
@@ -54,7 +55,7 @@ class _Group:
 
     Attributes:
         request: the samples that were asked.
-        size: samples of the group.
+        size: samples of the group that are in flight or have ended.
         done: trajectories by sample number, each graded alone.
         members: the whole group with the rewards to learn from; [] until then.
         grading: what grades in the background.
@@ -65,6 +66,11 @@ class _Group:
     done: dict[int, Trajectory]
     members: list[Trajectory] = dataclasses.field(default_factory=list)
     grading: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+
+    @property
+    def ended(self) -> int:
+        """Samples that have ended."""
+        return len(self.done) + len(self.grading)
 
 
 class Stream:
@@ -81,6 +87,7 @@ class Stream:
         complete: Callable[[Request, Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]],
         has_signal: Callable[[Sequence[Trajectory]], bool],
         wait_seconds: float,
+        leave_out: bool = False,
         kept: Mapping[tuple[int, int], Sequence[Trajectory]] | None = None,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ):
@@ -95,12 +102,13 @@ class Stream:
             complete: gives the trajectories of a whole group the rewards to learn from.
             has_signal: whether a step can learn from a group.
             wait_seconds: how long to wait for news of another process.
+            leave_out: whether a group goes on without its late samples, see `_leave_out`.
             kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
             loop_factory: makes the event loop.
         """
         self._ledger, self._sampler, self._spool = ledger, sampler, spool
         self._request, self._grade, self._complete = ask, grade, complete
-        self._has_signal = has_signal
+        self._has_signal, self._leaves_out = has_signal, leave_out
         self._wait_seconds, self._kept = wait_seconds, dict(kept or {})
         self._version = ledger.version
         self._groups: dict[int, _Group] = {}
@@ -108,7 +116,7 @@ class Stream:
         self._late: list[list[Trajectory]] = []
         self._events: list[list[Any]] = []
         self._in_flight = 0  # samples that were asked and have not come out of the sampler
-        self._reward_s = 0.0
+        self._reward_s = self._left_out = 0.0
         self._before: dict[str, float] = {}
         self._shares: queue.SimpleQueue[Share | BaseException] = queue.SimpleQueue()
         self._loop = (loop_factory or asyncio.new_event_loop)()
@@ -202,7 +210,8 @@ class Stream:
                 self._in_flight -= 1
                 group = self._groups.get(trajectory.metadata["prompt_id"])
                 current = group and group.request.metadata == _origin(trajectory, group.request)
-                if group and current and trajectory.stop_reason != StopReason.CANCELLED:
+                wanted = trajectory.stop_reason != StopReason.CANCELLED
+                if group and current and wanted and group.ended < group.size:
                     self._work(tasks, group, self._finish(group, trajectory))
                 self._news.set()
 
@@ -234,7 +243,7 @@ class Stream:
         """Tells the ledger the news of all processes, and does what it says."""
         ledger = self._ledger
         while not ledger.complete:
-            self._cancel_late()
+            self._cancel_late(tasks)
             events, self._events = self._events, []
             news = (self._version, events)
             told = await processes.exchange(news, "news of rollouts", self._wait_seconds)
@@ -285,18 +294,35 @@ class Stream:
         if group.done:
             self._late.append(list(group.done.values()))
 
-    def _cancel_late(self) -> None:
+    def _cancel_late(self, tasks: asyncio.TaskGroup) -> None:
         """Finds the groups in flight that no step will learn from any more."""
         oldest = self._ledger.oldest_useful
         for index, group in list(self._groups.items()):
             versions = [versions_of(trajectory)[0][1] for trajectory in group.done.values()]
             running = self._sampler.oldest(group.request)
             versions += [] if running is None else [running]
+            age = min(versions, default=oldest + 1) - oldest
             if not self._ledger.is_open(index):  # given up
                 self._discard(self._groups.pop(index))
-            elif len(group.done) < group.size and min(versions, default=oldest) < oldest:
+            elif len(group.done) == group.size:
+                continue
+            elif age == 0 and self._leaves_out:
+                self._leave_out(group, tasks)
+            elif age < 0:
                 self._discard(self._groups.pop(index))
                 self._events.append(["late", index])
+
+    def _leave_out(self, group: _Group, tasks: asyncio.TaskGroup) -> None:
+        """Closes a group of which only the next step can learn: its late samples are cancelled.
+
+        A group of which fewer than two samples have ended goes on, and may become too old.
+        """
+        if 2 <= group.ended < group.size:
+            self._sampler.cancel(group.request)
+            self._left_out += group.size - group.ended
+            group.size = group.ended
+            if not group.grading:
+                self._work(tasks, group, self._check_whole(group))
 
     async def _hand_over(self, composition: Composition) -> None:
         """Gives the main thread a step."""
@@ -320,7 +346,7 @@ class Stream:
         self._shares.put(Share(composition, groups, late, {**figures, "slots": counts["slots"]}))
 
     def _counts(self) -> dict[str, float]:
-        clock = {"seconds": self._clock(), "reward_s": self._reward_s}
+        clock = {"seconds": self._clock(), "reward_s": self._reward_s, "left_out": self._left_out}
         return {**self._sampler.figures(), **clock}
 
 

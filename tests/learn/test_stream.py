@@ -49,13 +49,15 @@ def train(folder, name, seed=0, **changes):
     [
         ("keep", {}),
         ("recompute", {"in_flight_weights": "recompute", "admission": "task_order"}),
+        ("left-out", {"late_samples": "leave_out", "max_staleness": 1, "groups_in_flight": 8}),
     ],
 )
 def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
     config = train(folder, name, **changes)
     history = rows(folder / name, "rl")
     assert [row["step"] for row in history] == list(range(1, 9))
-    assert all(row["stale/max"] <= 2 for row in history)
+    assert all(row["stale/max"] <= config.max_staleness for row in history)
+    assert any(row["drop/left_out"] > 0 for row in history) == (name == "left-out")
     assert any(row["stale/max"] > 0 for row in history)
     kept = read_trajectories(folder / name / "traces.jsonl")
     assert any(len(versions_of(t)) > 1 for t in kept)  # weights have changed in flight
