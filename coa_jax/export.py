@@ -27,13 +27,11 @@ from coa_jax import files
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
-from coa_jax.learn.step import OptimizerConfig, abstract_state, init_state
-from coa_jax.model.api import Model, load_description, load_model, save_model
+from coa_jax.learn.step import OptimizerConfig, run_state
+from coa_jax.model.api import Model, describe_model, load_weights, save_model
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.params import (
-    abstract_params,
-    init_adapters,
     merge_adapters,
     without_adapters,
 )
@@ -122,13 +120,11 @@ def _restored(
     """The model of a checkpoint, adapters merged."""
     optimizer = build(OptimizerConfig, config["optimizer"], "config.optimizer")
     lora = build(LoraConfig, config.get("lora", {}), "config.lora")
+    described = describe_model(config["model"])
+    model = dataclasses.replace(described.config, lora=lora)
+    state = run_state(model, optimizer, mesh)
     if lora.rank:
-        whole = load_model(config["model"], mesh=mesh)
-        model, tokenizer = dataclasses.replace(whole.config, lora=lora), whole.tokenizer
-        state = init_state(init_adapters(model, 0, mesh), optimizer, whole.params)
-    else:
-        model, tokenizer = load_description(config["model"])
-        state = abstract_state(abstract_params(model, mesh), optimizer)
+        state = state._replace(frozen=load_weights(config["model"], mesh))
     try:
         restored = checkpoints.restore(step, state)
     except Damaged as error:
@@ -139,7 +135,7 @@ def _restored(
     finally:
         checkpoints.close()
     params = merge_adapters(model, restored.state.model)
-    return Model(without_adapters(model), params, tokenizer)
+    return Model(without_adapters(model), params, described.tokenizer)
 
 
 def _only_phase(workdir: Path) -> str:

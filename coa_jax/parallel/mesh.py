@@ -213,9 +213,9 @@ def _ring(members: Mapping[tuple[int, ...], jax.Device]) -> list[jax.Device]:
         host = members[path[-1]].process_index
         stays = sum(members[place].process_index == host for place in path) < hosts[host]
         for place, device in members.items():
-            if place not in path and near(path[-1], place):
-                if (device.process_index == host) == stays and (found := grow([*path, place])):
-                    return found
+            goes_on = near(path[-1], place) and (device.process_index == host) == stays
+            if place not in path and goes_on and (found := grow([*path, place])):
+                return found
         return None
 
     found = None
