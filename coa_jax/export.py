@@ -9,8 +9,8 @@ that the run's ``keep_best`` names; of RL's ``reward/mean`` that is the policy a
 the step whose samples, drawn before them, earned it.  The run's config says which model it started
 from: architecture and tokenizer are taken from there.  ``agent.json`` beside the weights names the
 prompt and the protocol of the training, with which ``ask`` and ``serve`` put their questions.
-``--dtype=bfloat16`` halves the files; the default keeps the float32 of training.  transformers,
-vLLM and ``coa_jax`` read what is written.
+The tensors are bfloat16; ``--dtype=float32`` keeps every bit of training in twice the bytes.
+transformers, vLLM and ``coa_jax`` read what is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def export(
     output: Path,
     phase: str = "",
     step: int | None = None,
-    dtype: str | None = None,
+    dtype: str = "bfloat16",
     best: bool = False,
 ) -> tuple[str, int]:
     """Writes the parameters of a checkpoint to ``output``.
@@ -58,7 +58,7 @@ def export(
         output: directory to make; it appears complete or not at all.
         phase: one of `PHASES`; empty for the one that the run has.
         step: of the checkpoint; None for the newest.
-        dtype: of the saved tensors; None for float32.
+        dtype: of the saved tensors.
         best: whether it is the best checkpoint in place of the newest.
 
     Returns:
@@ -168,7 +168,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has several")
     flags.DEFINE_integer("step", None, "of the checkpoint (default: the newest)")
     flags.DEFINE_bool("best", False, "the checkpoint that keep_best kept")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of the tensors")
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "of the tensors")
 
 
 def main(_: list[str]) -> None:

@@ -131,16 +131,19 @@ def fit(
             for text in watch.see({**stats, "step": step}):
                 logging.warning("%s, step %d: %s", phase.upper(), step, text)
             bar.update(loss=stats["loss"])
-            clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
+            clock, overdue = Clock(*_PARTS), checkpoints.overdue(config.checkpoint_seconds)
+            stopping, due = stop.agreed(config.mesh.wait_seconds, overdue)
             error = check_updates(stats, config.optimizer)
-            if step % config.checkpoint_every == 0 or step == total or stopping or error:
+            due |= step % config.checkpoint_every == 0 or step == total
+            if due or stopping or error:
                 with clock("checkpoint"):
                     checkpoints.save(step, state, {"cursor": cursor}, metrics=stats)
             if error:
                 raise error
     if step < total:
         end_run(step, total)
-    save_trained(dataclasses.replace(model, params=state.model), config.model, output)
+    model = dataclasses.replace(model, params=state.model)
+    save_trained(model, config.model, output, config.export_dtype)
 
 
 def _resume(

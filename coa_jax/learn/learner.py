@@ -140,6 +140,10 @@ class Learner:
         """The present policy in the layout of the engines, which may be decoding."""
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
+    def overdue(self) -> bool:
+        """Whether the last checkpoint was too long ago."""
+        return self._checkpoints.overdue(self._config.checkpoint_seconds)
+
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.
 
