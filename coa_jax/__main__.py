@@ -38,6 +38,7 @@ COMMANDS = {
     "economy": "economy",
     "replay": "rollout.replay",
     "aot": "aot",
+    "needs": "needs",
     "doctor": "tools.doctor",
     "tool-server": "tools.tool_server",
     "bench-decode": "bench.decode",

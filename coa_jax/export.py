@@ -9,8 +9,8 @@ that the run's ``keep_best`` names; of RL's ``reward/mean`` that is the policy a
 the step whose samples, drawn before them, earned it.  The run's config says which model it started
 from: architecture and tokenizer are taken from there.  ``agent.json`` beside the weights names the
 prompt and the protocol of the training, with which ``ask`` and ``serve`` put their questions.
-``--dtype=bfloat16`` halves the files; the default keeps the float32 of training.  transformers,
-vLLM and ``coa_jax`` read what is written.
+The tensors are bfloat16; ``--dtype=float32`` keeps every bit of training in twice the bytes.
+transformers, vLLM and ``coa_jax`` read what is written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from coa_jax import files
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
-from coa_jax.learn.step import OptimizerConfig, abstract_state, init_state
-from coa_jax.model.api import Model, load_description, load_model, save_model
+from coa_jax.learn.step import OptimizerConfig, run_state
+from coa_jax.model.api import Model, describe_model, load_weights, save_model
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.params import (
-    abstract_params,
-    init_adapters,
     merge_adapters,
     without_adapters,
 )
@@ -50,7 +48,7 @@ def export(
     output: Path,
     phase: str = "",
     step: int | None = None,
-    dtype: str | None = None,
+    dtype: str = "bfloat16",
     best: bool = False,
 ) -> tuple[str, int]:
     """Writes the parameters of a checkpoint to ``output``.
@@ -60,7 +58,7 @@ def export(
         output: directory to make; it appears complete or not at all.
         phase: one of `PHASES`; empty for the one that the run has.
         step: of the checkpoint; None for the newest.
-        dtype: of the saved tensors; None for float32.
+        dtype: of the saved tensors.
         best: whether it is the best checkpoint in place of the newest.
 
     Returns:
@@ -122,13 +120,11 @@ def _restored(
     """The model of a checkpoint, adapters merged."""
     optimizer = build(OptimizerConfig, config["optimizer"], "config.optimizer")
     lora = build(LoraConfig, config.get("lora", {}), "config.lora")
+    described = describe_model(config["model"])
+    model = dataclasses.replace(described.config, lora=lora)
+    state = run_state(model, optimizer, mesh)
     if lora.rank:
-        whole = load_model(config["model"], mesh=mesh)
-        model, tokenizer = dataclasses.replace(whole.config, lora=lora), whole.tokenizer
-        state = init_state(init_adapters(model, 0, mesh), optimizer, whole.params)
-    else:
-        model, tokenizer = load_description(config["model"])
-        state = abstract_state(abstract_params(model, mesh), optimizer)
+        state = state._replace(frozen=load_weights(config["model"], mesh))
     try:
         restored = checkpoints.restore(step, state)
     except Damaged as error:
@@ -139,7 +135,7 @@ def _restored(
     finally:
         checkpoints.close()
     params = merge_adapters(model, restored.state.model)
-    return Model(without_adapters(model), params, tokenizer)
+    return Model(without_adapters(model), params, described.tokenizer)
 
 
 def _only_phase(workdir: Path) -> str:
@@ -172,7 +168,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has several")
     flags.DEFINE_integer("step", None, "of the checkpoint (default: the newest)")
     flags.DEFINE_bool("best", False, "the checkpoint that keep_best kept")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of the tensors")
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "of the tensors")
 
 
 def main(_: list[str]) -> None:

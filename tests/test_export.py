@@ -17,6 +17,7 @@ from coa_jax.export import export
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import Model, load_model, logits
+from coa_jax.model.params import num_params
 from coa_jax.settings import complete
 from tests.tiny_policy import write_untrained
 
@@ -61,7 +62,7 @@ def torch_logits(path) -> np.ndarray:
 
 def test_transformers_computes_our_logits_from_the_chosen_checkpoint(run, tmp_path):
     workdir, first, start = run
-    assert export(workdir, tmp_path / "out", step=1) == ("rl", 1)
+    assert export(workdir, tmp_path / "out", step=1, dtype="float32") == ("rl", 1)
     ours = np.asarray(logits(first, TOKENS))
     theirs = torch_logits(tmp_path / "out")
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()
@@ -79,6 +80,7 @@ def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
     config["mesh"] = {"fsdp": 2, "tensor": 2}
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--step=1"]
+    flags.append("--dtype=float32")
     devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, "-m", "coa_jax.export", *flags],
@@ -94,8 +96,10 @@ def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
 def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
     workdir, _, start = run
     before = sorted(workdir.rglob("*"))
-    assert export(workdir, tmp_path / "out", dtype="bfloat16") == ("rl", 2)
+    assert export(workdir, tmp_path / "out") == ("rl", 2)
     exported = load_model(tmp_path / "out", dtype="bfloat16").params["embed"]["embedding"]
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert 2 * num_params(start.config) < size < 2.1 * num_params(start.config) + 10_000
     expected = np.asarray(start.params["embed"]["embedding"]) - 0.5
     assert np.allclose(np.asarray(exported, np.float32), expected, atol=4e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -106,7 +110,7 @@ def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
 
 def test_the_best_checkpoint_is_taken_on_demand(run, tmp_path):
     workdir, first, _ = run
-    assert export(workdir, tmp_path / "out", best=True) == ("rl", 1)
+    assert export(workdir, tmp_path / "out", dtype="float32", best=True) == ("rl", 1)
     exported = load_model(tmp_path / "out").params["embed"]["embedding"]
     np.testing.assert_array_equal(exported, first.params["embed"]["embedding"])
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -26,9 +25,8 @@ from coa_jax.learn.batch import Batch
 from coa_jax.learn.experience import scores_old
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.step import TrainState, abstract_state
-from coa_jax.learn.update import critic_optimizer
-from coa_jax.learn.value import critic_config
+from coa_jax.learn.step import TrainState, run_state
+from coa_jax.learn.update import critic_run_state
 from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.attention.choice import resolve
 from coa_jax.model.cache import LayerPages
@@ -39,7 +37,6 @@ from coa_jax.model.params import (
     Params,
     abstract_params,
     decode_shardings,
-    select,
     unstack,
     without_adapters,
 )
@@ -156,21 +153,15 @@ def parameters(setup: Setup) -> Params:
 
 def policy(setup: Setup) -> TrainState:
     """The state of training."""
-    params = abstract_params(setup.model, setup.mesh)
-    if not setup.model.lora.rank:
-        return abstract_state(params, setup.config.optimizer)
-    trained, frozen = (select(setup.model, params, adapter=kind) for kind in (True, False))
-    return abstract_state(trained, setup.config.optimizer, frozen)
+    return run_state(setup.model, setup.config.optimizer, setup.mesh)
 
 
 def critic(setup: Setup) -> TrainState | None:
     """The critic, where the algorithm has one."""
     config = setup.config
-    if isinstance(config, SFTConfig) or not config.chosen.needs_critic:
+    if isinstance(config, SFTConfig):
         return None
-    body = abstract_params(critic_config(setup.model), setup.mesh)
-    head = array(setup.mesh, body["final_norm"]["scale"].shape, jnp.float32)
-    return abstract_state({**body, "value_head": head}, critic_optimizer(config))
+    return critic_run_state(config, setup.model, setup.mesh)
 
 
 def reference_bytes(setup: Setup) -> int:

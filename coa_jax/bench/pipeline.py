@@ -185,6 +185,7 @@ def rl_config(
         "engine": EngineConfig(slots=slots, max_length=longest, chunk=8, dtype="float32"),
         "rollout": RolloutConfig(max_tokens=longest),
         "checkpoint_every": max(steps, 1),
+        "checkpoint_seconds": 86_400.0,
         "keep_last": 1,
         "max_sampled": 4.0,
     }

@@ -131,6 +131,7 @@ def rl_config(
         engine=shapes,
         rollout=RolloutConfig(max_tokens=workload.longest),
         checkpoint_every=steps,
+        checkpoint_seconds=86_400.0,
     )
 
 

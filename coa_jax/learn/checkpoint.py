@@ -15,6 +15,7 @@ import logging as python_logging
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,11 +106,12 @@ class Checkpoints:
             best: a metric; the checkpoint with its best value stays too, the lowest for a name that
                 ends in ``loss`` and the highest for any other.  Empty for none.
             read_only: whether nothing is changed, not even by a cleaning up: a run may be writing.
-            wait_seconds: how long a process that has read a checkpoint waits for the others.
+            wait_seconds: see `processes.meet`.
         """
         if keep < 1:
             raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
         _tell_faults_once()
+        self._saved = time.monotonic()
         self.best_metric, self._sign = best, -1.0 if best.endswith("loss") else 1.0
         policy: Any = checkpoint_managers.LatestN(keep)
         if best:
@@ -145,6 +147,10 @@ class Checkpoints:
         """Numbers of the complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
+    def overdue(self, seconds: float) -> bool:
+        """Whether the last checkpoint, or the start, was so many seconds ago."""
+        return time.monotonic() - self._saved >= seconds
+
     def best(self) -> int | None:
         """Number of the checkpoint with the best value of the metric; None if none has one."""
         step = self._manager.best_step() if self.best_metric else None
@@ -175,6 +181,7 @@ class Checkpoints:
                 before it are there.
         """
         self.wait()
+        self._saved = time.monotonic()
         trees = {_STATE: state, **(more or {})}
         marks = {name: fingerprint(_plain(tree)) for name, tree in trees.items()}
         marks[_EXTRA] = [digest(extra)]
@@ -212,8 +219,8 @@ class Checkpoints:
         Those after it that are damaged are set aside under another name, with a warning.
 
         Raises:
-            UserError: it holds another model or optimiser, the file system refuses it, every
-                checkpoint is damaged, or a process did not come.
+            UserError: it holds another model or optimiser, the file system refuses it, or every
+                checkpoint is damaged.
         """
         faults: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -263,8 +270,7 @@ class Checkpoints:
             more: further trees; one that the checkpoint does not have is left out.
 
         Raises:
-            UserError: it holds another model or another optimiser, the file system refuses it, or
-                a process did not come.
+            UserError: it holds another model or another optimiser, or the file system refuses it.
             Damaged: it is not what was saved.
         """
         found, fault = None, None

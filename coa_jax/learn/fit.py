@@ -18,14 +18,14 @@ from coa_jax.learn.clock import Clock, Profile
 from coa_jax.learn.losses import Loss
 from coa_jax.learn.metrics import memory, sequence_lengths, train_speed
 from coa_jax.learn.room import check_rows
-from coa_jax.learn.step import TrainState, check_updates, init_state, train_step
+from coa_jax.learn.step import TrainState, check_updates, init_state, run_state, train_step
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.training import TrainingConfig
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import Model
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import warn_of_positions
-from coa_jax.model.params import split_trained
+from coa_jax.model.params import Params, split_trained
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.progress import progress
@@ -58,6 +58,7 @@ def fit(
     output: Path,
     model: Model,
     *,
+    weights: Callable[[], Params],
     loss: Loss,
     compute: Compute,
     batches_from: Callable[[int], tuple[list[Batch], int]],
@@ -74,8 +75,9 @@ def fit(
         config: settings.
         run: where metrics and checkpoints go; a run that was interrupted goes on.
         output: directory of the model.
-        model: what the run begins with, without adapters even if its architecture has them: they
-            are made here.  Its parameters are donated.
+        model: architecture, with the adapters that are trained, and tokenizer.
+        weights: reads the parameters that a run begins with, without adapters; they are donated.
+            A run that goes on asks for them only where they stay as they are beside adapters.
         loss: loss of an update.
         compute: how to compute; rows are split over its mesh.
         batches_from: micro-batches of the update that begins at a cursor, on the host, and the
@@ -86,8 +88,8 @@ def fit(
         validate: a figure of held-out data.
     """
     warn_of_positions(model.config, longest, "row_length")
+    state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)
     check_rows(model.config, config.rows, config.row_length, config.dtype, compute.mesh)
-    state, cursor, checkpoints = _resume(config, run, model, compute.mesh, phase)
     total, step = config.optimizer.total_steps, int(state.step)
     adapters = bool(model.config.lora.rank)
     watch = Watch(run.rows(phase))
@@ -129,20 +131,28 @@ def fit(
             for text in watch.see({**stats, "step": step}):
                 logging.warning("%s, step %d: %s", phase.upper(), step, text)
             bar.update(loss=stats["loss"])
-            clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
+            clock, overdue = Clock(*_PARTS), checkpoints.overdue(config.checkpoint_seconds)
+            stopping, due = stop.agreed(config.mesh.wait_seconds, overdue)
             error = check_updates(stats, config.optimizer)
-            if step % config.checkpoint_every == 0 or step == total or stopping or error:
+            due |= step % config.checkpoint_every == 0 or step == total
+            if due or stopping or error:
                 with clock("checkpoint"):
                     checkpoints.save(step, state, {"cursor": cursor}, metrics=stats)
             if error:
                 raise error
     if step < total:
         end_run(step, total)
-    save_trained(dataclasses.replace(model, params=state.model), config.model, output)
+    model = dataclasses.replace(model, params=state.model)
+    save_trained(model, config.model, output, config.export_dtype)
 
 
 def _resume(
-    config: FitConfig, run: RunDir, model: Model, mesh: jax.sharding.Mesh | None, phase: str
+    config: FitConfig,
+    run: RunDir,
+    model: Model,
+    weights: Callable[[], Params],
+    mesh: jax.sharding.Mesh | None,
+    phase: str,
 ) -> tuple[TrainState, int, Checkpoints]:
     checkpoints = Checkpoints(
         run.checkpoints / phase,
@@ -150,10 +160,14 @@ def _resume(
         config.keep_best,
         wait_seconds=config.mesh.wait_seconds,
     )
-    trained, frozen = split_trained(model.params, model.config, config.seed, mesh)
-    state, cursor = init_state(trained, config.optimizer, frozen), 0
-    restored = checkpoints.newest(state)
-    if restored is not None:
-        state, cursor = restored.state, int(restored.extra["cursor"])
+    restored = None
+    if checkpoints.steps():
+        like = run_state(model.config, config.optimizer, mesh)
+        if model.config.lora.rank:
+            like = like._replace(frozen=weights())
+        restored = checkpoints.newest(like)
     run.rewind(phase, 0 if restored is None else restored.step)
-    return state, cursor, checkpoints
+    if restored is not None:
+        return restored.state, int(restored.extra["cursor"]), checkpoints
+    trained, frozen = split_trained(weights(), model.config, config.seed, mesh)
+    return init_state(trained, config.optimizer, frozen), 0, checkpoints

@@ -50,7 +50,7 @@ def assemble(
     Args:
         composition: the step.
         groups, dropped: of this process, see `stream.Share`.
-        wait_seconds: how long to wait for the slowest process.
+        wait_seconds: see `processes.meet`.
     """
     mine = (dict(groups), list(dropped))
     everything: dict[int, list[Trajectory]] = {}

@@ -13,23 +13,31 @@ from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
-from coa_jax.learn.step import init_state
+from coa_jax.learn.step import TrainState, init_state, run_state
 from coa_jax.learn.teacher import load_teacher
-from coa_jax.learn.update import critic_state, reference_params
-from coa_jax.model.api import load_model
-from coa_jax.model.params import DecodeParams, merge_adapters, split_trained, without_adapters
+from coa_jax.learn.update import critic_run_state, critic_state, reference_params
+from coa_jax.model.api import describe_model, load_weights
+from coa_jax.model.params import (
+    DecodeParams,
+    Params,
+    merge_adapters,
+    split_trained,
+    without_adapters,
+)
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import rollout_devices, training_mesh
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.trajectory import Trajectory
+
+_States = tuple[TrainState, TrainState | None, Params | None]
+"""Policy, critic and reference."""
 
 
 class Learner:
     """The policy, what it is learned with, the engines that sample from it, and the position.
 
     Attributes:
-        model: architecture, with the adapters that are trained, and tokenizer; its parameters are
-            used up.
+        model: architecture, with the adapters that are trained, and tokenizer; no parameters.
         engines: of this process.
         state, critic: what is trained.
         reference: see `learn.update.reference_params`.
@@ -51,19 +59,15 @@ class Learner:
         """
         self._config, self._checkpoints = config, checkpoints
         self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
-        loaded = load_model(config.model, mesh=self._mesh)
-        architecture = dataclasses.replace(loaded.config, lora=config.lora)
-        self.model = model = dataclasses.replace(loaded, config=architecture)
-        check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
+        described = describe_model(config.model)
+        architecture = dataclasses.replace(described.config, lora=config.lora)
+        self.model = model = dataclasses.replace(described, config=architecture)
         self.compute = config.compute(model.config, self._mesh)
-        # Before the state, whose updates take the parameters' memory.
-        self.critic = critic_state(config, model.params)
-        self.reference = reference_params(config, model.params)
-        self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
-        trained, frozen = split_trained(model.params, model.config, config.seed, self._mesh)
-        self.state = init_state(trained, config.optimizer, frozen)
         self.step = 0
         self.ledger: dict[str, Any] = {}
+        self.state, self.critic, self.reference = self._resumed() or self._begun()
+        check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
+        self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
         self.total = config.rules.steps
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
         self.constraint = constraint_for(
@@ -83,21 +87,43 @@ class Learner:
         )
         for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # or the first trajectories would spend their time on compilation
-        self._resume()
 
-    def _resume(self) -> None:
-        more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
-        restored = self._checkpoints.newest(self.state, more)
-        if restored is None:
-            return
-        self.state, self.step = restored.state, restored.step
+    def _begun(self) -> _States:
+        """What the run begins with."""
+        config, model = self._config, self.model.config
+        params = load_weights(config.model, self._mesh)
+        # Before the state, whose updates take the parameters' memory.
+        critic, reference = critic_state(config, params), reference_params(config, params)
+        trained, frozen = split_trained(params, model, config.seed, self._mesh)
+        return init_state(trained, config.optimizer, frozen), critic, reference
+
+    def _resumed(self) -> _States | None:
+        """What the newest checkpoint holds, and the position after it; None if there is none.
+
+        The model's own weights are read only where they stay as they are: beside adapters, and as
+        the reference.
+        """
+        if not self._checkpoints.steps():
+            return None
+        config, model = self._config, self.model.config
+        like, reference = run_state(model, config.optimizer, self._mesh), None
+        if model.lora.rank:
+            like = like._replace(frozen=load_weights(config.model, self._mesh))
+        elif config.chosen.needs_reference:
+            reference = load_weights(config.model, self._mesh)
+        critic = critic_run_state(config, model, self._mesh)
+        restored = self._checkpoints.newest(like, {} if critic is None else {"critic": critic})
+        assert restored is not None
         if "ledger" not in restored.extra:
             raise UserError(
                 f"{self._checkpoints.directory}: an earlier version wrote these checkpoints; start "
                 "the run in another --workdir"
             )
-        self.ledger = restored.extra["ledger"]
-        self.critic = restored.more.get("critic", self.critic)
+        self.step, self.ledger = restored.step, restored.extra["ledger"]
+        critic = restored.more.get("critic")
+        if critic is None and config.chosen.needs_critic:  # the run had another algorithm before
+            critic = critic_state(config, load_weights(config.model, self._mesh))
+        return restored.state, critic, reference
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory of an earlier part of the run obeys the constraint of this one."""
@@ -113,6 +139,10 @@ class Learner:
     def weights(self) -> list[DecodeParams]:
         """The present policy in the layout of the engines, which may be decoding."""
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
+
+    def overdue(self) -> bool:
+        """Whether the last checkpoint was too long ago."""
+        return self._checkpoints.overdue(self._config.checkpoint_seconds)
 
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.

@@ -78,7 +78,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     tasks = len({chosen.task_id for chosen, _ in pairs})
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
     model = load_model(config.model, mesh=mesh)
-    reference = jax.tree.map(jnp.copy, model.params)  # updates take the memory of the others
+    reference = model.params
     stream = grain.MapDataset.source(pairs).seed(config.seed).shuffle().repeat()
     compute = config.compute(model.config, mesh)
 
@@ -100,6 +100,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
+        weights=lambda: jax.tree.map(jnp.copy, reference),  # updates take the memory of these
         loss=DPOLoss(config.beta),
         compute=compute,
         batches_from=batches_from,

@@ -8,6 +8,7 @@ tokenised again, and observations are masked as in `learn.sft`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from coa_jax.learn.batch import Batch, record_example, trajectory_example
 from coa_jax.learn.data import fitting_records, next_batches
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import SFTLoss
-from coa_jax.model.api import load_model
+from coa_jax.model.api import describe_model, load_weights
 from coa_jax.parallel.placement import training_mesh
 from coa_jax.records import ProtocolName, iterate_records, read_records
 from coa_jax.run_dir import RunDir
@@ -63,7 +64,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
     records = read_records(config.data, config.protocol) if config.data else []
-    model = load_model(config.model, mesh=mesh)
+    model = describe_model(config.model)
     examples = [trajectory_example(trajectory, 0.0) for trajectory in chosen]
     if config.data:
         prompt = load_prompt(config.prompt_style, config.model)
@@ -90,6 +91,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
+        weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=config.compute(model.config, mesh),
         batches_from=batches_from,

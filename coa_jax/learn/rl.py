@@ -91,7 +91,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
-    save_trained(model, config.model, output)
+    save_trained(model, config.model, output, config.export_dtype)
 
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
@@ -305,8 +305,9 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
             profile.after(learner.step)
             for text in watch.see(row):
                 logging.warning("RL, step %d: %s", learner.step, text)
-            clock, stopping = Clock(*_PARTS), stop.agreed(config.mesh.wait_seconds)
-            due = learner.step % config.checkpoint_every == 0 or learner.step == learner.total
+            clock, overdue = Clock(*_PARTS), learner.overdue()
+            stopping, due = stop.agreed(config.mesh.wait_seconds, overdue)
+            due |= learner.step % config.checkpoint_every == 0 or learner.step == learner.total
             if due or stopping or error:
                 with clock("checkpoint"):
                     learner.save(row)

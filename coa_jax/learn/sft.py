@@ -19,7 +19,7 @@ from coa_jax.learn.data import Augmentation, example_stream, fitting_records, ne
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import TrainState
-from coa_jax.model.api import load_model
+from coa_jax.model.api import describe_model, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
@@ -98,7 +98,7 @@ def train(
     warn_of_prompts(records, prompt, "records", "config.prompt_style")
     card = make_card(prompt, records)
     run.keep_json(f"sft-{CARD}", card)
-    model = load_model(config.model, mesh=mesh)
+    model = describe_model(config.model)
     architecture = dataclasses.replace(model.config, lora=config.lora)
     model = dataclasses.replace(model, config=architecture, card=card)
     fitting = functools.partial(
@@ -137,6 +137,7 @@ def train(
         run,
         output,
         model,
+        weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=compute,
         batches_from=batches_from,

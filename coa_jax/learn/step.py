@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from coa_jax.bounds import Between, Bounded, Count, Natural, Positive, Share
 from coa_jax.errors import UserError
@@ -25,7 +25,7 @@ from coa_jax.learn.losses import Loss
 from coa_jax.learn.objectives import Stats
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, join
+from coa_jax.model.params import Params, abstract_params, join, select
 from coa_jax.parallel.placement import put_batch
 
 
@@ -140,6 +140,21 @@ def abstract_state(
     shapes, places, rest = _opt_state(params, optimizer)
     counters: list[Any] = [jax.ShapeDtypeStruct((), jnp.int32, sharding=rest) for _ in range(3)]
     return TrainState(params, frozen or {}, jax.tree.map(placed, shapes, places), *counters)
+
+
+def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
+    """Shapes and places of the state of a run, its frozen parameters too.
+
+    Args:
+        model: the architecture, with the adapters that the run trains.
+        optimizer: of the run.
+        mesh: None for one device.
+    """
+    params = abstract_params(model, mesh)
+    if not model.lora.rank:
+        return abstract_state(params, optimizer)
+    trained, frozen = (select(model, params, adapter=kind) for kind in (True, False))
+    return abstract_state(trained, optimizer, frozen)
 
 
 def _opt_state(params: Params, optimizer: OptimizerConfig) -> tuple[Any, Any, Sharding]:

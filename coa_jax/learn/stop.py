@@ -26,22 +26,21 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
 
-    def agreed(self, wait_seconds: float) -> bool:
-        """Whether a process of the run has been asked; the same in all of them.
+    def agreed(self, wait_seconds: float, due: bool = False) -> tuple[bool, bool]:
+        """Whether a process of the run has been asked to stop, and whether one says that it is due.
 
-        Every process calls it at the same step: one that stopped alone would leave the others
-        waiting for it.
+        Every process calls this at the same step and gets the same answer: one that stopped or
+        saved alone would leave the others waiting for it.
 
         Args:
-            wait_seconds: how long to wait for the slowest process, which may still be writing.
-
-        Raises:
-            UserError: a process did not come.
+            wait_seconds: see `processes.meet`.
+            due: whether this process's clock says that a checkpoint is due.
         """
-        if jax.process_count() == 1:
-            return self.requested
-        processes.meet("the end of a step", wait_seconds)
-        return bool(np.any(multihost_utils.process_allgather(np.int32(self.requested))))
+        mine = np.array([self.requested, due])
+        if jax.process_count() > 1:
+            processes.meet("the end of a step", wait_seconds)
+            mine = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2).any(axis=0)
+        return bool(mine[0]), bool(mine[1])
 
 
 @contextlib.contextmanager

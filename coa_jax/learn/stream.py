@@ -101,7 +101,7 @@ class Stream:
             grade: gives a finished trajectory the reward that it has alone.
             complete: gives the trajectories of a whole group the rewards to learn from.
             has_signal: whether a step can learn from a group.
-            wait_seconds: how long to wait for news of another process.
+            wait_seconds: see `processes.exchange`.
             leave_out: whether a group goes on without its late samples, see `_leave_out`.
             kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
             loop_factory: makes the event loop.

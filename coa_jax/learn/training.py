@@ -7,7 +7,7 @@ from typing import Annotated
 
 import jax
 
-from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seed, Size
+from coa_jax.bounds import Bounded, Count, Items, OneOf, Place, Seconds, Seed, Size
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.attention.choice import implementations
 from coa_jax.model.compute import Compute, training_compute
@@ -29,9 +29,13 @@ class TrainingConfig(Bounded):
         remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
         optimizer: AdamW and its schedule; ``total_steps`` is the length of the run in updates.
         checkpoint_every: steps between two checkpoints.
+        checkpoint_seconds: a step that ends as long after the last checkpoint has one too.  The run
+            goes on while a checkpoint is written, so that a machine which is taken away in a long
+            step costs that step only.
         mesh: axes over which parameters and rows are sharded.
         attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
         keep_last: number of newest checkpoints that stay.
+        export_dtype: of the model that is written at the end; checkpoints keep float32.
         profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
     """
 
@@ -43,9 +47,11 @@ class TrainingConfig(Bounded):
     remat: Annotated[str, OneOf(*POLICIES)]
     optimizer: OptimizerConfig
     checkpoint_every: Count
+    checkpoint_seconds: Seconds = 300.0
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
     keep_last: Count = 2
+    export_dtype: Annotated[str, OneOf(*DTYPES)] = "bfloat16"
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
     def compute(self, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Compute:

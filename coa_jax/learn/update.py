@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from coa_jax.engine.constraint import Constraint
 from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example, unpack
@@ -17,9 +18,15 @@ from coa_jax.learn.groups import rewards
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
 from coa_jax.learn.objectives import group_advantages, weigh
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step
+from coa_jax.learn.step import (
+    OptimizerConfig,
+    TrainState,
+    abstract_state,
+    init_state,
+    train_step,
+)
 from coa_jax.learn.teacher import Teacher, scored_by_server
-from coa_jax.learn.value import init_critic
+from coa_jax.learn.value import abstract_critic, init_critic
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
@@ -41,6 +48,13 @@ def critic_state(config: RLConfig, params: Params) -> TrainState | None:
     if not config.chosen.needs_critic:
         return None
     return init_state(init_critic(params), critic_optimizer(config))
+
+
+def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) -> TrainState | None:
+    """Shapes and places of what `critic_state` returns."""
+    if not config.chosen.needs_critic:
+        return None
+    return abstract_state(abstract_critic(model, mesh), critic_optimizer(config))
 
 
 def reference_params(config: RLConfig, params: Params) -> Params | None:

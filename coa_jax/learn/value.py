@@ -6,12 +6,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.learn.batch import Batch
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import Params, bind
+from coa_jax.model.params import Params, abstract_params, bind
 
 
 def init_critic(params: Params) -> Params:
@@ -27,6 +27,14 @@ def init_critic(params: Params) -> Params:
     if isinstance(norm.sharding, NamedSharding):
         head = jax.device_put(head, NamedSharding(norm.sharding.mesh, PartitionSpec()))
     return {**copies, "value_head": head}
+
+
+def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
+    """Shapes and places of what `init_critic` returns for a policy of this architecture."""
+    body = abstract_params(critic_config(model), mesh)
+    norm = body["final_norm"]["scale"]
+    place = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return {**body, "value_head": jax.ShapeDtypeStruct(norm.shape, jnp.float32, sharding=place)}
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:

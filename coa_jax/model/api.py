@@ -31,7 +31,7 @@ class Model:
 
     Attributes:
         config: its architecture.
-        params: its stacked parameters.
+        params: its stacked parameters; empty where only the description was read.
         tokenizer: its tokenizer; a `MissingTokenizer`, which can be saved but not used, where
             its files have none.
         card: how it was asked in training, see `model.card`; empty where nobody says so.
@@ -61,38 +61,45 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    source, config, tokenizer = _open(Path(path))
+    source, config = _source(Path(path))
+    model = _described(Path(path), source, config)
     params = load_params(source, config, jnp.dtype(dtype), shardings(config, mesh))
-    return Model(config, params, tokenizer, read_card(path))
+    return dataclasses.replace(model, params=params)
 
 
-def load_description(path: str | Path) -> tuple[ModelConfig, Any]:
-    """The architecture and the tokenizer of a model, as :func:`load_model`, without its weights."""
-    _, config, tokenizer = _open(Path(path))
-    return config, tokenizer
+def describe_model(path: str | Path) -> Model:
+    """A model as :func:`load_model` returns it, but without parameters; no weight is read."""
+    return _described(Path(path), *_source(Path(path)))
 
 
-def _open(path: Path) -> tuple[TensorSource, ModelConfig, Any]:
-    """Where the weights of a model are, its architecture and its tokenizer."""
+def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
+    """The float32 parameters of a model; see :func:`load_model`."""
+    source, config = _source(Path(path))
+    return load_params(source, config, jnp.float32, shardings(config, mesh))
+
+
+def _source(path: Path) -> tuple[TensorSource, ModelConfig]:
+    """Where the weights of a model are, and its architecture."""
     gguf = gguf_file(path)
-    if gguf is None and not path.is_dir():
-        raise UserError(f"{path} does not exist: give a model directory or a .gguf file")
-    source: TensorSource
     if gguf is not None:
-        source = GgufFile(gguf)
-        config, tokenizer = source.config, gguf_tokenizer(source)
-    else:
-        config = read_config(path)
-        source, tokenizer = Checkpoint(path), find_tokenizer(path)
-    if isinstance(tokenizer, MissingTokenizer):
-        return source, config, tokenizer
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= config.vocab_size:
-        raise UserError(
-            f"{path}: the tokenizer has ids up to {largest}, the model only {config.vocab_size} "
-            "embeddings: use the tokenizer that belongs to the model"
-        )
-    return source, config, tokenizer
+        file = GgufFile(gguf)
+        return file, file.config
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist: give a model directory or a .gguf file")
+    config = read_config(path)
+    return Checkpoint(path), config
+
+
+def _described(path: Path, source: TensorSource, config: ModelConfig) -> Model:
+    tokenizer = gguf_tokenizer(source) if isinstance(source, GgufFile) else find_tokenizer(path)
+    if not isinstance(tokenizer, MissingTokenizer):
+        largest = max(tokenizer.get_vocab().values())
+        if largest >= config.vocab_size:
+            raise UserError(
+                f"{path}: the tokenizer has ids up to {largest}, the model only "
+                f"{config.vocab_size} embeddings: use the tokenizer that belongs to the model"
+            )
+    return Model(config, {}, tokenizer, read_card(path))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))

@@ -114,8 +114,8 @@ class GgufFile:
             why = reading.reason(error)
             raise UserError(f"{self.where}: {key} cannot be read ({why}): fetch it again") from None
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor, dequantised to float32, in Hugging Face row order."""
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor, which is read as a whole, as float32 in Hugging Face row order."""
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -130,8 +130,8 @@ class GgufFile:
         if self.config.architecture == "llama" and name.endswith(
             ("q_proj.weight", "k_proj.weight")
         ):
-            return _unpermute(values, self.config.head_dim)
-        return values
+            values = _unpermute(values, self.config.head_dim)
+        return values[rows]
 
     def _read_config(self) -> ModelConfig:
         name = self.metadata("general.architecture")

@@ -2,8 +2,8 @@
 
 Hugging Face stores a projection as ``[out, in]``, one tensor for each projection and layer.  A
 kernel here is ``[in, out]``, with q, k and v in one array, and gate and up in one.  The functions
-of a row move values only, so a round trip is exact to the bit.  They use methods that NumPy and JAX
-arrays share, so shapes follow from them as well.
+of a row move values only, so a round trip is exact to the bit.  They take NumPy arrays and JAX
+arrays, in a compiled function too.
 
 Shape letters: see `model.decoder`.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from coa_jax.model.params import Path, Specs
 
 Shape = tuple[int, ...]
-Join = Callable[[Shape, Sequence[np.ndarray]], np.ndarray]
+Join = Callable[[Shape, Sequence[Any]], Any]
 Split = Callable[[Any], Sequence[Any]]
 
 
@@ -44,10 +44,16 @@ Table = Mapping[Path, Row]
 """Path of each of our arrays -> its row, in the order in which checkpoints are written."""
 
 
-def _join_heads(shape: Shape, parts: Sequence[np.ndarray]) -> np.ndarray:
+def _join_heads(shape: Shape, parts: Sequence[Any]) -> Any:
     """q ``[N G K, ...]``, k and v ``[N K, ...]`` -> ``[N, G + 2, K, ...]``."""
     n, _, k = shape[-3:]
-    return np.concatenate([x.reshape(n, -1, k, *x.shape[1:]) for x in parts], axis=1)
+    split = [x.reshape(n, -1, k, *x.shape[1:]) for x in parts]
+    return _numpy_of(parts).concat(split, axis=1)
+
+
+def _numpy_of(parts: Sequence[Any]) -> Any:
+    """The functions of the library of arrays: NumPy or JAX."""
+    return parts[0].__array_namespace__()
 
 
 def _split_heads(x: Any) -> Sequence[Any]:
@@ -61,15 +67,15 @@ TRANSPOSED = (
     lambda x: [x.reshape(-1, x.shape[-1]).T],
 )
 STACKED = (  # kernels of several projections of one input
-    lambda shape, parts: np.stack(parts).transpose(2, 0, 1).reshape(shape),
+    lambda shape, parts: _numpy_of(parts).stack(parts).transpose(2, 0, 1).reshape(shape),
     lambda x: list(x.reshape(*x.shape[:2], -1).transpose(1, 2, 0)),
 )
 STACKED_BIASES = (
-    lambda shape, parts: np.stack(parts).reshape(shape),
+    lambda shape, parts: _numpy_of(parts).stack(parts).reshape(shape),
     lambda x: list(x.reshape(len(x), -1)),
 )
 _QKV = (
-    lambda shape, parts: np.moveaxis(_join_heads(shape, parts), -1, 0),
+    lambda shape, parts: _numpy_of(parts).moveaxis(_join_heads(shape, parts), -1, 0),
     lambda x: _split_heads(x.transpose(1, 2, 3, 0)),
 )
 _QKV_BIASES = (_join_heads, _split_heads)

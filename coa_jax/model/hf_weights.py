@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.hf_table import EMBED, HEAD, TABLE, Row, Table, names, tensors_of, writing_order
+from coa_jax.model.hf_table import (
+    EMBED,
+    HEAD,
+    TABLE,
+    Join,
+    Row,
+    Shape,
+    Table,
+    names,
+    tensors_of,
+    writing_order,
+)
 from coa_jax.model.params import Params, Specs, flatten, nest, specs
 
 
@@ -23,7 +37,7 @@ class TensorSource(Protocol):
     where: str
     shapes: Mapping[str, tuple[int, ...]]
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray: ...
 
 
 def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: Params) -> Params:
@@ -39,8 +53,10 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
         UserError: as `read_params`; or a tied head differs from the embedding.
     """
     if config.tie_embeddings and {HEAD, EMBED} <= source.shapes.keys():
-        head, embed = source.read(HEAD), source.read(EMBED)
-        if head.shape != embed.shape or not np.array_equal(head, embed):
+        same = source.shapes[HEAD] == source.shapes[EMBED]
+        share = -(-source.shapes[HEAD][0] // jax.process_count())
+        rows = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+        if not same or not np.array_equal(source.read(HEAD, rows), source.read(EMBED, rows)):
             raise UserError(
                 f"{source.where}: {HEAD} differs from the embedding, but config.json "
                 "ties them: set tie_word_embeddings to false"
@@ -55,8 +71,9 @@ def read_params(
 ) -> Params:
     """Reads the parameters of a checkpoint.
 
-    Each device gets its own slice of each array.  The host holds the addressable slices of one
-    array at a time, never the whole model.
+    On a mesh every process reads a part of each tensor, and no two of them the same part: the files
+    are read once by all of them together, and the devices exchange what they lack.  A process holds
+    its parts of one array at a time, never the whole model.
 
     Args:
         source: the tensors.
@@ -82,9 +99,8 @@ def read_params(
         )
     arrays = {}
     for path, place in flatten(places):
-        shape, stacked = wanted[path].shape, path[0] == "layers"
-        read = _slice_reader(source, table[path], shape, stacked, dtype)
-        array = jax.make_array_from_callback(shape, place, read)
+        read = _read_parts if isinstance(place, NamedSharding) else _read_whole
+        array = read(source, table[path], wanted[path].shape, path[0] == "layers", dtype, place)
         arrays[path] = jax.block_until_ready(array)
     return nest(arrays)
 
@@ -115,29 +131,86 @@ def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str
         raise UserError(f"{source.where}: {problems[0]}{more}: fetch the model again")
 
 
-def _slice_reader(
-    source: TensorSource, row: Row, shape: tuple[int, ...], stacked: bool, dtype: np.dtype
-) -> Callable[[Any], np.ndarray]:
-    slices: dict[str, np.ndarray] = {}
+def _read_whole(
+    source: TensorSource, row: Row, shape: Shape, stacked: bool, dtype: np.dtype, place: Any
+) -> jax.Array:
+    """Reads an array for a single device."""
+    # A fresh buffer: on CPU an array may alias what it was made from, and that must not be a mapped
+    # file which the user is free to delete.
+    out = np.empty(shape, dtype)
+    for layer in range(shape[0] if stacked else 1):
+        tensors = names(row, layer)
+        part = out[layer] if stacked else out
+        part[...] = row.join(shape[stacked:], [source.read(name) for name in tensors])
+        _check_finite(source, tensors, part)
+    return jax.make_array_from_callback(shape, place, lambda index: out[index])
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        # Replicas ask for the same slice again.
-        if (key := str(index)) in slices:
-            return slices[key]
-        # A fresh buffer: on CPU an array may alias what it was made from, and that must not be a
-        # mapped file which the user is free to delete.
-        sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
-        out = slices[key] = np.empty(sizes, dtype)
-        layers = range(*index[0].indices(shape[0])) if stacked else range(1)
-        for i, layer in enumerate(layers):
-            tensors = names(row, layer)
-            whole = row.join(shape[stacked:], [source.read(name) for name in tensors])
-            part = out[i] if stacked else out
-            part[...] = whole[index[stacked:]]
-            _check_finite(source, tensors, part)
-        return out
 
-    return read
+def _read_parts(
+    source: TensorSource,
+    row: Row,
+    shape: Shape,
+    stacked: bool,
+    dtype: np.dtype,
+    place: NamedSharding,
+) -> jax.Array:
+    """Reads an array for a mesh: of each tensor every device gets as many rows as any other.
+
+    Rows lie one after another in a file.  A device's own slice of an array would be a few values of
+    every row, which a disk or a bucket reads as if it were all of them.
+    """
+    mesh = place.mesh
+    by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    def tensor(name: str) -> jax.Array:
+        count, *rest = source.shapes[name]
+        each = -(-count // mesh.size)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start = index[0].start or 0
+            first = min(start, count - 1)  # beyond the last row a device has padding only
+            values = source.read(name, slice(first, min(first + each, count)))[start - first :]
+            if values.itemsize >= dtype.itemsize:  # others are sent as they are stored
+                values = values.astype(dtype)
+            _check_finite(source, [name], values)
+            return np.pad(values, [(0, each - len(values)), *((0, 0) for _ in rest)])
+
+        return jax.make_array_from_callback((each * mesh.size, *rest), by_rows, part)
+
+    rows = tuple(source.shapes[name][0] for name in names(row, 0))
+    move = _mover(row.join, rows, shape[stacked:], dtype, place)
+    if not stacked:
+        return move(None, None, [tensor(name) for name in names(row, 0)])
+    stack = jnp.zeros(shape, dtype, device=place)
+    for layer in range(shape[0]):
+        stack = move(stack, np.int32(layer), [tensor(name) for name in names(row, layer)])
+    return stack
+
+
+@functools.cache
+def _mover(
+    join: Join, rows: tuple[int, ...], shape: Shape, dtype: np.dtype, place: NamedSharding
+) -> Callable[..., jax.Array]:
+    """The program that moves the tensors of an array to where it lies.
+
+    Args:
+        join: see `hf_table.Row`.
+        rows: rows of each tensor, without the padding that makes the devices' parts equal.
+        shape: of the array, of one layer.
+        dtype, place: of the array.
+
+    Returns:
+        (Stack of all layers or None, number of the layer or None, tensors) -> the stack or array.
+    """
+
+    def move(stack: Any, layer: Any, tensors: Sequence[jax.Array]) -> jax.Array:
+        values = join(shape, [t[:count] for t, count in zip(tensors, rows, strict=True)])
+        values = values.astype(dtype)
+        if stack is None:
+            return values
+        return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0)
+
+    return jax.jit(move, out_shardings=place, donate_argnums=0)
 
 
 def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray) -> None:

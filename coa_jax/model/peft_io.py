@@ -23,17 +23,19 @@ _PEFT = {
 """Projection -> where its adapter is in a layer, and PEFT's name of the module."""
 
 
-def save_trained(model: Model, source: str, output: Path) -> None:
+def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
     """Writes the model, adapters merged, to ``output``, and adapters to ``output`` + ``-adapters``.
 
     Args:
         model: with adapters, if its architecture has any.
         source: path or name of the model that the run began with, for the adapters' configuration.
         output: directory to create or replace.
+        dtype: of the model; adapters are float32.
     """
     merged = merge_adapters(model.config, model.params)
     config = without_adapters(model.config)
-    save_model(dataclasses.replace(model, config=config, params=merged), output, overwrite=True)
+    whole = dataclasses.replace(model, config=config, params=merged)
+    save_model(whole, output, dtype=dtype, overwrite=True)
     if model.config.lora.rank:
         adapters = select(model.config, model.params, adapter=True)
         folder = output.with_name(f"{output.name}-adapters")

@@ -57,20 +57,21 @@ class Checkpoint:
             if name not in self._tensors:
                 raise UserError(f"{path} lacks tensor {name}, though the index has it")
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in its stored dtype.
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor in its stored dtype; nothing else of the tensor is read.
 
         Raises:
             UserError: its dtype is not a floating-point one of 16 bits or more.
         """
         path, file = self._tensors[name]
-        if (code := file.get_slice(name).get_dtype()) not in _CODES.values():
+        stored = file.get_slice(name)
+        if (code := stored.get_dtype()) not in _CODES.values():
             raise UserError(
                 f"{path}: tensor {name} has dtype {code}: use weights in "
                 + ", ".join(_CODES.values())
             )
-        tensor: np.ndarray = file.get_tensor(name)
-        return tensor
+        values: np.ndarray = stored[rows]
+        return values
 
 
 def _open(path: Path) -> Any:

@@ -8,9 +8,10 @@ the logical axes of each array; a rules tuple says which mesh axes a logical axi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -62,7 +63,7 @@ def make_mesh(
 
     Raises:
         UserError: a size is not positive, more devices are asked for than there are, a process
-            would be left without a device, or the axes cannot be laid along those of a TPU slice.
+            would be left without a device, or the devices are no whole block of a TPU slice.
     """
     every = devices is None
     processes = jax.process_count() if devices is None else processes
@@ -105,50 +106,123 @@ def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
             f"mesh {text} has devices of {slices} TPU slices, a run has those of one: start it on "
             "a larger slice"
         )
-    try:
-        if devices[0].platform == "tpu" and _has_holes(devices):
-            return Mesh(_over_holes(sizes, devices), AXES, axis_types=auto)
-        return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
-    except NotImplementedError as error:
-        raise UserError(
-            f"mesh {text} cannot be laid along the axes of this TPU slice: let each size be a "
-            "product of some of the slice's own sizes"
-        ) from error
-    except AssertionError as error:
+    if devices[0].platform == "tpu":
+        return Mesh(_on_torus(sizes, devices, text), AXES, axis_types=auto)
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
+
+
+def _on_torus(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) -> np.ndarray:
+    """The devices ``[data, fsdp, tensor]`` of a mesh on a TPU slice.
+
+    Where the sizes are products of the torus's own, JAX lays each axis along whole axes of the
+    torus.  Elsewhere axes share one, and devices of a ``tensor`` group become a compact block.  Its
+    devices are ordered as a ring of neighbours, where there is one in which those of a host follow
+    each other: an engine has devices of one host.  ``data`` and ``fsdp`` are then laid over blocks.
+    """
+    at = [(*device.coords, device.core_on_chip) for device in devices]
+    # Places between which chips make rollouts are drawn together.
+    columns = [sorted(set(places)) for places in zip(*at, strict=True)]
+    places = [tuple(map(list.index, columns, place)) for place in at]
+    extents = [len(column) for column in columns]
+    if math.prod(extents) != len(devices):
         raise UserError(
             f"mesh {text} has {len(devices)} chips that are no whole block of this TPU slice: give "
             "one size as -1, which takes all of them, and let mesh.rollout_devices leave rows of "
             "a host's chips"
-        ) from error
-
-
-def _columns(devices: Sequence[jax.Device]) -> list[list[int]]:
-    """The places that occur on each axis of the torus, ascending."""
-    return [sorted(set(places)) for places in zip(*(d.coords for d in devices), strict=True)]
-
-
-def _has_holes(devices: Sequence[jax.Device]) -> bool:
-    """Whether chips are rows of a TPU slice with other chips between them."""
-    return any(places[-1] - places[0] >= len(places) for places in _columns(devices))
-
-
-def _over_holes(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in the order in which JAX would lay out a slice without the holes."""
-    columns = _columns(devices)
-    closed = [
-        types.SimpleNamespace(
-            device=device,
-            coords=tuple(map(list.index, columns, device.coords)),
-            **{name: getattr(device, name) for name in _READ},
         )
-        for device in devices
+    data, fsdp, tensor = sizes
+    try:
+        one = (1,) * len(extents)
+        return _over_blocks((data, fsdp, tensor), devices, places, one, split=False)
+    except NotImplementedError:  # what JAX raises where axes would have to share one
+        block = _block(extents, tensor)
+        return _over_blocks((data, fsdp, 1), devices, places, block, split=True)
+
+
+def _over_blocks(
+    sizes: tuple[int, int, int],
+    devices: Sequence[jax.Device],
+    places: Sequence[tuple[int, ...]],
+    block: Sequence[int],
+    split: bool,
+) -> np.ndarray:
+    """Blocks of devices, in the order in which JAX lays out a slice with a chip for each block.
+
+    Args:
+        sizes: of the axes over blocks.
+        devices, places: places on the torus (x, y, z, core), without holes.
+        block: its extents, which divide those of the torus.
+        split: whether axes may share one of the torus.
+
+    Returns:
+        ``[data, fsdp, tensor]`` devices; those of a block lie along the last axis.
+
+    Raises:
+        NotImplementedError: axes would have to share one.
+    """
+    members: dict[tuple[int, ...], dict[tuple[int, ...], jax.Device]] = {}
+    for device, place in zip(devices, places, strict=True):
+        corner = tuple(p // b for p, b in zip(place, block, strict=True))
+        members.setdefault(corner, {})[place] = device
+    chips = [
+        types.SimpleNamespace(
+            coords=corner[:3],
+            core_on_chip=corner[3],
+            devices=_ring(own) if len(own) > 1 else list(own.values()),
+            **{name: getattr(devices[0], name) for name in ("platform", "device_kind")},
+        )
+        for corner, own in members.items()
     ]
-    laid_out = mesh_utils.create_device_mesh(sizes, closed)
-    return np.vectorize(lambda place: place.device, otypes=[object])(laid_out)
+    laid_out = mesh_utils.create_device_mesh(sizes, chips, allow_split_physical_axes=split)
+    order = [device for chip in laid_out.flat for device in chip.devices]
+    return np.array(order, object).reshape(*sizes[:2], -1)
 
 
-_READ = ("id", "platform", "device_kind", "process_index", "core_on_chip")
-"""What JAX reads of a TPU beside its place to make a mesh."""
+def _block(extents: Sequence[int], size: int) -> tuple[int, ...]:
+    """The extents of a block of ``size`` chips that divide those of a torus.
+
+    Whole axes come first, whose ends are linked, then what is compact: 2 x 2 chips are a ring, of
+    4 x 1 the ends are not linked.
+    """
+    divisors = [[d for d in range(1, n + 1) if n % d == 0] for n in extents]
+    blocks = [block for block in itertools.product(*divisors) if math.prod(block) == size]
+
+    def rank(block: tuple[int, ...]) -> tuple[bool, int, tuple[int, ...]]:
+        whole = all(b in (1, n) for b, n in zip(block, extents, strict=True))
+        return (not whole, sum(block), tuple(-b for b in block))
+
+    return min(blocks, key=rank)
+
+
+def _ring(members: Mapping[tuple[int, ...], jax.Device]) -> list[jax.Device]:
+    """Devices by place, as a ring of neighbours in which those of a host follow each other.
+
+    Without such a ring, or for so many devices that the search would be long, those of a host
+    follow each other in the order of their places.
+    """
+    hosts: dict[int, int] = {}
+    for device in members.values():
+        hosts[device.process_index] = hosts.get(device.process_index, 0) + 1
+
+    def near(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+        return sum(abs(p - q) for p, q in zip(a, b, strict=True)) == 1
+
+    def grow(path: list[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+        if len(path) == len(members):
+            return path if near(path[0], path[-1]) else None
+        host = members[path[-1]].process_index
+        stays = sum(members[place].process_index == host for place in path) < hosts[host]
+        for place, device in members.items():
+            goes_on = near(path[-1], place) and (device.process_index == host) == stays
+            if place not in path and goes_on and (found := grow([*path, place])):
+                return found
+        return None
+
+    found = None
+    if len(members) <= 16:
+        found = next(filter(None, (grow([place]) for place in sorted(members))), None)
+    order = found or sorted(members, key=lambda place: (members[place].process_index, place))
+    return [members[place] for place in order]
 
 
 def sharding_for(

@@ -22,7 +22,7 @@ Axis = Annotated[int, Between(1, MAX_INT, also=(-1,))]
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Bounded):
-    """Sizes of the mesh axes, and how long its processes wait for each other.
+    """Sizes of the mesh axes, and how patiently its processes wait for each other.
 
     Attributes:
         data, fsdp, tensor: see `make_mesh`; -1 takes what is left of the devices.
@@ -32,7 +32,8 @@ class MeshConfig(Bounded):
             order; the axes are laid over the others.  With 0 the same devices do both.
         collectives: how the matmuls of training are split: by the ``compiler``, or by collectives
             that are written out (``manual``); ``auto`` takes the better choice for the platform.
-        wait_seconds: how long a process waits where all meet for the last one to arrive.
+        wait_seconds: how long a process waits for others before it logs for whom; it goes on
+            waiting.
     """
 
     data: Axis = 1
@@ -41,7 +42,7 @@ class MeshConfig(Bounded):
     decode_tensor: Natural = 0
     rollout_devices: Natural = 0
     collectives: Literal["auto", "compiler", "manual"] = "auto"
-    wait_seconds: Seconds = 1800.0
+    wait_seconds: Seconds = 600.0
 
 
 def split_devices(

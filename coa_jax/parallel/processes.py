@@ -1,9 +1,12 @@
 """The processes of a run: joining them, meeting, gathering, and noticing one that is gone.
 
 Each process drives its own devices, engines and tools.  They work together in two ways only: in
-compiled programs over the devices of all, and by gathering what each of them has sampled.  Both
-would wait for ever for a process that does not come, so all of them `meet` before, for a bounded
-time.  A thread of each process, `_watch`, ends it with one line when another one is gone.
+compiled programs over the devices of all, and by gathering what each of them has sampled.  All of
+them `meet` before, where a process that waits handles signals and says for whom it waits.
+
+A process may be as slow as it likes: rollouts take an hour, and longer where a judge is slow.  Only
+a heartbeat that is missing ends a run.  A thread of each process, `_watch`, ends it with one line
+when another one is gone.
 
 The coordinator, process 0, hosts the service through which they talk.  Of its client only calls
 with a deadline come back when it is frozen or cut off, so the watch makes no other.
@@ -34,11 +37,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
+from absl import logging
 
 from coa_jax.errors import UserError
 
@@ -52,6 +56,7 @@ _VERDICT = f"{_ROOT}/verdict"
 _STOP = f"{_ROOT}/stop/"
 _COORDINATOR = f"{_ROOT}/alive/0"
 _FINISHED = "finished"
+_FOREVER = 365 * 86_400_000  # milliseconds of a barrier: it is the watch that ends a wait
 _SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, which few programs serve
 
 
@@ -239,10 +244,10 @@ def meet(what: str, seconds: float) -> None:
 
     Args:
         what: names the place; all processes come to the same places in the same order.
-        seconds: how long to wait for the last one.
+        seconds: after which it logs for whom it waits, and again after as long.
 
     Raises:
-        UserError: not all came in time; it names those that did not.
+        jax.errors.JaxRuntimeError: a process is gone; see `fail`.
     """
     here = _joined
     if here is None:
@@ -250,28 +255,55 @@ def meet(what: str, seconds: float) -> None:
     before, here.doing = here.doing, f"waiting at: {what}"
     here.met += 1
     here.tell()
-    try:
-        here.client.wait_at_barrier(f"{_ROOT}/{here.met}/{what}", int(seconds * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise  # a process is gone; see `fail`
-        came = [number for number, state in here.others().items() if state["met"] >= here.met]
-        raise _late(here, what, seconds, came) from error
+    place, turn, ended = f"{_ROOT}/{here.met}/{what}", here.met, threading.Event()
+    faults: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            here.client.wait_at_barrier(place, _FOREVER)
+        except jax.errors.JaxRuntimeError as fault:
+            faults.append(fault)
+        ended.set()
+
+    # In a thread: signals are handled in the main one, which must not be inside of the client.
+    threading.Thread(target=wait, daemon=True, name="meet").start()
+    patience = _Patience(here, what, seconds)
+    while not ended.wait(0.5):
+        patience.tell_of_the_late(
+            lambda: [number for number, state in here.others().items() if state["met"] >= turn]
+        )
+    if faults:
+        raise faults[0]
     here.doing = before
 
 
-def _late(here: _Joined, what: str, seconds: float, came: Collection[int]) -> UserError:
-    """The error that names all processes but those that came."""
-    late = [
-        f"process {number} ({state['name']}), which is at: {state['doing']}"
-        for number, state in sorted(here.others().items())
-        if number not in came
-    ]
-    return UserError(
-        f"{what}: after {seconds:g} s still without {' and '.join(late) or 'some process'}; "
-        "look into its log, or raise mesh.wait_seconds if it is only slow; run the same "
-        "command again to continue"
-    )
+class _Patience:
+    """Logs again and again for whom a process waits."""
+
+    def __init__(self, here: _Joined, what: str, seconds: float) -> None:
+        self._here, self._what, self._seconds = here, what, seconds
+        self._start = self._last = time.monotonic()
+
+    def tell_of_the_late(self, came: Callable[[], Collection[int]]) -> None:
+        """Names all processes but those that came, if it is time."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return
+        self._last = now
+        # What ails the connection is found out by the watch, which ends the process.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            there = came()
+            late = [
+                f"process {number} ({state['name']}), which is at: {state['doing']}"
+                for number, state in sorted(self._here.others().items())
+                if number not in there
+            ]
+            logging.warning(
+                "%s: waiting for %.0f s for %s",
+                self._what,
+                now - self._start,
+                " and ".join(late[:4]) + (f" and {len(late) - 4} more" if len(late) > 4 else ""),
+            )
 
 
 async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
@@ -283,24 +315,21 @@ async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
     Args:
         value: of this process; what JSON takes, and short.
         what: names the exchange, in messages too; only one thread has those of a name.
-        seconds: how long to wait for the slowest process.
-
-    Raises:
-        UserError: a process did not come.
+        seconds: after which it logs for whom it waits, and again after as long.
     """
     here = _joined
     if here is None:
         return [value]
     turn = here.told[what] = here.told.get(what, 0) + 1
-    place, end, pause = f"{_ROOT}/told/{what}/{turn}/", time.monotonic() + seconds, 0.01
+    place, pause = f"{_ROOT}/told/{what}/{turn}/", 0.01
+    patience = _Patience(here, what, seconds)
     here.client.key_value_set(f"{place}{here.index}", json.dumps(value))
     while True:
         entries = here.client.key_value_dir_get(place)
         told = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
         if len(told) == here.count:
             break
-        if time.monotonic() > end:
-            raise _late(here, what, seconds, told)
+        patience.tell_of_the_late(told.keys)
         await asyncio.sleep(pause)
         pause = min(2 * pause, 1.0)
     if turn > 1:  # who has said this has read all that came before
@@ -330,10 +359,7 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
     Args:
         items: of this process; what pickle takes.
         what: for messages.
-        seconds: how long to wait for the slowest process.
-
-    Raises:
-        UserError: a process did not come.
+        seconds: see `meet`.
     """
     if _joined is None:
         return list(items)

@@ -37,6 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
             "rows": 4,
             "row_length": 832,
             "dtype": "float32",
+            "export_dtype": "float32",
             "remat": "none",
             "optimizer": {
                 "learning_rate": 3e-5,

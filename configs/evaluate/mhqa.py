@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
     config.tools = complete(
         ToolsConfig,
-        {"names": ("wiki_search",), "top_k": 3, "wiki_url": "http://localhost:8002/retrieve"},
+        {"names": ("wiki_search",), "top_k": 3, "wiki_url": "http://search:8002/retrieve"},
     )
     if debug:
         config = in_small(config, "evaluate")

@@ -36,7 +36,7 @@ FILES = {
     "webwalker": "webwalker_main.json",
 }
 JUDGE = {
-    "url": "http://localhost:8001/v1",
+    "url": "http://judge:8001/v1",
     "model": "Qwen/Qwen2.5-72B-Instruct",
     "max_tokens": 512,
 }

@@ -53,6 +53,7 @@ def get_config() -> ml_collections.ConfigDict:
             "batch_size": 8,
             "row_length": 512,
             "dtype": "bfloat16",
+            "export_dtype": "float32",
             "remat": "none",
             "validate_every": 100,
             "checkpoint_every": 300,
@@ -96,6 +97,7 @@ def get_config() -> ml_collections.ConfigDict:
             "rows": 4,
             "row_length": 512,
             "dtype": "float32",
+            "export_dtype": "float32",
             "remat": "none",
             "algorithm": complete(
                 Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}

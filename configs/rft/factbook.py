@@ -36,6 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
             "rows": 4,
             "row_length": 512,
             "dtype": "float32",
+            "export_dtype": "float32",
             "remat": "none",
             "optimizer": {
                 "learning_rate": 1e-4,

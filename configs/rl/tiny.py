@@ -36,6 +36,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 1,
             "row_length": 128,
             "dtype": "float32",
+            "export_dtype": "float32",
             "remat": "none",
             "algorithm": {"name": "dapo"},
             "optimizer": {"learning_rate": 1e-4, "total_steps": 1},

@@ -33,6 +33,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "batch_size": 2,
             "row_length": 2048,
             "dtype": "float32",
+            "export_dtype": "float32",
             "remat": "none",
             "validate_every": 1,
             "checkpoint_every": 1,

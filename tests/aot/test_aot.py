@@ -195,6 +195,23 @@ def test_a_configuration_compiles_for_a_tpu_slice():
 
 @needs_tpu_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("v5p:8x8x8", 4), ("v6e:8x8", 4), ("v6e:16x16", 2), ("v6e:16x16", 8)]
+)
+def test_meshes_whose_axes_share_one_of_the_torus_compile(name, tensor):
+    code, result, err = aot(
+        "--config=configs/rl/tiny.py", f"--topology={name}", "--model=tiny",
+        f"--config.rows={1024 // tensor}", "--config.mesh.fsdp=-1",
+        f"--config.mesh.tensor={tensor}", "--config.mesh.decode_tensor=2",
+        "--config.dtype=bfloat16", "--config.remat=full", "--config.row_length=512",
+    )  # fmt: skip
+    assert code == 0, err
+    assert result["mesh"] == {"data": 1, "fsdp": result["chips"] // tensor, "tensor": tensor}
+    assert {"train", "publish", "decode"} <= {program["name"] for program in result["programs"]}
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
 def test_the_compiler_of_tpus_refuses_what_does_not_fit():
     code, result, err = aot("--config=configs/sft/web.py:7b", "--topology=v5e:2x2",
                             "--config.rows=4")  # fmt: skip

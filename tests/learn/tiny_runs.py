@@ -36,6 +36,7 @@ def sft_config(model: Path, data: Path, **changes: object) -> sft.SFTConfig:
         "rows": 1,
         "row_length": 192,
         "dtype": "float32",
+        "export_dtype": "float32",
         "remat": "none",
         "optimizer": OptimizerConfig(learning_rate=1e-2, total_steps=SFT_STEPS, warmup_steps=2),
         "validate_every": 100,
@@ -58,6 +59,7 @@ def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
         "rows": 2,
         "row_length": 192,
         "dtype": "float32",
+        "export_dtype": "float32",
         "remat": "none",
         "algorithm": Algorithm("dapo", overlong_buffer=0),
         "optimizer": OptimizerConfig(

@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from coa_jax.errors import UserError
-from coa_jax.model.api import load_description, load_model, logits, save_model
+from coa_jax.model.api import describe_model, load_model, logits, save_model
 from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
 
@@ -137,7 +137,8 @@ def test_a_model_without_tokenizer_files_loads_and_saves(references, tmp_path):
     shutil.copytree(whole.path, path, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     bare = load_model(path)
     np.testing.assert_array_equal(logits(bare, TOKENS), logits(model, TOKENS))
-    assert load_description(path)[0] == model.config
+    described = describe_model(path)
+    assert (described.config, described.params) == (model.config, {})
     with pytest.raises(UserError, match=rf"^{path} has no tokenizer \(tokenizer\.json, vocab"):
         encode_plain(bare.tokenizer, "text")
     save_model(bare, tmp_path / "out")

@@ -91,7 +91,7 @@ def merged(model):
 def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path, backend):
     peft = pytest.importorskip("peft")
     model, compute = grown(load_model(base), LORA), Compute(backend=backend)
-    save_trained(model, str(base), tmp_path / "model")
+    save_trained(model, str(base), tmp_path / "model", "float32")
     reference = peft.PeftModel.from_pretrained(
         LlamaForCausalLM.from_pretrained(base), tmp_path / "model-adapters", is_trainable=True
     )
@@ -141,7 +141,7 @@ def test_only_the_chosen_projections_change(base, tmp_path):
     from safetensors.numpy import load_file
 
     model = grown(load_model(base), SOME)
-    save_trained(model, str(base), tmp_path / "model")
+    save_trained(model, str(base), tmp_path / "model", "float32")
     before, after = (load_file(p / "model.safetensors") for p in (base, tmp_path / "model"))
     changed = {name.split(".")[-2] for name in after if (before[name] != after[name]).any()}
     assert changed == {"v_proj", "up_proj", "down_proj"}
@@ -176,7 +176,7 @@ def test_a_model_trained_as_a_whole_has_no_adapters(base, tmp_path):
     params, frozen = split_trained(model.params, model.config, seed=1)
     assert params is model.params and frozen == {}
     assert merge_adapters(model.config, params) is params
-    save_trained(model, "", tmp_path / "m")
+    save_trained(model, "", tmp_path / "m", "float32")
     assert not (tmp_path / "m-adapters").exists()
 
 

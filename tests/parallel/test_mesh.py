@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from coa_jax.engine.layout import decode_mesh, groups_of
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params, shardings, specs
@@ -128,15 +130,54 @@ def test_chips_that_are_no_block_of_a_slice_are_refused():
         make_mesh(fsdp=3, devices=devices)
 
 
-def slice_of(x, y, z):
-    """Chips of a v5p slice in JAX's order: hosts of 2 x 2 x 1 of them."""
+def slice_of(x, y, z, kind="TPU v5"):
+    """Chips of a slice in JAX's order: hosts of 2 x 2 x 1 of them."""
     places = sorted(np.ndindex(x, y, z), key=lambda at: (at[2], at[1], at[0]))
     hosts = [(a // 2, b // 2, c) for a, b, c in places]
     order = list(dict.fromkeys(hosts))
     return [
-        Device(number, "tpu", coords=place, process_index=order.index(host))
+        Device(number, "tpu", coords=place, process_index=order.index(host), device_kind=kind)
         for number, (place, host) in enumerate(zip(places, hosts, strict=True))
     ]
+
+
+LARGE = {
+    "v5p:8x8x8": slice_of(8, 8, 8),
+    "v6e:8x8": slice_of(8, 8, 1, "TPU v6 lite"),
+    "v6e:16x16": slice_of(16, 16, 1, "TPU v6 lite"),
+}
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", LARGE)
+def test_every_power_of_two_is_laid_over_a_large_slice(name, tensor, data):
+    mesh = make_mesh(data, -1, tensor, LARGE[name], processes=len(LARGE[name]) // 4)
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in LARGE[name]}
+    groups = mesh.devices.reshape(-1, tensor)
+    for group in groups:
+        # Neighbours along the group are neighbours on the torus; also where the ring closes,
+        # except that the ends of a whole axis are linked around the torus.
+        at = np.array([d.coords for d in group])
+        steps = np.abs(at - np.roll(at, 1, axis=0)).sum(1)
+        whole = np.ptp(at, axis=0).max() + 1 == max(d.coords[0] for d in LARGE[name]) + 1
+        assert (steps[1:] == 1).all()
+        assert tensor == 1 or whole or steps[0] == 1
+        # Those of a host follow each other, as an engine needs them.
+        hosts = [d.process_index for d in group]
+        assert sum(a != b for a, b in itertools.pairwise(hosts)) == len(set(hosts)) - 1
+        assert len(set(hosts)) == max(1, tensor // 4) or whole
+    # An engine of each size that a host has room for.
+    for chips in (1, 2, 4):
+        engines = groups_of(decode_mesh(mesh, chips), chips)
+        assert all(len({d.process_index for d in engine}) == 1 for engine in engines)
+
+
+def test_axes_lie_along_whole_axes_of_the_torus_where_they_can():
+    mesh = make_mesh(1, 64, 8, LARGE["v5p:8x8x8"], processes=128)
+    assert [d.coords for d in mesh.devices[0, 0]] == [(x, 0, 0) for x in range(8)]
+    expected = jax.make_mesh((1, 64, 8), AXES, devices=LARGE["v5p:8x8x8"])
+    assert (mesh.devices == expected.devices).all()
 
 
 @pytest.mark.parametrize("sizes", [(1, 16, 4), (1, 64, 1), (2, 8, 4), (-1, 8, 2)])
