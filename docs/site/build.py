@@ -4,8 +4,8 @@
 
 Puts all pages into ``build/docs``: those of ``docs/``, the documents beside it, and the reference
 that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an error.  The
-site loads nothing from other hosts.  Read it from a server (``python -m http.server -d site``) or, but
-for the search, from the folder.
+site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened from the
+folder it lacks only the search.
 """
 
 from __future__ import annotations

@@ -6,14 +6,18 @@ the site calls `pages`.
 
 from __future__ import annotations
 
+import argparse
 import ast
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
 import types
 import typing
+import unittest.mock
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,6 +41,14 @@ API = {
 """Name of each page of the Python API -> its title and its modules in ``coa_jax``."""
 
 _ENTRY = re.compile(r"(?P<names>[a-z_]\w*(, [a-z_]\w*)*):\s*(?P<text>.*)")
+_KINDS = {
+    "string": "text",
+    "enum": "word",
+    "bool": "switch",
+    "int": "whole number",
+    "float": "number",
+    "comma separated list of strings": "words with commas",
+}
 _ENDLESS = re.compile(rf" to ({MAX_INT}|{2**63 - 1})$")
 
 
@@ -123,6 +135,25 @@ def command_flags(module: types.ModuleType) -> list[flags.Flag[Any]]:
     return found
 
 
+def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
+    """Returns the parser of an entry point that uses argparse; None for one with flags of absl."""
+    if "argparse" not in vars(module):
+        return None
+    found = []
+
+    def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
+        found.append(parser)
+        raise InterruptedError
+
+    with (
+        unittest.mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        unittest.mock.patch.object(sys, "argv", [module.__name__]),
+        contextlib.suppress(InterruptedError),
+    ):
+        module.main()
+    return found[0]
+
+
 def command_settings(module: types.ModuleType) -> type[Any] | None:
     """Returns the dataclass that the config of a command fills; None for one without."""
     return _argument(module, "run_fit", 0) or getattr(module, "Command", None)
@@ -140,8 +171,8 @@ def _commands() -> str:
         [
             "# Commands",
             "",
-            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. Every command also",
-            "takes `--help`, and `--verbosity=0` shows the log lines of the libraries.",
+            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. `--help` shows the",
+            "flags of a command.",
             "",
             "| command | purpose |",
             "|---|---|",
@@ -154,10 +185,13 @@ def _commands() -> str:
 def _command(command: str, shown: set[type[Any]]) -> str:
     module = entry_point(command)
     lines = [f"# coa-jax {command}", "", prose(inspect.cleandoc(module.__doc__ or "")), ""]
-    if own := command_flags(module):
-        lines += ["## Flags", ""]
-        for flag in own:
-            lines += _definition(f"--{flag.name}", f"flag-{flag.name}", *_flag(flag))
+    parser = command_parser(module)
+    options = parser._actions[1:] if parser else []  # the first is --help
+    told = {f"--{flag.name}": _flag(flag) for flag in command_flags(module)}
+    told |= {option.option_strings[-1]: _option(option) for option in options}
+    lines += ["## Flags", ""] if told else []
+    for name, about in told.items():
+        lines += _definition(name, f"flag-{name[2:]}", *about)
     settings = command_settings(module)
     if settings:
         lines += [
@@ -171,19 +205,24 @@ def _command(command: str, shown: set[type[Any]]) -> str:
 
 
 def _flag(flag: flags.Flag[Any]) -> tuple[str, str]:
-    kind = {"string": "text", "enum": "one of the words below"}.get(
-        flag.flag_type(), flag.flag_type()
-    )
+    kind = _KINDS.get(flag.flag_type(), flag.flag_type())
     about = prose(" ".join((flag.help or "").split()))
-    if values := getattr(flag.parser, "enum_values", None):
-        about += " One of " + ", ".join(f"`{value}`" for value in values) + "."
-        kind = "word"
+    if known := [value for value in getattr(flag.parser, "enum_values", None) or () if value]:
+        about += ". One of " + ", ".join(f"`{value}`" for value in known) + "."
     if flag.name == "config":
         return "file", about
     # A flag is required where one of its checks refuses None.
     checks = [check for check in flag.validators if hasattr(check, "flag_name")]
     required = flag.default is None and not all(check.checker(None) for check in checks)
     return f"{kind}, {'required' if required else f'default {_value(flag.default)}'}", about
+
+
+def _option(option: argparse.Action) -> tuple[str, str]:
+    kind = "switch" if option.nargs == 0 else "whole number" if option.type is int else "text"
+    known = ", ".join(f"`{choice}`" for choice in option.choices or ())
+    about = [prose(option.help or "")] + ([f"One of {known}."] if known else [])
+    default = "" if option.nargs == 0 else f", default {_value(option.default)}"
+    return f"{'word' if known else kind}{default}", " ".join(filter(None, about))
 
 
 def _other_settings(shown: set[type[Any]]) -> str:
@@ -244,7 +283,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
     term = f'<span id="{anchor}"></span>`{name}` <span class="kind">{about}</span>'
-    return [term, f":   {meaning or 'No description.'}", ""]
+    return [term, f":   {meaning[:1].upper()}{meaning[1:]}", ""]
 
 
 def type_name(annotation: Any) -> str:
