@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shutil
 
 import setuptools
@@ -70,7 +71,10 @@ EXTRAS = {
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.
     "tpu": ["jax[tpu]>=0.10.2"],
+    # The documentation site (docs/site/build.py); its reference imports every module.
+    "docs": ["mkdocs-material>=9.8", "mkdocstrings-python>=2.0", "pyyaml>=6.0"],
 }
+EXTRAS["docs"] += EXTRAS["serve"]
 
 LINT = ["ruff>=0.17", "mypy>=2.4"]
 # Enough for tests/{model,engine,learn,rollout}; those that compare with torch are skipped.
@@ -101,6 +105,7 @@ TEST = [
     # Clients of the servers under test.
     "httpx>=0.28",
     "packaging>=26.0",
+    "pyyaml>=6.0",
     "protobuf>=7.36",
     "torch>=2.13",
     "peft>=0.21",
@@ -123,13 +128,34 @@ class BuildWithConfigs(build_py):
             shutil.copytree(ROOT / "configs", target, ignore=ignored)
 
 
+def version() -> str:
+    """Returns ``coa_jax.__version__``, the only place of the version, without an import."""
+    text = (ROOT / "coa_jax" / "__init__.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return str(found)
+
+
 setuptools.setup(
     name="coa_jax",
-    version="0.1.0",
+    version=version(),
     description="Chain-of-Agents training in JAX: distillation, masked SFT, agentic RL",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    author="The coa_jax Authors",
+    author="coa_jax developers",
+    keywords="jax flax llm agents reinforcement-learning distillation tool-use",
+    project_urls={"Paper": "https://arxiv.org/abs/2508.13167"},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",

@@ -54,7 +54,12 @@ _OF_RUNS = ("mistake_rate", "unrecovered_rate", "seed", "concurrency", "max_mess
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """Which tasks the teacher solves: their source, and how many."""
+    """Which tasks the teacher solves.
+
+    Attributes:
+        tasks: source of the tasks, see `tasks.load_tasks`.
+        train: number of tasks of the training split.
+    """
 
     tasks: Place
     train: Count

@@ -78,7 +78,14 @@ def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """The tasks of the evaluation, see `EvaluateConfig`; ``num_tasks`` 0 for all."""
+    """The tasks of the evaluation.
+
+    Attributes:
+        source: source of the tasks, see `tasks.load_tasks`.
+        split: part of the source.
+        num_tasks: number of tasks, 0 for all.
+        seed: seed of the choice of tasks.
+    """
 
     source: Place
     split: Split

@@ -50,6 +50,12 @@ class Tasks(Bounded):
     """Which tasks the teacher solves, and at which level of the protocols' rules.
 
     The names of the splits are those of `load_splits`.
+
+    Attributes:
+        tasks: source of the tasks, see `tasks.load_tasks`.
+        train, validation: number of tasks of each split.
+        seed: seed of the choice of tasks.
+        level: level of the protocols' rules; "" for the level of each task.
     """
 
     tasks: Place
@@ -61,7 +67,18 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command, by stage; those of SFT and RL lack the paths."""
+    """The settings of the command, by stage; those of SFT and RL lack the paths.
+
+    Attributes:
+        prompt_style: prompt of the policy, see `tasks.prompts.load_prompt`.
+        tools: tools of the teacher and of the policy.
+        distill: tasks that the teacher solves.
+        teacher: how the teacher works, and which of its trajectories are kept.
+        policy: shape of the untrained policy.
+        sft: settings of fine-tuning, as in the command ``sft``.
+        rl: settings of reinforcement learning, as in the command ``rl``.
+        evaluate: settings of each evaluation.
+    """
 
     prompt_style: Place
     tools: ToolsConfig

@@ -30,7 +30,11 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(RLConfig):
-    """The settings of the command: the settings of the run and of its tools."""
+    """The settings of the command: the settings of the run and of its tools.
+
+    Attributes:
+        tools: tools of the policy.
+    """
 
     tools: ToolsConfig
 

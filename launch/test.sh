@@ -21,6 +21,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" test
 failed=()
 echo "== ruff"
 python -m ruff check . || failed+=(ruff)
+python -m ruff format --check . || failed+=("ruff format")
 echo "== mypy"
 python -m mypy || failed+=(mypy)
 echo "== pytest"

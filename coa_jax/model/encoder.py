@@ -43,8 +43,18 @@ class BertConfig(Bounded):
     A field with a default may be missing in the file.
 
     Attributes:
+        model_type: family of the model.
+        vocab_size: rows of the token embedding.
+        hidden_size: width of a layer's input and output.
+        intermediate_size: width inside the feed-forward part of a layer.
+        num_hidden_layers: number of layers.
+        num_attention_heads: attention heads of a layer.
+        layer_norm_eps: number that a layer normalisation adds to the variance.
         first_position: position of a text's first token.
         max_tokens: length of the longest text.
+        type_vocab_size: rows of the embedding of segments.
+        hidden_act: activation function of the feed-forward part.
+        position_embedding_type: kind of the position embedding.
     """
 
     model_type: Literal["bert", "roberta", "xlm-roberta"]

@@ -24,7 +24,11 @@ from coa_jax.tools.make import ToolsConfig, check_protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(ServeConfig):
-    """The settings of the command: those of the server, and its agent's tools."""
+    """The settings of the command: the settings of the server and of its agent.
+
+    Attributes:
+        tools: tools of the agent.
+    """
 
     tools: ToolsConfig
 

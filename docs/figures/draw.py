@@ -1,0 +1,134 @@
+"""Draws the figures of the documentation as SVG.
+
+    python docs/figures/draw.py
+
+Each figure has its own background and switches with the colour scheme of the reader, so it is
+readable on light and on dark pages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+STYLE = """
+.paper { fill: #fcfcfa } .group { fill: #eef4f4; stroke: #9fc0c2 }
+.box { fill: #ffffff; stroke: #5d7f86 } .tool { fill: #fdf3e4; stroke: #b98a3c }
+.learn { fill: #eaf1fb; stroke: #5b7fb5 }
+.name { fill: #14313a; font-weight: 600 } .note { fill: #48616a; font-size: 12px }
+.line { stroke: #48616a; fill: none; stroke-width: 1.5 } .head { fill: #48616a }
+@media (prefers-color-scheme: dark) {
+  .paper { fill: #14201f } .group { fill: #1b2d2f; stroke: #3d6468 }
+  .box { fill: #223739; stroke: #7fa9ad } .tool { fill: #3a3020; stroke: #c79b52 }
+  .learn { fill: #22304a; stroke: #7d9fd4 }
+  .name { fill: #eef6f6 } .note { fill: #b9cccf }
+  .line { stroke: #b9cccf } .head { fill: #b9cccf }
+}
+"""
+
+Point = tuple[float, float]
+
+
+def box(kind: str, x: float, y: float, width: float, name: str, *notes: str) -> str:
+    """A box with a name and lines of notes below it, 64 units high."""
+    lines = [f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="64" rx="7"/>']
+    lines.append(f'<text class="name" x="{x + 12}" y="{y + 21}">{escape(name)}</text>')
+    lines += [
+        f'<text class="note" x="{x + 12}" y="{y + 38 + 15 * row}">{escape(note)}</text>'
+        for row, note in enumerate(notes)
+    ]
+    return "\n".join(lines)
+
+
+def arrow(*points: Point, note: str = "", at: Point | None = None, anchor: str = "middle") -> str:
+    """A line through points with a head at its end, and a note beside it."""
+    path = " ".join(f"{x},{y}" for x, y in points)
+    text = f'<polyline class="line" points="{path}" marker-end="url(#head)"/>'
+    if note and at:
+        place = f'x="{at[0]}" y="{at[1]}" text-anchor="{anchor}"'
+        text += f'\n<text class="note" {place}>{escape(note)}</text>'
+    return text
+
+
+def figure(width: int, height: int, title: str, *parts: str) -> str:
+    """An SVG document."""
+    head = (
+        '<marker id="head" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" markerHeight="8" '
+        'orient="auto-start-reverse"><path class="head" d="M0,0.5 L8,4 L0,7.5 z"/></marker>'
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+            f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="14">',
+            f"<style>{STYLE}</style>",
+            f"<defs>{head}</defs>",
+            f'<rect class="paper" width="{width}" height="{height}" rx="10"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def data_flow() -> str:
+    """From the traces of a multi-agent system to a trained policy."""
+    top = [
+        box(
+            "box", 20, 20, 176, "Traces", "team of agents with tools,", "or logs of another system"
+        ),
+        box("box", 232, 20, 164, "Distil", "convert to one context", "and filter"),
+        box("box", 432, 20, 148, "Records", "text, and who wrote", "each part"),
+        box("learn", 620, 20, 152, "Fine-tune (SFT)", "loss on the tokens", "of the policy only"),
+        box("box", 812, 20, 128, "Policy", "a Hugging Face", "directory"),
+        *(arrow((x, 52), (to, 52)) for x, to in ((196, 232), (396, 432), (580, 620), (772, 812))),
+    ]
+    inside = [
+        '<rect class="group" x="20" y="150" width="920" height="314" rx="10"/>',
+        '<text class="name" x="36" y="176">Reinforce (RL)</text>',
+        box("box", 40, 196, 150, "Tasks", "questions with", "checkable answers"),
+        box("box", 250, 196, 190, "Rollouts", "a host loop: one episode", "for each sample"),
+        box(
+            "learn",
+            660,
+            196,
+            260,
+            "Engine",
+            "slots with a KV cache; compiled",
+            "extend, decode and fork",
+        ),
+        box("tool", 660, 288, 260, "Tools", "search, code in a sandbox, web pages,", "MCP servers"),
+        box("box", 250, 380, 190, "Trajectories", "tokens, authors,", "log-probabilities"),
+        box("box", 40, 380, 150, "Graders", "a reward, or no", "verdict (masked)"),
+        box("learn", 660, 380, 260, "Update", "advantages, masks, one compiled", "training step"),
+        arrow((190, 228), (250, 228)),
+        arrow((440, 216), (660, 216), note="token ids", at=(550, 210)),
+        arrow((660, 244), (440, 244), note="tokens, log-probabilities", at=(550, 260)),
+        arrow((400, 260), (400, 310), (660, 310), note="call", at=(530, 304)),
+        arrow((660, 334), (360, 334), (360, 260), note="observation", at=(530, 350)),
+        arrow((300, 260), (300, 380), note="finished", at=(292, 336), anchor="end"),
+        arrow((250, 400), (190, 400)),
+        arrow((190, 426), (250, 426)),
+        arrow((440, 412), (660, 412), note="groups of samples", at=(550, 406)),
+        arrow((920, 412), (932, 412), (932, 228), (920, 228)),
+        '<text class="note" x="908" y="278" text-anchor="end">new weights</text>',
+    ]
+    ends = [
+        arrow((840, 84), (840, 196), note="start", at=(832, 124), anchor="end"),
+        arrow((900, 150), (900, 84), note="result", at=(908, 124), anchor="start"),
+    ]
+    title = "Data flow: traces, distillation, fine-tuning, and the loop of reinforcement learning"
+    return figure(960, 484, title, *top, *inside, *ends)
+
+
+FIGURES = {"data_flow.svg": data_flow}
+"""Name of each file -> the function that draws it."""
+
+
+def main() -> None:
+    """Writes every figure beside this file."""
+    for name, draw in FIGURES.items():
+        Path(__file__).with_name(name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Builds the documentation site.
+
+    python docs/site/build.py [--out=site]
+
+Puts all pages into ``build/docs``: those of ``docs/``, the documents beside it, and the reference
+that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an error.  The
+site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened from the
+folder it lacks only the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+
+import reference  # noqa: E402  (its folder has just been added)
+
+OF_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+"""Documents beside ``docs/`` -> the page of the site that shows each."""
+
+_CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def navigation(entry: Any) -> Any:
+    """Returns the navigation of mkdocs.yml with the generated pages where it names a folder."""
+    if isinstance(entry, list):
+        return [navigation(item) for item in entry]
+    if isinstance(entry, dict):
+        return {title: navigation(item) for title, item in entry.items()}
+    folders = {
+        "commands/": ["commands/index.md", *(f"commands/{c}.md" for c in reference.COMMANDS)],
+        "api/": [f"api/{name}.md" for name in reference.API],
+    }
+    return folders.get(entry, entry)
+
+
+def linked(markdown: str, source: str) -> str:
+    """Returns a document whose relative links lead to pages of the site.
+
+    Links to files that the site does not have, such as a script, become their text.
+
+    Args:
+        markdown: the document.
+        source: its path in the repository, such as ``docs/tools.md``.
+    """
+    here = posixpath.dirname(_page(source) or "")
+
+    def mended(link: re.Match[str]) -> str:
+        page = _page(posixpath.normpath(posixpath.join(posixpath.dirname(source), link["path"])))
+        if page is None:
+            return link["text"]
+        return f"[{link['text']}]({posixpath.relpath(page, here or '.')}{link['anchor'] or ''})"
+
+    # The pattern has one group: code stands at the odd places.
+    parts = _CODE.split(markdown)
+    text = "".join(part if i % 2 else _LINK.sub(mended, part) for i, part in enumerate(parts))
+    return text if source.startswith("docs/") else text.replace('src="docs/', 'src="')
+
+
+def _page(path: str) -> str | None:
+    """The page of the site that shows a file of the repository; None if there is none."""
+    return path.removeprefix("docs/") if path.startswith("docs/") else OF_ROOT.get(path)
+
+
+def write_pages(folder: Path) -> None:
+    """Writes every page and picture of the site into a folder, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    sources = [ROOT / name for name in OF_ROOT] + sorted((ROOT / "docs").rglob("*.md"))
+    texts = {}
+    for path in sources:
+        name = path.relative_to(ROOT).as_posix()
+        texts[_page(name) or name] = linked(path.read_text(encoding="utf-8"), name)
+    for page, text in {**texts, **reference.pages()}.items():
+        (folder / page).parent.mkdir(parents=True, exist_ok=True)
+        (folder / page).write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "site", help="directory of the site")
+    out = parser.parse_args().out.resolve()
+    write_pages(ROOT / "build" / "docs")
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    settings |= {"nav": navigation(settings["nav"]), "docs_dir": "docs", "site_dir": str(out)}
+    config = ROOT / "build" / "mkdocs.yml"
+    config.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    # The variable keeps Material from printing news about MkDocs into every build.
+    places = {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config)]
+    return subprocess.run(command, env={**os.environ, **places}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""Writes the reference of the commands, their settings and the Python API as Markdown.
+
+Everything comes from the code, so no page of the reference is kept in the repository.  The build of
+the site calls `pages`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import types
+import typing
+import unittest.mock
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from absl import flags
+
+import coa_jax
+from coa_jax.__main__ import COMMANDS
+from coa_jax.bounds import MAX_INT, Bounded, Text, annotation_of, declared, parts, present
+
+API = {
+    "trajectories": ("Trajectories and records", "trajectory", "records"),
+    "protocol": ("Protocols", "protocol"),
+    "tasks": ("Tasks and rewards", "tasks", "tasks.base", "tasks.graders"),
+    "tools": ("Tools", "tools.base", "tools.make"),
+    "model": ("Model", "model.api", "model.config", "model.decoder"),
+    "engine": ("Engine", "engine.config", "engine.engine"),
+    "rollout": ("Rollouts", "rollout.request", "rollout.episodes", "rollout.collect"),
+    "learn": ("Learning", "learn.algorithms", "learn.objectives", "learn.losses", "learn.step"),
+    "extensions": ("Extensions and settings", "extensions", "settings", "bounds"),
+}
+"""Name of each page of the Python API -> its title and its modules in ``coa_jax``."""
+
+_ENTRY = re.compile(r"(?P<names>[a-z_]\w*(, [a-z_]\w*)*):\s*(?P<text>.*)")
+_KINDS = {
+    "string": "text",
+    "enum": "word",
+    "bool": "switch",
+    "int": "whole number",
+    "float": "number",
+    "comma separated list of strings": "words with commas",
+}
+_ENDLESS = re.compile(rf" to ({MAX_INT}|{2**63 - 1})$")
+
+
+def pages() -> dict[str, str]:
+    """Returns the Markdown of each generated page by its path below ``docs/``."""
+    found = {"commands/index.md": _commands()}
+    shown: set[type[Any]] = set()
+    for command in COMMANDS:
+        found[f"commands/{command}.md"] = _command(command, shown)
+    found["settings.md"] = _other_settings(shown)
+    for name, (title, *modules) in API.items():
+        blocks = [f"::: coa_jax.{module}" for module in modules]
+        found[f"api/{name}.md"] = "\n\n".join([f"# {title}", *blocks, ""])
+    return found
+
+
+# --- what the code says --------------------------------------------------------------------
+
+
+def meanings(cls: type[Any]) -> dict[str, str]:
+    """Returns what the ``Attributes:`` of a class and of its bases say of each field."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found |= _attributes(base.__dict__.get("__doc__") or "")
+    return found
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        entry = _ENTRY.fullmatch(line[4:]) if line[4:5].strip() else None
+        if entry:
+            names = entry["names"].split(", ")
+            found |= dict.fromkeys(names, entry["text"])
+        else:
+            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
+    return found
+
+
+def config_classes() -> list[type[Any]]:
+    """Returns every dataclass of settings in the package, sorted by module and name."""
+    for module in pkgutil.walk_packages(coa_jax.__path__, "coa_jax."):
+        importlib.import_module(module.name)
+
+    def below(cls: type[Any]) -> Iterator[type[Any]]:
+        for child in cls.__subclasses__():
+            yield from (child, *below(child))
+
+    own = {cls for cls in below(Bounded) if cls.__module__.startswith("coa_jax.")}
+    return sorted(own, key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+def entry_point(command: str) -> types.ModuleType:
+    """Returns the imported module of a command."""
+    module = importlib.import_module(f"coa_jax.{COMMANDS[command]}")
+    is_package = hasattr(module, "__path__")
+    return importlib.import_module(f"{module.__name__}.__main__") if is_package else module
+
+
+def _argument(module: types.ModuleType, function: str, index: int) -> Any:
+    """Returns the value of an argument where a module calls a function; None if it does not."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == function
+        if called and len(node.args) > index:
+            code = compile(ast.Expression(node.args[index]), module.__name__, "eval")
+            return eval(code, vars(module))
+    return None
+
+
+def command_flags(module: types.ModuleType) -> list[flags.Flag[Any]]:
+    """Returns the flags of an entry point in the order of their definition."""
+    define = _argument(module, "run_main", 1)
+    before = set(flags.FLAGS)
+    if define is not None:
+        define()
+    names = [name for name in flags.FLAGS if name not in before]
+    found = [flags.FLAGS[name] for name in names]
+    for name in names:
+        delattr(flags.FLAGS, name)
+    return found
+
+
+def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
+    """Returns the parser of an entry point that uses argparse; None for one with flags of absl."""
+    if "argparse" not in vars(module):
+        return None
+    found = []
+
+    def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
+        found.append(parser)
+        raise InterruptedError
+
+    with (
+        unittest.mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        unittest.mock.patch.object(sys, "argv", [module.__name__]),
+        contextlib.suppress(InterruptedError),
+    ):
+        module.main()
+    return found[0]
+
+
+def command_settings(module: types.ModuleType) -> type[Any] | None:
+    """Returns the dataclass that the config of a command fills; None for one without."""
+    return _argument(module, "run_fit", 0) or getattr(module, "Command", None)
+
+
+# --- Markdown ------------------------------------------------------------------------------
+
+
+def _commands() -> str:
+    rows = []
+    for command in COMMANDS:
+        about = (entry_point(command).__doc__ or "").partition("\n")[0]
+        rows.append(f"| [`{command}`]({command}.md) | {about} |")
+    return "\n".join(
+        [
+            "# Commands",
+            "",
+            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. `--help` shows the",
+            "flags of a command.",
+            "",
+            "| command | purpose |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _command(command: str, shown: set[type[Any]]) -> str:
+    module = entry_point(command)
+    lines = [f"# coa-jax {command}", "", prose(inspect.cleandoc(module.__doc__ or "")), ""]
+    parser = command_parser(module)
+    options = parser._actions[1:] if parser else []  # the first is --help
+    told = {f"--{flag.name}": _flag(flag) for flag in command_flags(module)}
+    told |= {option.option_strings[-1]: _option(option) for option in options}
+    lines += ["## Flags", ""] if told else []
+    for name, about in told.items():
+        lines += _definition(name, f"flag-{name[2:]}", *about)
+    settings = command_settings(module)
+    if settings:
+        lines += [
+            "## Settings",
+            "",
+            "The config file gives the settings; `--config.KEY=VALUE` overrides one of them.",
+            "",
+            *_group(settings, "", None, shown, 2),
+        ]
+    return "\n".join(lines)
+
+
+def _flag(flag: flags.Flag[Any]) -> tuple[str, str]:
+    kind = _KINDS.get(flag.flag_type(), flag.flag_type())
+    about = prose(" ".join((flag.help or "").split()))
+    if known := [value for value in getattr(flag.parser, "enum_values", None) or () if value]:
+        about += ". One of " + ", ".join(f"`{value}`" for value in known) + "."
+    if flag.name == "config":
+        return "file", about
+    # A flag is required where one of its checks refuses None.
+    checks = [check for check in flag.validators if hasattr(check, "flag_name")]
+    required = flag.default is None and not all(check.checker(None) for check in checks)
+    return f"{kind}, {'required' if required else f'default {_value(flag.default)}'}", about
+
+
+def _option(option: argparse.Action) -> tuple[str, str]:
+    kind = "switch" if option.nargs == 0 else "whole number" if option.type is int else "text"
+    known = ", ".join(f"`{choice}`" for choice in option.choices or ())
+    about = [prose(option.help or "")] + ([f"One of {known}."] if known else [])
+    default = "" if option.nargs == 0 else f", default {_value(option.default)}"
+    return f"{'word' if known else kind}{default}", " ".join(filter(None, about))
+
+
+def _other_settings(shown: set[type[Any]]) -> str:
+    lines = [
+        "# Further groups of settings",
+        "",
+        "Groups that no command has at a fixed place: the values of tables whose keys you choose,",
+        "such as `tools.mcp.TAG` and `graders.rewards.NAME`, and arguments of the Python API.",
+        "",
+    ]
+    for cls in config_classes():
+        if cls not in shown and cls.__name__ != "Command":
+            lines += [f"## {cls.__name__}", "", f"`{cls.__module__}.{cls.__qualname__}`", ""]
+            lines += _group(cls, "", None, set(), 2, cls.__name__)
+    return "\n".join(lines)
+
+
+def _group(
+    cls: type[Any], path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
+) -> list[str]:
+    """The settings of a dataclass: first its own ones, then each group inside it.
+
+    Args:
+        cls: the dataclass.
+        path: of the group in the config, with a dot at its end; "" for the whole config.
+        default: the instance that is taken where the config has no such group, None for none.
+        shown: gets the classes that the text covers.
+        level: of the heading above.
+        place: begins the anchors, where one page has several configs.
+    """
+    shown |= {base for base in cls.__mro__ if base is not Bounded and issubclass(base, Bounded)}
+    about = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0].strip()
+    lines = [prose(about), ""] if path or place else []
+    told, groups = meanings(cls), []
+    for field in dataclasses.fields(cls):
+        annotation = declared(cls)[field.name]
+        kind, _ = parts(present(annotation))
+        given = _default(field) if default is None else getattr(default, field.name)
+        if dataclasses.is_dataclass(kind):
+            groups.append((field.name, kind, None if given is dataclasses.MISSING else given))
+            continue
+        needed = "required" if given is dataclasses.MISSING else f"default {_value(given)}"
+        key = path + field.name
+        about = " ".join(filter(None, [prose(told.get(field.name, "")), allowed(annotation)]))
+        lines += _definition(key, place + key, f"{type_name(annotation)}, {needed}", about)
+    for name, kind, given in groups:
+        key = f"{path}{name}"
+        lines += [f"{'#' * min(level + 1, 6)} `{key}` {{ #{place}{key} }}", ""]
+        lines += [prose(told[name][:1].upper() + told[name][1:]), ""] if name in told else []
+        lines += _group(kind, f"{key}.", given, shown, level + 1, place)
+    return lines
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if made else field.default
+
+
+def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
+    term = f'<span id="{anchor}"></span>`{name}` <span class="kind">{about}</span>'
+    return [term, f":   {meaning[:1].upper()}{meaning[1:]}", ""]
+
+
+def type_name(annotation: Any) -> str:
+    """Returns what to call the type of a setting: "whole number", "tuple of texts", ..."""
+    optional = present(annotation) is not annotation
+    plain = annotation_of(present(annotation))
+    kind, _ = parts(present(annotation))
+    names = {int: "whole number", float: "number", str: "text", bool: "True or False"}
+    name = names.get(kind, "table" if issubclass(kind, Mapping) else kind.__name__)
+    if kind is tuple:
+        items = [item for item in typing.get_args(plain) if item is not ...]
+        name = "tuple of " + " and ".join(f"{type_name(item)}s" for item in items)
+    return f"{name} or None" if optional else name
+
+
+def allowed(annotation: Any) -> str:
+    """Returns a sentence about the bounds of a setting; "" where its type says enough."""
+    kind, bounds = parts(present(annotation))
+    told = [
+        _ENDLESS.sub("", bound.wanted(kind))
+        for bound in bounds
+        if not isinstance(bound, Text) or bound.what
+    ]
+    return f"Allowed: {', '.join(told)}." if told else ""
+
+
+def _value(value: Any) -> str:
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+        value = ",".join(value)
+    return f"<code>{str(value).replace('<', '&lt;')}</code>"
+
+
+def prose(text: str) -> str:
+    """Returns a docstring as Markdown: page names become links, and each name is code."""
+    return re.sub(r"(?<![\w/(])docs/([\w-]+)\.md", r"[\1](../\1.md)", text)

@@ -1,0 +1,180 @@
+"""The documentation: its navigation, its links, its reference, its figures, and the site itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import coa_jax
+from coa_jax.__main__ import COMMANDS
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCS = REPOSITORY / "docs"
+DOCUMENTS = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+
+
+def load(name: str):
+    """A module of the documentation, by its path below ``docs/``."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, DOCS / name)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load("site/reference.py")
+
+
+@pytest.fixture(scope="module")
+def pages(reference):
+    return reference.pages()
+
+
+# --- navigation and links ------------------------------------------------------------------
+
+
+def leaves(entry) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [leaf for item in getattr(entry, "values", entry.copy)() for leaf in leaves(item)]
+
+
+def test_every_page_has_one_place_in_the_navigation():
+    named = leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+    assert len(named) == len(set(named))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(pages - set(named)) == [], (
+        "add these pages to `nav` in mkdocs.yml, under Tutorials, How-to guides, Reference or "
+        "Explanation"
+    )
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub and the site give to the headings of a document."""
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_links_lead_to_files_and_headings_that_are_there(document):
+    text = re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", document.read_text(), flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
+    broken = []
+    for link in (one or other for one, other in links):
+        name, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", name):
+            continue
+        target = (document.parent / name).resolve() if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+# --- reference -----------------------------------------------------------------------------
+
+
+def test_every_config_field_has_a_meaning_in_the_docstring_of_its_class(reference):
+    missing = {
+        f"{cls.__module__}.{cls.__qualname__}": names
+        for cls in reference.config_classes()
+        if (
+            names := [
+                f.name for f in dataclasses.fields(cls) if not reference.meanings(cls).get(f.name)
+            ]
+        )
+    }
+    assert missing == {}, "describe these fields under `Attributes:` in the docstring of the class"
+
+
+def test_every_config_field_is_in_the_reference(reference, pages):
+    text = "\n".join(pages.values())
+    terms = set(re.findall(r'^<span id="[^"]+"></span>`([^`]+)`', text, re.MULTILINE))
+    groups = set(re.findall(r"^#+ `([^`]+)` \{", text, re.MULTILINE))
+    known = {name.rpartition(".")[2] for name in terms | groups}
+    classes = reference.config_classes()
+    assert len(classes) > 40
+    fields = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    assert fields - known == set()
+    rl = pages["commands/rl.md"]
+    for key in ("algorithm.name", "engine.slots", "graders.judge.chat.url", "tools.store.mode"):
+        assert f'<span id="{key}"></span>`{key}`' in rl
+
+
+def test_the_page_of_a_command_has_the_flags_that_its_help_shows(reference, pages):
+    assert {f"commands/{name}.md" for name in COMMANDS} < set(pages)
+    for command, module in (("export", "coa_jax.export"), ("doctor", "coa_jax.tools.doctor")):
+        called = [sys.executable, "-m", module, "--help"]
+        said = subprocess.run(called, cwd=REPOSITORY, capture_output=True, text=True).stdout
+        flags = set(re.findall(r"^ +--(?:\[no\])?(\w+)", said, re.MULTILINE)) - {"help"}
+        assert flags
+        shown = set(re.findall(r'<span id="flag-(\w+)">', pages[f"commands/{command}.md"]))
+        assert shown == flags - {"helpfull", "helpshort", "helpxml"}
+
+
+def test_a_required_setting_a_default_and_a_bound_are_told(reference):
+    class_ = next(c for c in reference.config_classes() if c.__name__ == "LoraConfig")
+    lines = "\n".join(reference._group(class_, "lora.", None, set(), 2))
+    assert re.search(r"`lora\.rank`.*whole number, default <code>\d+</code>", lines)
+    rl = next(c for c in reference.config_classes() if c.__name__ == "RLConfig")
+    lines = "\n".join(reference._group(rl, "", None, set(), 2))
+    assert re.search(r"`groups`.*whole number, required", lines)
+    assert "Allowed: one of completion, task_order." in lines
+
+
+# --- figures and site ----------------------------------------------------------------------
+
+
+def test_the_figures_are_those_that_the_script_draws():
+    draw = load("figures/draw.py")
+    for name, function in draw.FIGURES.items():
+        assert (DOCS / "figures" / name).read_text() == function(), "run docs/figures/draw.py"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "mended"),
+    [
+        ("README.md", "[a](docs/runs.md#x), [b](LICENSE)", "[a](runs.md#x), b"),
+        ("docs/runs.md", "[a](../README.md) [b](../launch/test.sh)", "[a](index.md) b"),
+        ("docs/tutorials/x.md", "[a](../runs.md), `[a](b)`", "[a](../runs.md), `[a](b)`"),
+        ("docs/runs.md", "[a](https://a.org/x) [b](#c)", "[a](https://a.org/x) [b](#c)"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(source, text, mended):
+    assert load("site/build.py").linked(text, source) == mended
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path):
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, str(DOCS / "site" / "build.py"), f"--out={tmp_path / 'site'}"]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(DOCUMENTS)
+    loaded = re.compile(r"""<(?:script|img|iframe|link)\b[^>]* (?:src|href)=["']?https?:[^>]+>""")
+    assert [found for page in pages for found in loaded.findall(page.read_text())] == []
+
+
+# --- releases ------------------------------------------------------------------------------
+
+
+def test_the_version_of_the_citation_and_of_the_changelog_is_that_of_the_package():
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == coa_jax.__version__
+    needed = {"cff-version", "message", "title", "authors", "license", "type"}
+    assert needed <= set(citation)
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## \[?([\d.]+)", changes, re.MULTILINE)
+    assert newest and newest[1] == coa_jax.__version__

@@ -1,0 +1,49 @@
+"""The tutorials work: their files are written and their commands run, in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```(python|bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = """#!{python}
+import sys
+from coa_jax.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_tool", "own_reward"])
+def test_a_reader_can_follow_a_tutorial(tmp_path, name):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "coa-jax").write_text(COMMAND.format(python=sys.executable))
+    (programs / "coa-jax").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    said = ""
+    for kind, text in BLOCK.findall((REPOSITORY / f"docs/tutorials/{name}.md").read_text()):
+        if kind == "python":
+            file = re.match(r"# (\w+\.py)\n", text)
+            assert file, f"the block has no file name: {text}"
+            (folder / file[1]).write_text(text)
+        elif kind == "bash":
+            done = subprocess.run(
+                ["bash", "-euc", text], cwd=folder, env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{text}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+            said = done.stdout
+        else:
+            assert said == text
