@@ -10,7 +10,7 @@ import numpy as np
 
 from coa_jax.engine.config import SamplingParams
 from coa_jax.learn.admission import Composition
-from coa_jax.learn.objectives import has_signal
+from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model

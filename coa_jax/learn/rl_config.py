@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Literal
 
 from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
@@ -127,7 +128,7 @@ class RLConfig(TrainingConfig):
         """Optimiser updates of a step that has all its groups."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
-    @property
+    @functools.cached_property
     def chosen(self) -> Algorithm:
         """The algorithm with every knob set."""
         return self.algorithm.resolve(self.longest)
@@ -151,7 +152,7 @@ class RLConfig(TrainingConfig):
                 f"{self.row_length} tokens; give 0, or more than row_length"
             )
         algorithm = self.chosen
-        alone = algorithm.advantage in ("batch", "gae", "none") and algorithm.learn_from == "all"
+        alone = algorithm.alone and algorithm.learn_from == "all"
         if self.group_size == 1 and not alone:
             raise UserError(
                 "group_size is 1; samples of one task are compared with each other: "
