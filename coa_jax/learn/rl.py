@@ -210,7 +210,7 @@ class Source:
         )
 
         async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
-            return await graded(self._graders, request.task, trajectory)
+            return await graded(config, self._graders, request.task, trajectory)
 
         async def complete(request: Request, group: Sequence[Trajectory]) -> list[Trajectory]:
             return await completed(config, self._graders, request.task, group)

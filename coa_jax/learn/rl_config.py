@@ -11,6 +11,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.shaping import StopRewards
 from coa_jax.learn.teacher import TeacherConfig
 from coa_jax.learn.traces import TracesConfig
 from coa_jax.learn.training import TrainingConfig
@@ -53,6 +54,7 @@ class RLConfig(TrainingConfig):
         epochs: passes over the groups of a step (PPO); later ones take them in another order.
         format_reward: whether a right answer counts only where the protocol was obeyed, as in the
             paper's eq 11; else the answer alone counts, as in its eq 10.
+        stops: what becomes of rewards of trajectories that were cut off, see `StopRewards`.
         temperature: of sampling, and of the probabilities that are trained.
         attention_length: positions of a row in attention where samples of a task share their
             prompt, see `batch.pack`; 0 gives each its own.
@@ -80,6 +82,7 @@ class RLConfig(TrainingConfig):
     engine: EngineConfig
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    stops: StopRewards = dataclasses.field(default_factory=StopRewards)
     mini_batch: Natural = 0
     epochs: Times = 1
     attention_length: Natural = 0
