@@ -165,6 +165,7 @@ setuptools.setup(
             "py.typed",
             "serve/page.html",
             "constraints/*.txt",
+            "templates/*/*",
             "bench/workloads/*.json",
         ]
     },

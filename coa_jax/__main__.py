@@ -50,6 +50,7 @@ COMMANDS = {
     "bench-stalls": "bench.stalls",
     "bench-workload": "bench.workload",
     "configs": "copy_configs",
+    "new": "new",
     "debug-files": "debug_files",
     "fetch": "fetch",
 }

@@ -90,11 +90,12 @@ class Named(OneOf):
     def __init__(self, kind: Kind, *further: str):
         """Takes the kind, and names that are no things of this kind."""
         super().__init__(lambda: (*kind.names(), *further))
-        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
     def holds(self, value: Any) -> bool:
         """Whether a value of the annotated type is allowed."""
-        return is_path(value) or value in self.kind.built_in or value in self.names()  # type: ignore[attr-defined]
+        # What packages are installed is read from the disk, so it comes last.
+        return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
         """Completes "give ..." in the error for a value of type ``kind``."""
@@ -214,6 +215,36 @@ def _reason(error: Exception) -> str:
     inside = [frame for frame in frames if "importlib" not in frame.filename]
     place = f" ({inside[-1].filename}:{inside[-1].lineno})" if len(inside) > 1 else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) -> Any:
+    """What a function gives for what it asks for.
+
+    Args:
+        call: the function with its options.
+        name, where: of it, and the setting that names it, for errors.
+        advice: what a function of this kind has to be.
+        offered: what it may ask for.
+
+    Raises:
+        UserError: it failed; the message has its first line and the place in its file.
+    """
+    try:
+        return call(**offered)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the code of others raises is told as theirs
+        file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [str(frame.lineno) for frame in frames if frame.filename == file]
+        place = f" ({file}:{lines[-1]})" if lines else ""
+        told = "; ".join(filter(None, (f"{first_line(error)}{place}", advice)))
+        raise UserError(f"{where}: {name} failed: {told}") from error
+
+
+def first_line(error: Exception) -> str:
+    """An error's name and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def bind(

@@ -3,22 +3,68 @@
 An algorithm is advantage estimator x loss x normalisation x clip bounds.  A config names a preset
 and leaves the knobs unset (-1, or "" for a word); each that is set, in the file or on the command
 line (``--config.algorithm.name=gspo --config.algorithm.clip_high=0.001``), replaces the preset's.
-docs/algorithms.md has the table.
+docs/algorithms.md has the table, docs/extending.md says how to write an advantage or a loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from coa_jax.bounds import MAX_INT, Between, Bounded, OneOf
 from coa_jax.errors import UserError
+from coa_jax.extensions import Bound, Kind, Named, bind
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1.0
 """A number that no knob can have: as the preset says."""
 
-ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_baseline", "gae", "none")
-LOSSES = ("clip", "sequence_clip", "cispo")
+ADVANTAGES = Kind(
+    "advantage",
+    "coa_jax.advantages",
+    {
+        "group": "coa_jax.learn.advantages:standard_scores",
+        "mean": "coa_jax.learn.advantages:less_mean",
+        "leave_one_out": "coa_jax.learn.advantages:less_others",
+        "batch": "coa_jax.learn.advantages:of_step",
+        "batch_baseline": "coa_jax.learn.advantages:of_step_less_mean",
+        "gae": "coa_jax.learn.advantages:of_critic",
+        "none": "coa_jax.learn.advantages:nothing",
+    },
+    offers=("rewards", "lengths", "trajectories"),
+    needs=("rewards", "trajectories"),
+)
+"""A NumPy function over the graded samples of a group; see `advantages.advantages_of`.
+
+It may ask for their ``rewards``, float64 ``[n]``; their ``lengths``, tokens that the policy wrote,
+int64 ``[n]``; and the ``trajectories`` themselves.  It gives a number for each sample, or for each
+an array of a number a token.  Marks (`marked`): ``alone`` if it does not compare samples,
+``whitened`` if it gives rewards, from which `advantages.gae` makes advantages that
+`advantages.whiten` scales, and ``critic`` if that takes values of a critic.
+"""
+
+LOSSES = Kind(
+    "loss",
+    "coa_jax.losses",
+    {
+        "clip": "coa_jax.learn.objectives:clip",
+        "sequence_clip": "coa_jax.learn.objectives:sequence_clip",
+        "cispo": "coa_jax.learn.objectives:cispo",
+    },
+    offers=(
+        *("logp", "old_logp", "log_ratio", "ratio", "advantages", "mask", "segment_ids"),
+        *("entropy", "clip_low", "clip_high", "dual_clip"),
+    ),
+    needs=("logp", "log_ratio", "ratio"),
+)
+"""A pure JAX function that gives a loss for each token; see `objectives.surrogate`.
+
+The mark ``of_sequence`` (`marked`) says that all tokens of a sequence need one advantage.
+"""
+
 NORMALISATIONS = ("token", "sequence", "constant")
 NAMES = (
     "grpo",
@@ -50,10 +96,12 @@ class Algorithm(Bounded):
             opd.
         advantage: ``group`` standard scores, ``mean`` or ``leave_one_out`` baselines within a
             group, ``batch`` whitened over the step, ``batch_baseline`` the same after the group's
-            mean is taken off, ``gae`` with a critic, ``none`` where only a teacher counts; see
-            `objectives.group_advantages` and `objectives.gae`.
-        loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; see
-            `objectives.surrogate`.
+            mean is taken off, ``gae`` with a critic, ``none`` where only a teacher counts.
+            Or ``package.module:name``, see `ADVANTAGES`.
+        advantage_options: its settings.
+        loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; or
+            ``package.module:name``, see `LOSSES`.
+        loss_options: its settings, beside the bounds below, for which a loss may ask.
         normalise: ``token``, ``sequence`` or ``constant``; see `objectives.weigh`.
         learn_from: ``signal``: only groups whose rewards differ, sampling on until there are enough
             and keeping what is left over for the next step; ``all`` groups otherwise.
@@ -70,7 +118,7 @@ class Algorithm(Bounded):
         kl_coef: its factor; 0 for none, which also saves the frozen copy of the parameters.
         entropy_coef: factor of the entropy bonus; 0 for none.
         opd_coef: factor of a teacher's advantages of tokens (on-policy distillation), which are
-            added to those of ``advantage``; 0 for no teacher.  See `objectives.distillation`.
+            added to those of ``advantage``; 0 for no teacher.  See `advantages.distillation`.
         old_logp: whose log-probabilities are the old ones, to which the loss takes its ratio: those
             of the ``sampler``, or those that the ``trainer`` computes before the step's first
             update (the proximal policy of decoupled PPO).
@@ -91,8 +139,10 @@ class Algorithm(Bounded):
     """
 
     name: Annotated[str, OneOf(*NAMES)] = "grpo"
-    advantage: Annotated[str, OneOf("", *ADVANTAGES)] = ""
-    loss: Annotated[str, OneOf("", *LOSSES)] = ""
+    advantage: Annotated[str, Named(ADVANTAGES, "")] = ""
+    advantage_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    loss: Annotated[str, Named(LOSSES, "")] = ""
+    loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     normalise: Annotated[str, OneOf("", *NORMALISATIONS)] = ""
     learn_from: Literal["", "all", "signal"] = ""
     clip_low: Annotated[float, Between(0, 1, also=(-1,))] = UNSET
@@ -131,18 +181,40 @@ class Algorithm(Bounded):
         known = presets(budget)
         knobs = {k: v for k, v in dataclasses.asdict(self).items() if v not in ("", UNSET)}
         chosen = dataclasses.replace(known[self.name], **knobs)
+        if self.dual_clip > 0 and "dual_clip" not in chosen.loss_call.asks:
+            _refuse(chosen, "dual_clip", f"the loss {chosen.loss} does not ask for it: give 0")
         _check(chosen, budget)
         return chosen
+
+    @functools.cached_property
+    def advantage_call(self) -> Bound:
+        """The function of ``advantage``."""
+        return bind(ADVANTAGES, self.advantage, self.advantage_options, "algorithm.advantage")
+
+    @functools.cached_property
+    def loss_call(self) -> Bound:
+        """The function of ``loss``."""
+        return bind(LOSSES, self.loss, self.loss_options, "algorithm.loss")
+
+    @property
+    def alone(self) -> bool:
+        """Whether a sample has its advantage without others of its task."""
+        return has_mark(self.advantage_call, "alone")
 
     @property
     def needs_critic(self) -> bool:
         """Whether values are learnt."""
-        return self.advantage == "gae"
+        return has_mark(self.advantage_call, "critic")
 
     @property
-    def per_token(self) -> bool:
-        """Whether the advantages of a sequence's tokens may differ."""
-        return self.advantage in ("batch", "batch_baseline", "gae")
+    def whitened(self) -> bool:
+        """Whether advantages of tokens are made of rewards, and scaled over the step."""
+        return self.needs_critic or has_mark(self.advantage_call, "whitened")
+
+    @property
+    def of_sequence(self) -> bool:
+        """Whether the loss needs one advantage for all tokens of a sequence."""
+        return has_mark(self.loss_call, "of_sequence")
 
     @property
     def needs_reference(self) -> bool:
@@ -169,6 +241,21 @@ class Algorithm(Bounded):
                 f"{why} and algorithm.old_logp is 'trainer': nothing corrects for the policy that "
                 "sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
             )
+
+
+def marked(**marks: bool) -> Callable[[F], F]:
+    """Decorator that says of an advantage or a loss what `ADVANTAGES` and `LOSSES` name."""
+
+    def mark(function: F) -> F:
+        vars(function).update(marks)
+        return function
+
+    return mark
+
+
+def has_mark(call: Bound, name: str) -> bool:
+    """Whether a function has a mark of `marked`."""
+    return bool(getattr(call.found, name, False))
 
 
 def presets(budget: int) -> dict[str, Algorithm]:
@@ -235,11 +322,9 @@ def presets(budget: int) -> dict[str, Algorithm]:
 
 def _check(a: Algorithm, budget: int) -> None:
     """Refuses what cannot work; ``a`` has no unset knob."""
-    if a.dual_clip and a.loss == "cispo":
-        _refuse(a, "dual_clip", "cispo has bounded weights already: give 0")
     if a.overlong_buffer > budget:
         _refuse(a, "overlong_buffer", f"the budget is {budget} tokens: give at most that")
-    if a.loss == "sequence_clip" and (a.per_token or a.opd_coef):
+    if a.of_sequence and (a.whitened or a.opd_coef):
         which = "a teacher" if a.opd_coef else f"advantage={a.advantage}"
         _refuse(
             a,
@@ -251,7 +336,7 @@ def _check(a: Algorithm, budget: int) -> None:
         _refuse(a, "advantage", "without a teacher nothing is learned: give opd_coef=1")
     if a.mask_high and a.mask_low >= a.mask_high:
         _refuse(a, "mask_low", f"mask_high is {a.mask_high:g}: give less than that")
-    if a.kl_coef and a.kl_in == "reward" and a.advantage not in ("batch", "gae"):
+    if a.kl_coef and a.kl_in == "reward" and not (a.alone and a.whitened):
         _refuse(
             a,
             "kl_in",
@@ -273,7 +358,9 @@ def _check(a: Algorithm, budget: int) -> None:
             "tis_cap=0",
         )
     if a.needs_critic and not a.critic_learning_rate:
-        _refuse(a, "critic_learning_rate", "advantage=gae learns values: give more than 0")
+        _refuse(
+            a, "critic_learning_rate", f"advantage={a.advantage} learns values: give more than 0"
+        )
 
 
 def _refuse(a: Algorithm, knob: str, advice: str) -> None:

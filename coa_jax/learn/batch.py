@@ -114,17 +114,17 @@ def environment_ids(tokenizer: Any, observation: str, text: str) -> list[int]:
 
 def trajectory_example(
     trajectory: Trajectory,
-    advantage: float,
+    advantage: float | np.ndarray,
     constraint: Constraint | None = None,
     version: int | None = None,
 ) -> Example:
-    """A sampled trajectory with one advantage for all of its policy tokens.
+    """A sampled trajectory with the advantages of its policy tokens.
 
     What follows the last policy token has no loss and is left out.
 
     Args:
         trajectory: with its log-probabilities.
-        advantage: of the whole.
+        advantage: of the whole, or of each token ``[T]``.
         constraint: under which it was sampled.
         version: steps behind the policy that learns, from which each token gets its age; None
             leaves ages out.
@@ -144,7 +144,7 @@ def trajectory_example(
         tokens,
         mask,
         trajectory.logp[:end].astype(np.float32),
-        mask * np.float32(advantage),
+        mask * np.broadcast_to(np.float32(advantage), len(trajectory.tokens))[:end],
         rule,
         {} if version is None else {"age": version - token_versions(trajectory, version)[:end]},
     )

@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from coa_jax.learn.advantages import distillation, gae, whiten
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import token_logps
-from coa_jax.learn.objectives import distillation, gae, kl_estimate, whiten
+from coa_jax.learn.objectives import kl_estimate
 from coa_jax.learn.teacher import Teacher
 from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
@@ -134,7 +135,7 @@ def complete_experience(
         value = functools.partial(score_values, critic, model=model, compute=compute)
         filled = each(filled, "value", value)
     stats: dict[str, float] = {}
-    if algorithm.per_token:
+    if algorithm.whitened:
         estimate = functools.partial(
             _estimate,
             gamma=algorithm.gamma,

@@ -10,7 +10,7 @@ import numpy as np
 
 from coa_jax.engine.config import SamplingParams
 from coa_jax.learn.admission import Composition
-from coa_jax.learn.objectives import has_signal
+from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model
@@ -18,7 +18,7 @@ from coa_jax.parallel import processes
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request, prompt_ids
 from coa_jax.tasks import Graders, Task
-from coa_jax.trajectory import Trajectory, format_valid
+from coa_jax.trajectory import StopReason, Trajectory, format_valid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +87,14 @@ def request_of(config: RLConfig, model: Model, task: Task, prompt: Prompt, index
     )
 
 
-async def graded(graders: Graders, task: Task, trajectory: Trajectory) -> Trajectory:
+async def graded(
+    config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
+) -> Trajectory:
     """A finished trajectory with the reward that it has alone."""
-    return dataclasses.replace(trajectory, reward=await graders.grade_alone(task, trajectory))
+    reward = await graders.grade_alone(task, trajectory)
+    if config.stops.masks(trajectory):
+        reward = dataclasses.replace(reward, value=None)
+    return dataclasses.replace(trajectory, reward=reward)
 
 
 async def completed(
@@ -106,6 +111,7 @@ async def completed(
             budget=config.longest,
             buffer=config.chosen.overlong_buffer,
             penalty=config.chosen.overlong_penalty,
+            stop=config.stops.added(trajectory),
         )
         for reward, trajectory in zip(together, group, strict=True)
     ]
@@ -140,6 +146,8 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "reward/std": float(np.std(values)) if values else 0.0,
         "reward/masked_frac": 1.0 - len(values) / len(flat),
         "reward/ungraded": float(sum(bool(t.reward and t.reward.reason) for t in flat)),
+        **_parts(flat),
+        **_masked(flat),
         "group/frac_zero_std": unsure / len(groups),
         **counts,
         "len/mean": float(np.mean(lengths)),
@@ -150,6 +158,48 @@ def describe(sampled: Sampled) -> dict[str, float]:
         "format/valid": float(np.mean([format_valid(trajectory) for trajectory in flat])),
         **{f"stop/{reason}": count / len(flat) for reason, count in sorted(stops.items())},
     }
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each part of the rewards, over the graded trajectories that have it."""
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    there = [reward.parts for reward in rewards if reward.value is not None]
+    names = sorted({name for parts in there for name in parts} - {"earned"})
+    means = {}
+    for name in names:
+        # What is taken off is a part only of those from which it is.
+        absent = [0.0] if name in ("overlong", "stop") else []
+        means[f"reward/{name}"] = float(
+            np.mean([v for parts in there for v in ([parts[name]] if name in parts else absent)])
+        )
+    return means
+
+
+MASKED_BY = ("ungraded", "fault", "tool_fault", "deadline", "tool_time")
+"""Why trajectories are masked under the default settings; see `masked_by`."""
+
+
+def _masked(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of the trajectories that are masked, by cause."""
+    causes = Counter(cause for t in trajectories if (cause := masked_by(t)))
+    names = sorted({*MASKED_BY, *causes})
+    return {f"masked/{name}": causes[name] / len(trajectories) for name in names}
+
+
+def masked_by(trajectory: Trajectory) -> str:
+    """Why a trajectory has no value to learn from; "" if it has one.
+
+    ``ungraded`` a reward gave no verdict, ``tool_fault`` a part of ours broke in a tool; else the
+    reason for which it stopped.
+    """
+    reward, stop = trajectory.reward, trajectory.stop_reason
+    if reward is None or reward.reason:
+        return "ungraded"
+    if reward.value is not None:
+        return ""
+    broken = any(call.outcome == "fault" for call in trajectory.tool_calls)
+    ours = stop in (StopReason.FAULT, StopReason.CANCELLED)
+    return "tool_fault" if broken and not ours else str(stop)
 
 
 def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:

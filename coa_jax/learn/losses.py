@@ -13,11 +13,15 @@ import dataclasses
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from coa_jax.learn.algorithms import Algorithm
+from coa_jax.errors import UserError
+from coa_jax.extensions import first_line
+from coa_jax.learn.algorithms import LOSSES, Algorithm
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import token_logps, weighted_logp_sum
-from coa_jax.learn.objectives import Stats, policy_objective, value_objective
+from coa_jax.learn.objectives import Stats, policy_objective, surrogate, value_objective
 from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
@@ -122,3 +126,42 @@ class ValueLoss:
     ) -> tuple[jax.Array, Stats]:
         """See `Loss`; ``params`` are those of a critic, see `learn.value.init_critic`."""
         return value_objective(token_values(params, model, batch, compute), batch, self.bound)
+
+
+def check_loss(algorithm: Algorithm) -> None:
+    """Tries the loss of an algorithm on ratios around 1 and advantages of both signs.
+
+    Raises:
+        UserError: see `objectives.surrogate`; or the loss or its gradient is not finite, or it does
+            not depend on the policy.
+    """
+    if algorithm.loss in LOSSES.built_in:
+        return
+    ratios = np.array([0.1, 0.7, 0.999, 1.0, 1.001, 1.4, 4.0], np.float32)
+    old = np.full((2, 2 * len(ratios)), -3.0, np.float32)
+    logp = old + np.log(np.tile(ratios, (2, 2)))
+    advantages = np.ones_like(old) * np.array([[1.0], [-0.5]], np.float32)
+    mask, segments = np.ones_like(old), np.ones_like(old, np.int32)
+    where = f"algorithm.loss: {algorithm.loss}"
+
+    def total(logp: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        old, advantages, mask, segments = arrays
+        batch = Batch(segments, segments, segments, mask, old, advantages)  # type: ignore[arg-type]
+        loss, _ = surrogate(algorithm, logp, old, advantages, jnp.ones_like(old), batch)
+        return jnp.sum(loss), loss
+
+    try:
+        gradient = jax.jit(jax.grad(total, has_aux=True))
+        slope, loss = jax.device_get(gradient(logp, old, advantages, mask, segments))
+    except UserError:
+        raise
+    except Exception as error:  # such as that of a function without a derivative
+        raise UserError(f"{where}: {first_line(error)}") from error
+    for at in np.argwhere(~np.isfinite(loss) | ~np.isfinite(slope))[:1]:
+        r, a, x, dx = (float(v[tuple(at)]) for v in (np.exp(logp - old), advantages, loss, slope))
+        raise UserError(
+            f"{where} gave {x:g} with the gradient {dx:g} for a token with ratio {r:g} and "
+            f"advantage {a:g}; both must be finite"
+        )
+    if not slope.any():
+        raise UserError(f"{where} has no gradient by logp: nothing would be learned")

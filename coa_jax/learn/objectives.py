@@ -1,8 +1,8 @@
-"""The mathematics of reinforcement learning in one file: every formula with its source.
+"""The mathematics of reinforcement learning, from advantages to gradients, each with its source.
 
-From rewards to gradients: advantages of a group and of single tokens, weights of tokens, KL
-estimates, surrogates, the policy's objective and the critic's.  Nothing here knows a model: a
-policy appears as log-probabilities, float32 ``[R, T]`` for R packed rows of T tokens.
+Weights of tokens, KL estimates, losses, corrections, the policy's objective and the critic's;
+`learn.advantages` has what comes before.  Nothing here knows a model: a policy appears as
+log-probabilities, float32 ``[R, T]`` for R packed rows of T tokens.
 
 Only tokens that the policy wrote (``mask`` 1) are actions.  Text of the environment between two of
 them is part of the transition: it has no value, no reward and no advantage, and takes no part in
@@ -11,15 +11,18 @@ means.  r is the ratio of the policy that learns to the policy that sampled, A t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from coa_jax.learn.algorithms import Algorithm
+from coa_jax.bounds import shown
+from coa_jax.errors import UserError
+from coa_jax.extensions import tried
+from coa_jax.learn.algorithms import Algorithm, marked
 from coa_jax.learn.batch import Batch
 
 Stats = dict[str, jax.Array]
@@ -29,147 +32,6 @@ AGES = 9
 """Ages of tokens, in steps, that statistics tell apart; the last stands for all beyond it too."""
 
 _BOUND = 20.0  # of log-ratios, whose exponentials would overflow beyond it
-
-
-# --- advantages of a group (paper eq 10) ---------------------------------------------------
-
-
-def group_advantages(
-    rewards: Sequence[float | None], kind: str = "group", eps: float = 1e-6
-) -> np.ndarray:
-    """Advantages within one group of samples.
-
-    A sample that could not be graded (None) neither counts for the others nor learns.
-
-    - ``group``: ``(R - mean) / (std + eps)`` (GRPO, arXiv 2402.03300 §4.1.2);
-    - ``mean``: ``R - mean`` (Dr.GRPO, arXiv 2503.20783 §3.2);
-    - ``leave_one_out``: R less the mean of the others, which is ``(R - mean) n / (n - 1)`` (RLOO,
-      arXiv 2402.14740 eq 5);
-    - ``batch`` and ``gae``: R itself, from which `gae` and `whiten` make advantages of tokens;
-    - ``none``: 0, where a teacher alone says what is better, see `distillation`;
-    - ``batch_baseline``: ``R - mean``, likewise (REINFORCE++ with baseline, arXiv 2501.03262).
-
-    Args:
-        rewards: of the group's samples.
-        kind: see above.
-        eps: keeps a standard score finite.
-
-    Returns:
-        float32, one per reward; all zero where the graded rewards of a group do not differ, except
-        for ``batch`` and ``gae``, which give them as they are.
-    """
-    graded = np.array([reward is not None for reward in rewards], bool)
-    values = np.array([0.0 if reward is None else reward for reward in rewards], np.float64)
-    if kind in ("batch", "gae"):
-        return np.where(graded, values, 0.0).astype(np.float32)
-    if kind == "none" or not has_signal(rewards):
-        return np.zeros(len(rewards), np.float32)
-    centred = values - values[graded].mean()
-    if kind == "group":
-        centred = centred / (values[graded].std() + eps)
-    elif kind == "leave_one_out":
-        centred = centred * (graded.sum() / (graded.sum() - 1))
-    elif kind not in ("mean", "batch_baseline"):
-        raise ValueError(f"no advantage {kind!r}")
-    return np.where(graded, centred, 0.0).astype(np.float32)
-
-
-def has_signal(rewards: Sequence[float | None]) -> bool:
-    """Whether a group's graded rewards differ, so that its gradient is not zero."""
-    graded = {reward for reward in rewards if reward is not None}
-    return len(graded) > 1
-
-
-# --- advantages of tokens ------------------------------------------------------------------
-
-
-def gae(
-    rewards: jax.Array,
-    values: jax.Array | np.ndarray,
-    batch: Batch,
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438 eq 16).
-
-    ``A_t = d_t + gamma lam A_t'``, ``d_t = r_t + gamma V_t' - V_t``, where t' is the policy's next
-    token in the same sequence, with nothing after its last.  Values of 0 and lam 1 give discounted
-    sums of rewards.
-
-    Args:
-        rewards, values: float32 ``[R, T]``.
-        batch: ``mask`` and ``segment_ids`` are read.
-        gamma, lam: discount and trace decay.
-
-    Returns:
-        Advantages and returns ``A + V``, float32 ``[R, T]``, 0 where the policy did not write.
-    """
-
-    def step(carry: tuple[jax.Array, ...], column: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        next_advantage, next_value, next_segment = carry
-        reward, value, on, segment = column
-        same = segment == next_segment
-        delta = reward + gamma * jnp.where(same, next_value, 0.0) - value
-        advantage = delta + gamma * lam * jnp.where(same, next_advantage, 0.0)
-        found = (advantage, value, segment)
-        carry = tuple(jnp.where(on, new, old) for new, old in zip(found, carry, strict=True))
-        return carry, jnp.where(on, advantage, 0.0)
-
-    on = jnp.asarray(batch.mask).T > 0
-    segments = jnp.asarray(batch.segment_ids).T
-    columns = (jnp.where(on, rewards.T, 0.0), jnp.where(on, values.T, 0.0), on, segments)
-    zeros = jnp.zeros(on.shape[1], jnp.float32)
-    start = (zeros, zeros, jnp.full_like(segments[0], -1))
-    advantages: jax.Array
-    _, advantages = jax.lax.scan(step, start, columns, reverse=True)
-    return advantages.T, jnp.where(on, advantages + columns[1], 0.0).T
-
-
-def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
-    """Advantages less their mean, over their standard deviation, over all tokens of the policy.
-
-    Global normalisation as in REINFORCE++ (arXiv 2501.03262); for PPO see Andrychowicz et al.
-    (arXiv 2006.05990 §3.5).  Advantages that do not differ become 0.
-    """
-    sums = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(0.0))) for b in batches]
-    count = max(sum(float(np.sum(s[0])) for s in sums), 1.0)
-    mean = sum(float(s[1]) for s in sums) / count
-    around = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(mean))) for b in batches]
-    variance = sum(float(s[2]) for s in around) / count
-    # Below that it is the rounding of the mean.
-    scale = 1.0 / np.sqrt(variance + eps) if variance > (1e-6 * mean) ** 2 else 0.0
-    return [
-        b._replace(
-            advantage=_standardise(b.advantage, b.mask, jnp.float32(mean), jnp.float32(scale))
-        )
-        for b in batches
-    ]
-
-
-@jax.jit
-def _sums(
-    advantage: jax.Array, mask: jax.Array, mean: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    centred = jnp.where(mask > 0, advantage - mean, 0.0)
-    return jnp.sum(mask), jnp.sum(centred), jnp.sum(centred * centred)
-
-
-@jax.jit
-def _standardise(
-    advantage: jax.Array, mask: jax.Array, mean: jax.Array, scale: jax.Array
-) -> jax.Array:
-    return jnp.where(mask > 0, (advantage - mean) * scale, 0.0)
-
-
-def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
-    """Advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
-
-    Their mean is less the reverse KL divergence from the teacher, one token at a time, without a
-    sum over later ones (on-policy distillation: Lu et al. 2025, https://thinkingmachines.ai/blog/
-    on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu et al., arXiv 2306.08543 eq 1).
-    """
-    return jnp.clip(jnp.asarray(teacher) - old, -_BOUND, _BOUND)
 
 
 # --- weights of tokens ---------------------------------------------------------------------
@@ -252,52 +114,146 @@ def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
     raise ValueError(f"no estimator {kind!r}")
 
 
-# --- surrogates ----------------------------------------------------------------------------
-
-
-class Surrogate(NamedTuple):
-    """A loss for each token and whether its ratio lies beyond the bound that its advantage meets.
-
-    That cuts its gradient off, but not in CISPO, where the bound is one of the weight.
-
-    Attributes:
-        loss: float32 ``[R, T]``.
-        below: bool ``[R, T]``, the ratio of a token with A < 0 lies under the lower bound.
-        above: bool ``[R, T]``, the ratio of a token with A > 0 lies over the upper bound.
-    """
-
-    loss: jax.Array
-    below: jax.Array
-    above: jax.Array
+# --- losses of tokens ----------------------------------------------------------------------
 
 
 def surrogate(
-    algorithm: Algorithm, logp: jax.Array, log_ratio: jax.Array, advantage: jax.Array, batch: Batch
-) -> Surrogate:
-    """The surrogate that an algorithm names, with bounds 1 - low and 1 + high of r.
+    algorithm: Algorithm,
+    logp: jax.Array,
+    old_logp: jax.Array,
+    advantages: jax.Array,
+    entropy: jax.Array,
+    batch: Batch,
+) -> tuple[jax.Array, Stats]:
+    """The loss of each token, and metrics of it, as the algorithm's `LOSSES` function gives them.
 
-    - ``clip``: ``-min(r A, clip(r) A)`` (PPO, arXiv 1707.06347 eq 7), as GRPO (2402.03300) and the
-      paper use it, with ``high > low`` as in DAPO (2503.14476 eq 8).  With a dual clip c the loss
-      of a token with A < 0 is at most ``-c A`` (1912.09729 eq 4);
-    - ``sequence_clip``: the same with ``exp(mean of log r over the sequence's policy tokens)`` in
-      the place of r (GSPO, arXiv 2507.18071 eq 5 and 7).  All tokens of a sequence have its loss,
-      so that normalisation by sequence gives the mean over sequences;
-    - ``cispo``: ``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4): the weight
-      is clipped, no gradient is.
+    The function may ask for
+
+    - ``logp`` and ``old_logp``, float32 ``[R, T]``, of the policy that learns and of the old one;
+    - ``log_ratio``, their difference, and ``ratio`` r, its exponential; 0 and 1 where the policy
+      did not write;
+    - ``advantages`` A, 0 there; ``mask``, 1 where the policy wrote; ``segment_ids``, which tell the
+      sequences of a row apart; ``entropy``;
+    - the knobs ``clip_low``, ``clip_high`` and ``dual_clip``.
+
+    Args:
+        algorithm: resolved.
+        logp, old_logp, advantages, entropy: see above.
+        batch: ``mask`` and ``segment_ids`` are read.
+
+    Returns:
+        Loss ``[R, T]``, and by name what `policy_objective` takes the mean of over the tokens.
+
+    Raises:
+        UserError: the function fails, cannot be traced by JAX, or gives something else.
     """
-    if algorithm.loss == "sequence_clip":
-        log_ratio = segment_means(log_ratio, batch)
-    ratio = jnp.exp(jnp.clip(log_ratio, -_BOUND, _BOUND))
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    clipped = jnp.clip(ratio, low, high)
-    if algorithm.loss == "cispo":
-        loss = -jax.lax.stop_gradient(clipped) * advantage * logp
-    else:
-        loss = jnp.maximum(-advantage * ratio, -advantage * clipped)
-    if algorithm.dual_clip:
-        bounded = jnp.minimum(loss, -advantage * algorithm.dual_clip)
-        loss = jnp.where(advantage < 0, bounded, loss)
-    return Surrogate(loss, (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high))
+    name, where = algorithm.loss, "algorithm.loss"
+    log_ratio = (logp - old_logp) * batch.mask
+    found = tried(
+        algorithm.loss_call,
+        name,
+        where,
+        "a loss is a pure function of arrays: jax.numpy, and no `if` on their values",
+        logp=logp,
+        old_logp=old_logp,
+        log_ratio=log_ratio,
+        ratio=bounded_exp(log_ratio),
+        advantages=advantages,
+        mask=batch.mask,
+        segment_ids=batch.segment_ids,
+        entropy=entropy,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+    )
+    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    shape = jnp.shape(logp)
+    if not isinstance(loss, jax.Array) or loss.shape != shape or loss.dtype != logp.dtype:
+        given = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else shown(loss)
+        raise UserError(
+            f"{where}: {name} gave {given}; a loss gives an array of a number a token, here "
+            f"{logp.dtype}{[*shape]}, or a pair of such an array and a dictionary of metrics"
+        )
+    wrong = [
+        key
+        for key, value in (metrics.items() if isinstance(metrics, dict) else [(metrics, 0)])
+        if not (isinstance(key, str) and re.fullmatch(r"[a-z]\w*(?<!max|are)", key))
+        or key in _OURS
+        or jnp.shape(value) not in ((), shape)
+    ]
+    if wrong:
+        raise UserError(
+            f"{where}: {name} gave the metric {shown(wrong[0])}; metrics are a dictionary of "
+            "numbers, or arrays of one a token, by names of small letters, digits and _ that do "
+            f"not end in max, square or share; {', '.join(_OURS)} are there"
+        )
+    return loss, metrics
+
+
+_OURS = ("entropy", "kl_old", "kl_ref")
+
+
+def bounded_exp(x: jax.Array) -> jax.Array:
+    """The exponential of a log-ratio, which cannot overflow."""
+    return jnp.exp(jnp.clip(x, -_BOUND, _BOUND))
+
+
+def clip(
+    ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float, dual_clip: float
+) -> tuple[jax.Array, Stats]:
+    """``-min(r A, clip(r) A)`` with bounds 1 - low and 1 + high of r (PPO, arXiv 1707.06347 eq 7).
+
+    So do GRPO (2402.03300) and the paper; DAPO has ``high > low`` (2503.14476 eq 8).  With a dual
+    clip c the loss of a token with A < 0 is at most ``-c A`` (1912.09729 eq 4).
+    """
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip:
+        bounded = jnp.minimum(loss, -advantages * dual_clip)
+        loss = jnp.where(advantages < 0, bounded, loss)
+    return loss, _beyond(ratio, advantages, clip_low, clip_high)
+
+
+@marked(of_sequence=True)
+def sequence_clip(
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segment_ids: jax.Array,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> tuple[jax.Array, Stats]:
+    """`clip` with ``exp(mean of log r over the sequence's policy tokens)`` in the place of r.
+
+    GSPO, arXiv 2507.18071 eq 5 and 7.  All tokens of a sequence have its loss, so that
+    normalisation by sequence gives the mean over sequences.
+    """
+    ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
+    return clip(ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def cispo(
+    logp: jax.Array, ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float
+) -> tuple[jax.Array, Stats]:
+    """``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4).
+
+    The weight is clipped, no gradient is.
+    """
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = -jax.lax.stop_gradient(clipped) * advantages * logp
+    return loss, _beyond(ratio, advantages, clip_low, clip_high)
+
+
+def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) -> Stats:
+    """Whether a token's ratio lies beyond the bound that its advantage meets.
+
+    That cuts its gradient off, but not in `cispo`.
+    """
+    return {
+        "clip_low": (advantages < 0) & (ratio < 1 - low),
+        "clip_high": (advantages > 0) & (ratio > 1 + high),
+    }
 
 
 def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
@@ -309,10 +265,9 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
     return jnp.take_along_axis(sums, ids, axis=1)
 
 
-def segment_means(x: jax.Array, batch: Batch) -> jax.Array:
+def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
     """The same over the policy's tokens of a sequence, divided by their number."""
-    count = segment_sums(batch.mask, batch.segment_ids)
-    return segment_sums(x, batch.segment_ids) / jnp.maximum(count, 1.0)
+    return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 
 # --- corrections for the policy that sampled -----------------------------------------------
@@ -345,8 +300,8 @@ def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.
     def ratio(level: str) -> jax.Array:
         log_k = gap if level == "token" else segment_sums(gap, batch.segment_ids)
         if level == "geometric":
-            log_k = segment_means(gap, batch)
-        return jnp.exp(jnp.clip(log_k, -_BOUND, _BOUND))
+            log_k = segment_means(gap, batch.mask, batch.segment_ids)
+        return bounded_exp(log_k)
 
     rho, stats = jnp.ones_like(gap), Stats()
     if algorithm.tis_cap:
@@ -387,15 +342,13 @@ def policy_objective(
         if batch.old_logp is not None:
             trainer = jnp.where(on, batch.old_logp, trainer)
         old = trainer
-    log_ratio = (logp - old) * batch.mask
     advantage = jnp.where(on, batch.advantage, 0.0)
     weighted = advantage * jnp.where(advantage < 0, algorithm.negative_weight, 1.0)
-    per_token, below, above = surrogate(algorithm, logp, log_ratio, weighted, batch)
+    per_token, metrics = surrogate(algorithm, logp, old, weighted, entropy, batch)
     gap = jnp.abs((trainer - sampler) * batch.mask)
     stats = {
         "policy/entropy": entropy,
-        "policy/clip_low": below,
-        "policy/clip_high": above,
+        **{f"policy/{name}": value for name, value in metrics.items()},
         "policy/kl_old": kl_estimate("k3", old, logp),
         "adv/abs_mean": jnp.abs(advantage),
         "mismatch/abs_logp_mean": gap,

@@ -33,6 +33,7 @@ from coa_jax.learn.groups import (
     rewards,
 )
 from coa_jax.learn.learner import Learner, group_rows
+from coa_jax.learn.losses import check_loss
 from coa_jax.learn.metrics import memory, rollout_metrics, sampling_metrics, train_speed
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
 from coa_jax.learn.replay import Repeated, replay
@@ -69,6 +70,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
     SIGTERM abandons the rollouts in flight, saves, and ends with exit code 0.
     """
+    check_loss(config.chosen)
     tasks, prompt, graders = _questions(config)
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
@@ -208,7 +210,7 @@ class Source:
         )
 
         async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
-            return await graded(self._graders, request.task, trajectory)
+            return await graded(config, self._graders, request.task, trajectory)
 
         async def complete(request: Request, group: Sequence[Trajectory]) -> list[Trajectory]:
             return await completed(config, self._graders, request.task, group)

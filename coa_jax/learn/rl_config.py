@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Literal
 
 from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
@@ -10,6 +11,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.shaping import StopRewards
 from coa_jax.learn.teacher import TeacherConfig
 from coa_jax.learn.traces import TracesConfig
 from coa_jax.learn.training import TrainingConfig
@@ -56,6 +58,7 @@ class RLConfig(TrainingConfig):
         epochs: passes over the groups of a step (PPO); later ones take them in another order.
         format_reward: whether a right answer counts only where the protocol was obeyed, as in the
             paper's eq 11; else the answer alone counts, as in its eq 10.
+        stops: what becomes of rewards of trajectories that were cut off, see `StopRewards`.
         temperature: of sampling, and of the probabilities that are trained.
         attention_length: positions of a row in attention where samples of a task share their
             prompt, see `batch.pack`; 0 gives each its own.
@@ -83,6 +86,7 @@ class RLConfig(TrainingConfig):
     engine: EngineConfig
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    stops: StopRewards = dataclasses.field(default_factory=StopRewards)
     mini_batch: Natural = 0
     epochs: Times = 1
     attention_length: Natural = 0
@@ -132,7 +136,7 @@ class RLConfig(TrainingConfig):
         """Optimiser updates of a step that has all its groups."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
-    @property
+    @functools.cached_property
     def chosen(self) -> Algorithm:
         """The algorithm with every knob set."""
         return self.algorithm.resolve(self.longest)
@@ -156,7 +160,7 @@ class RLConfig(TrainingConfig):
                 f"{self.row_length} tokens; give 0, or more than row_length"
             )
         algorithm = self.chosen
-        alone = algorithm.advantage in ("batch", "gae", "none") and algorithm.learn_from == "all"
+        alone = algorithm.alone and algorithm.learn_from == "all"
         if self.group_size == 1 and not alone:
             raise UserError(
                 "group_size is 1; samples of one task are compared with each other: "

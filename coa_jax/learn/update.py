@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from coa_jax.engine.constraint import Constraint
+from coa_jax.learn.advantages import advantages_of
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example, unpack
 from coa_jax.learn.experience import complete_experience
-from coa_jax.learn.groups import rewards
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
-from coa_jax.learn.objectives import group_advantages, weigh
+from coa_jax.learn.objectives import weigh
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import (
     OptimizerConfig,
@@ -101,7 +102,7 @@ def update(
         The policy's state, the critic's, and statistics.
     """
     algorithm, aged = config.chosen, version if config.max_staleness else None
-    members = [group_examples(algorithm.advantage, group, constraint, aged) for group in groups]
+    members = [group_examples(algorithm, group, constraint, aged) for group in groups]
     members = [group for group in members if group]
     if not members:
         return state, critic, {}
@@ -270,7 +271,7 @@ def _spread_of_advantages(batches: Sequence[Batch]) -> dict[str, float]:
 
 
 def group_examples(
-    kind: str,
+    algorithm: Algorithm,
     group: Sequence[Trajectory],
     constraint: Constraint | None,
     version: int | None = None,
@@ -279,13 +280,12 @@ def group_examples(
 
     With a ``version``, tokens have their ages, see `trajectory_example`.
     """
-    advantages = group_advantages(rewards(group), kind)
     examples = []
-    for trajectory, advantage in zip(group, advantages, strict=True):
-        if rewards([trajectory])[0] is None or not trajectory.num_policy_tokens:
+    for trajectory, advantage in advantages_of(algorithm, group):
+        if not trajectory.num_policy_tokens:
             continue
-        example = trajectory_example(trajectory, float(advantage), constraint, version)
-        if kind in ("batch", "batch_baseline", "gae"):
+        example = trajectory_example(trajectory, advantage, constraint, version)
+        if algorithm.whitened and not advantage.ndim:
             # The reward of a sequence is that of its last token, which the policy wrote.
             at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1
             example = dataclasses.replace(example, advantage=example.advantage * at_end)

@@ -7,6 +7,7 @@ it was, and the report of a run finds the same warnings again.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ Row = Mapping[str, Any]
 QUIET = 5
 """Rows with its metric and without a fault after which a rule may warn again: noise around a bound
 warns once."""
-_FIRST = 5  # rows whose mean is what a policy began with
+_FIRST = 5  # rows whose mean is what a policy began with, and as many for what it does now
 
 
 class Watch:
@@ -24,6 +25,7 @@ class Watch:
     def __init__(self, rows: Iterable[Row] = ()):
         """Begins after the rows of an earlier part of the run."""
         self._first: dict[str, list[float]] = {}
+        self._last: dict[str, deque[float]] = {}
         self._best: tuple[float, int] = (math.inf, 0)
         self._open: dict[str, int] = {}  # rows without a fault since a rule warned
         for row in rows:
@@ -56,6 +58,19 @@ class Watch:
             seen.append(value)
             return None
         return sum(seen) / len(seen) if len(seen) == _FIRST else None
+
+    def risen(self, row: Row, name: str) -> tuple[float, float] | None:
+        """Means of a metric over its first and over its last rows, if it has risen; else None.
+
+        It has if each of the last is above all of the first, which by chance, without a change, is
+        so once in ``C(10, 5) = 252`` times (the extreme case of the rank-sum test).
+        """
+        first = self._first.setdefault(name, [])
+        last = self._last.setdefault(name, deque(maxlen=_FIRST))
+        (first if len(first) < _FIRST else last).append(_value(row, name) or 0.0)
+        if len(last) < _FIRST or min(last) <= max(first):
+            return None
+        return sum(first) / _FIRST, sum(last) / _FIRST
 
     def lowest(self, value: float, step: int) -> tuple[float, int]:
         """The lowest validation loss so far and its step."""
@@ -138,14 +153,39 @@ def all_failed(watch: Watch, row: Row) -> str | None:
     )
 
 
-def ungraded(watch: Watch, row: Row) -> str | None:
+def masked(watch: Watch, row: Row) -> str | None:
     share = _above(row, "reward/masked_frac", 0.05)
     if share is None:
         return None
+    most = max(_MASKED, key=lambda cause: _value(row, f"masked/{cause}") or 0.0)
     return (
-        f"{share:.0%} of the trajectories have no grade (above 5 %): a judge, a search server or "
-        "the sandbox is down or too slow; they are masked, not scored 0"
+        f"{share:.0%} of the trajectories are masked (above 5 %), most of them because "
+        f"{_MASKED[most]}; they do not learn, and are not scored 0"
     )
+
+
+_MASKED = {
+    "ungraded": "a reward had no verdict: the judge or the sandbox is down or too slow",
+    "tool_fault": "a part of ours failed in a tool: run `python -m coa_jax.tools.doctor`",
+    "fault": "a part of ours failed: the log has the reason",
+    "deadline": "rollout.max_seconds ran out: raise it, or give the machine less to do",
+    "tool_time": "rollout.max_tool_seconds ran out: raise it, or find out which tool is slow",
+}
+
+
+def masked_more(watch: Watch, row: Row) -> str | None:
+    """A policy may learn to provoke what spares it a bad reward."""
+    found = None
+    for name in sorted(name for name in row if name.startswith("masked/")):
+        means = watch.risen(row, name)
+        if means is not None and means[1] > 0.05 and found is None:
+            found = (
+                f"{means[1]:.0%} of the trajectories of the last {_FIRST} steps are masked because "
+                f"of {name.removeprefix('masked/')}, {means[0]:.0%} of the first {_FIRST}: "
+                "something fails more often, or the policy has learnt to provoke what spares it a "
+                "bad reward; look at these trajectories in traces.jsonl"
+            )
+    return found
 
 
 def entropy_collapse(watch: Watch, row: Row) -> str | None:
@@ -197,7 +237,8 @@ RULES: dict[Rule, str] = {
     broken_tools: "tool/fail_frac",
     all_solved: "group/frac_all_pass",
     all_failed: "group/frac_all_fail",
-    ungraded: "reward/masked_frac",
+    masked: "reward/masked_frac",
+    masked_more: "reward/masked_frac",
     entropy_collapse: "policy/entropy",
     mismatch: "mismatch/abs_logp_mean",
     overfitting: "validation/loss",

@@ -49,6 +49,9 @@ GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id
 TASKS_OWN = "grader"
 """In the setting ``rewards``: the reward that the task itself asks for."""
 
+TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned")
+"""Names of metrics ``reward/...`` and of parts that no reward of the setting ``rewards`` has."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig(Extension):
@@ -98,10 +101,10 @@ class GradersConfig(Bounded):
             reward = build(RewardConfig, settings, f"rewards.{name}")
             if not reward.path and name != TASKS_OWN and not REWARDS.knows(name):
                 raise UserError(f"rewards.{name}.path is missing; give package.module:name")
-            if reward.path and name in (TASKS_OWN, "format", *REWARDS.built_in):
-                raise UserError(
-                    f"rewards.{name} is built in; choose another name for {reward.path}"
-                )
+            taken = (TASKS_OWN, "format", *REWARDS.built_in)
+            if name in TAKEN or (reward.path and name in taken):
+                why = "is the name of another metric" if name in TAKEN else "is built in"
+                raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,39 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learn.objectives import group_advantages, has_signal
+from coa_jax.learn.advantages import advantages_of, has_signal
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 
 rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0, 0.1, 0.25, 0.7]), min_size=1, max_size=9)
+
+
+def group(values, lengths=None):
+    """A group with these rewards; each trajectory has a token of its prompt before the policy's."""
+    return [
+        Trajectory(
+            task_id="t", sample_id=at, question="", protocol="generalist",
+            tokens=np.arange(1 + length),
+            author=np.array([Author.PROMPT] + [Author.POLICY] * length),
+            logp=np.zeros(1 + length), text="", segments=(), tool_calls=(),
+            stop_reason=StopReason.ANSWER, reward=None if at % 5 == 4 and value is None
+            else Reward(value), gold=(),
+        )
+        for at, (value, length) in enumerate(zip(values, lengths or [2] * len(values), strict=True))
+    ]  # fmt: skip
+
+
+def chosen(advantage="group", **knobs):
+    return Algorithm("dapo", advantage, **knobs).resolve(100)
+
+
+def group_advantages(values, kind="group"):
+    """One for each reward; 0 for the samples that have none."""
+    found = np.zeros(len(values), np.float32)
+    for trajectory, advantage in advantages_of(chosen(kind), group(values)):
+        assert advantage.dtype == np.float32 and advantage.shape == ()
+        found[trajectory.sample_id] = advantage
+    return found
 
 
 @given(rewards)
@@ -22,7 +52,6 @@ def test_advantages_are_standard_scores_of_the_graded_samples(values):
             if value is not None:
                 expected[i] = (value - mean) / (std + 1e-6)
     np.testing.assert_allclose(group_advantages(values), expected, rtol=1e-6, atol=1e-7)
-    assert group_advantages(values).dtype == np.float32
 
 
 @given(rewards)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.learn.advantages import gae, whiten
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.objectives import gae, whiten
 from tests.learn.packed import batches, by_member, members
 
 

@@ -342,7 +342,7 @@ def test_an_update_that_was_skipped_is_in_no_mean_but_says_why_if_it_is_the_last
 
 def experience(settings, reference=None, critic=None):
     algorithm = settings.chosen
-    examples = [e for group in groups() for e in group_examples(algorithm.advantage, group, None)]
+    examples = [e for group in groups() for e in group_examples(algorithm, group, None)]
     batch = pack(examples, LENGTH)
     (filled,), stats = complete_experience(
         algorithm,

@@ -1,0 +1,88 @@
+"""Writes a folder with an extension of your own: a module, its test and how a run uses it.
+
+    coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
+
+Kinds are the folders of coa_jax/templates: tool, reward, tasks, advantage, loss.  What each may ask
+for is in docs/extending.md.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from pathlib import Path
+
+from coa_jax.cli import run_main
+from coa_jax.errors import UserError
+from coa_jax.overrides import suggest
+
+TEMPLATES = Path(__file__).parent / "templates"
+"""A folder for each kind: files with NAME in the place of the name, and the options of a run."""
+
+_README = """# {name}
+
+{what}
+
+In this folder:
+
+```bash
+python -m pytest       # its test
+coa-jax debug-files    # a tiny policy and questions, in runs/debug
+coa-jax rl --config=configs/rl/tiny.py --workdir=runs/{name} \\
+    {options}
+```
+
+The options stand in any config of RL alike; docs/extending.md of coa_jax says what else there is.
+"""
+
+
+def kinds() -> list[str]:
+    """What there are templates of."""
+    return sorted(path.name for path in TEMPLATES.iterdir() if path.is_dir())
+
+
+def write_new(kind: str, name: str) -> list[Path]:
+    """Writes the folder ``NAME`` of an extension; returns the paths of its files.
+
+    Args:
+        kind: one of `kinds`.
+        name: of the folder, of the module, and of what is in it.
+
+    Raises:
+        UserError: there is no such kind, the name is none of Python's, or the folder is there.
+    """
+    if kind not in kinds():
+        raise UserError(f"there is no kind {kind!r}{suggest(kind, kinds())}")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", name) or keyword.iskeyword(name):
+        raise UserError(f"{name!r} cannot name a module; give a letter, then letters, digits and _")
+    if name in sys.stdlib_module_names or name in ("coa_jax", "jax", "numpy", "NAME"):
+        raise UserError(f"{name} is the name of another module; choose another")
+    target = Path(name)
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} is there; choose another name, or remove it")
+    texts = {
+        path.name: path.read_text(encoding="utf-8").replace("NAME", name)
+        for path in sorted((TEMPLATES / kind).iterdir())
+    }
+    options = " \\\n    ".join(texts.pop("options.txt").splitlines())
+    what = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0]
+    texts["README.md"] = _README.format(name=name, what=what, options=options)
+    target.mkdir()
+    written = []
+    for file, text in texts.items():
+        written.append(target / file.removesuffix(".txt").replace("NAME", name))
+        written[-1].write_text(text, encoding="utf-8")
+    return written
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    if len(argv) != 3:
+        raise UserError(f"give a kind and a name: coa-jax new {'|'.join(kinds())} NAME")
+    for path in write_new(argv[1], argv[2]):
+        print(path)
+
+
+if __name__ == "__main__":
+    run_main(main, positional=True)

@@ -1,0 +1,82 @@
+"""Folders that ``coa-jax new`` writes: their tests pass, and mistakes are one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.extensions import bind
+from coa_jax.learn.algorithms import ADVANTAGES, LOSSES
+from coa_jax.new import kinds, write_new
+from coa_jax.tasks import SOURCES
+from coa_jax.tasks.checks import REWARDS
+from coa_jax.tools.make import TOOLS
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {
+    "tool": TOOLS,
+    "reward": REWARDS,
+    "tasks": SOURCES,
+    "advantage": ADVANTAGES,
+    "loss": LOSSES,
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_tests_of_new_folders_pass_and_what_is_in_them_fits_its_kind(here, monkeypatch):
+    assert set(KINDS) <= set(kinds())
+    for kind in kinds():
+        names = {path.name for path in write_new(kind, f"new_{kind}")}
+        assert names == {f"new_{kind}.py", f"test_new_{kind}.py", "README.md"}
+        assert "NAME" not in (here / f"new_{kind}" / "README.md").read_text()
+        monkeypatch.syspath_prepend(str(here / f"new_{kind}"))
+        if kind in KINDS:
+            bind(KINDS[kind], f"new_{kind}:new_{kind}", {}, kind)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{len(kinds())} passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("rewards", "mine", "there is no kind 'rewards'; did you mean 'reward'?"),
+        ("reward", "a/b", "'a/b' cannot name a module; give a letter, then letters"),
+        ("reward", "class", "'class' cannot name a module"),
+        ("reward", "", "'' cannot name a module"),
+        ("reward", "json", "json is the name of another module"),
+        ("reward", "there", "there is there; choose another name, or remove it"),
+    ],
+)
+def test_nonsense_is_refused_and_nothing_is_written(here, kind, name, message):
+    (here / "there").symlink_to("nowhere")
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        write_new(kind, name)
+    assert [path.name for path in here.iterdir()] == ["there"]
+
+
+def test_a_mistake_is_one_line_of_the_command(here):
+    done = subprocess.run(
+        [sys.executable, "-m", "coa_jax", "new", "loss"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: give a kind and a name: coa-jax new advantage|")
+    assert done.stderr.count("\n") == 1
