@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.group import make_engines, new_copies, publish_all
@@ -38,6 +38,7 @@ class Learner:
         constraint: constraint of sampling; None without one.
         step: steps that have been learned.
         ledger: state of the stream of groups after ``step`` steps, see `admission.Composition`.
+        pool: what `pool.Pool` knows after ``step`` steps; {} without one.
         total: steps of the run.
     """
 
@@ -64,6 +65,7 @@ class Learner:
         self.state = init_state(trained, config.optimizer, frozen)
         self.step = 0
         self.ledger: dict[str, Any] = {}
+        self.pool: Mapping[str, Sequence[Any]] = {}
         self.total = config.rules.steps
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
         self.constraint = constraint_for(
@@ -97,6 +99,7 @@ class Learner:
                 "the run in another --workdir"
             )
         self.ledger = restored.extra["ledger"]
+        self.pool = restored.extra.get("pool", {})
         self.critic = restored.more.get("critic", self.critic)
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
@@ -122,6 +125,8 @@ class Learner:
         """
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
         extra = {"ledger": self.ledger}
+        if self.pool:
+            extra["pool"] = {id: list(known) for id, known in self.pool.items()}
         self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from coa_jax.learn.admission import Composition, Ledger
+from coa_jax.learn.pool import Score
 from coa_jax.learn.record import Spool, oldest_of, versions_of
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import Request
@@ -81,6 +82,7 @@ class Stream:
         complete: Callable[[Request, Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]],
         has_signal: Callable[[Sequence[Trajectory]], bool],
         wait_seconds: float,
+        score: Callable[[Sequence[Trajectory]], Score] = lambda group: (0, 0),
         kept: Mapping[tuple[int, int], Sequence[Trajectory]] | None = None,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ):
@@ -95,12 +97,13 @@ class Stream:
             complete: gives the trajectories of a whole group the rewards to learn from.
             has_signal: whether a step can learn from a group.
             wait_seconds: how long to wait for news of another process.
+            score: what the ledger's pool learns of a group.
             kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
             loop_factory: makes the event loop.
         """
         self._ledger, self._sampler, self._spool = ledger, sampler, spool
         self._request, self._grade, self._complete = ask, grade, complete
-        self._has_signal = has_signal
+        self._has_signal, self._score = has_signal, score
         self._wait_seconds, self._kept = wait_seconds, dict(kept or {})
         self._version = ledger.version
         self._groups: dict[int, _Group] = {}
@@ -227,7 +230,8 @@ class Stream:
             members = [group.done[number] for number in sorted(group.done)]
             group.members = list(await self._complete(group.request, members))
             signal, index = self._has_signal(group.members), group.request.prompt_id
-            self._events.append(["end", index, signal, oldest_of(members)])
+            score = list(self._score(group.members))
+            self._events.append(["end", index, signal, oldest_of(members), score])
             self._news.set()
 
     async def _decide(self, tasks: asyncio.TaskGroup) -> None:
