@@ -41,6 +41,8 @@ EXTRAS = {
     "gguf": ["gguf>=0.19"],
     # Generated reasoning tasks and parquet question files.
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
+    # Data sets of the Hugging Face hub as sources of tasks.
+    "hub": ["datasets>=5.2"],
     # crawl_page: main content of pages, PDF files, what sites allow robots.
     # (trafilatura needs lxml_html_clean, which pip does not find behind an extra of lxml.)
     "web": ["trafilatura>=2.3", "lxml_html_clean>=0.4", "pypdf>=7.1", "protego>=0.7"],
@@ -100,7 +102,7 @@ TEST = [
     "schemathesis>=4.32",
     *EXTRAS["distill"],
     *EXTRAS["tfds"],
-    "datasets>=5.2",
+    *EXTRAS["hub"],
     *EXTRAS["wandb"],
     # Clients of the servers under test.
     "httpx>=0.28",

@@ -17,11 +17,11 @@ from ml_collections.config_flags import config_path
 from coa_jax.errors import UserError
 
 _NEW_KEY = re.compile(
-    r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|rewards|\w*options))"
+    r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|rewards|mixture|\w*options))"
     r"\.((?:\w+\.)*\w+)(?:=(.*))?",
     re.DOTALL,
 )
-"""A setting in a group whose keys a user makes up: names of tools and rewards, and options."""
+"""A setting in a group whose keys a user makes up: names of tools, rewards, sources; options."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

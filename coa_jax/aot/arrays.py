@@ -46,7 +46,7 @@ from coa_jax.parallel.placement import split_devices
 from coa_jax.protocol import at_level, get_protocol
 from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.constrain import constraint_for
-from coa_jax.tasks import load_tasks
+from coa_jax.tasks.mixture import load_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,7 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
 def _protocols(config: RLConfig) -> set[str]:
     """Of the tasks, or where these are not here the one that their source names."""
     try:
-        tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
+        parts = load_parts(config, "train", config.num_tasks, config.seed)
     except UserError as error:
         name = config.tasks.partition(":protocol=")[2]
         if not name:
@@ -314,7 +314,8 @@ def _protocols(config: RLConfig) -> set[str]:
                 "name one in tasks, as in PATH:protocol=web"
             ) from error
         return {at_level(name, config.rollout.level)}
-    return {at_level(task.protocol, config.rollout.level) for task in tasks}
+    protocols = {task.protocol for tasks in parts.values() for task in tasks}
+    return {at_level(name, config.rollout.level) for name in protocols}
 
 
 def engine_bytes(setup: Setup) -> int:

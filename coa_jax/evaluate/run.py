@@ -36,8 +36,9 @@ from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Prompt, messages_of
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
-from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
+from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.base import with_level
+from coa_jax.tasks.mixture import load_parts, parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.base import Tool
@@ -50,10 +51,11 @@ class EvaluateConfig(Bounded):
     """An evaluation.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`.
-        task_options: of a source of your own.
+        tasks: task source, see `tasks.load_tasks`; "" where ``mixture`` has several.
+        task_options: of the source.
+        mixture: name -> source, see `tasks.mixture.Part`; weights have no effect.
         split: ``validation`` or ``test``.
-        num_tasks: tasks that are drawn; 0 for all, in their order.
+        num_tasks: tasks that are drawn, of each source; 0 for all, in their order.
         samples: samples of a task, the rounds over which pass@1 is averaged; pass@k needs k.
         protocol: in which all tasks are solved; questions of files that name none get it, and
             tasks of another one are refused. "" solves each task in its own.
@@ -90,6 +92,7 @@ class EvaluateConfig(Bounded):
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
     protocol: Place = ""
     task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocked: tuple[Place, ...] = BLOCKED
     last_suggestion: bool = False
     attempts: Annotated[int, Between(1, 100)] = 1
@@ -98,6 +101,7 @@ class EvaluateConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parts_of(self)
         if self.best_of.n > self.samples:
             raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
         if self.attempts > 1 and self.temperature == 0:
@@ -130,6 +134,7 @@ def settings(
         "policy": policy,
         "tasks": config.tasks,
         **({"task_options": dict(config.task_options)} if config.task_options else {}),
+        **({"mixture": _weightless(config)} if config.mixture else {}),
         "split": config.split,
         "protocol": config.protocol,
         "seed": config.seed,
@@ -142,28 +147,30 @@ def settings(
     }
 
 
+def _weightless(config: EvaluateConfig) -> dict[str, Any]:
+    """The sources of a mixture, without what does not change a sample."""
+    parts = parts_of(config)
+    return {
+        name: dataclasses.asdict(dataclasses.replace(p, weight=1.0)) for name, p in parts.items()
+    }
+
+
 def load(config: EvaluateConfig) -> list[Task]:
     """The tasks of an evaluation.
 
     Raises:
         UserError: see `load_tasks`; or a task is for another protocol than ``config.protocol``.
     """
-    tasks = load_tasks(
-        config.tasks,
-        config.split,
-        config.num_tasks or None,
-        config.seed,
-        config.protocol,
-        config.task_options,
-    )
+    parts = load_parts(config, config.split, config.num_tasks or None, config.seed, config.protocol)
+    tasks = [task for part in parts.values() for task in part]
     others = [task.protocol for task in tasks if config.protocol not in ("", task.protocol)]
     if others:
         named = ", ".join(sorted(set(others)))
         raise UserError(
-            f"config.tasks={config.tasks}: {len(others)} of {len(tasks)} tasks are for the protocol"
-            f" {named}, and config.protocol is {config.protocol}; give"
-            f" --config.protocol={sorted(set(others))[0]} to measure the policy in that one, or"
-            " --config.protocol= to solve each task in its own"
+            f"config.tasks={config.tasks or ', '.join(config.mixture)}: {len(others)} of"
+            f" {len(tasks)} tasks are for the protocol {named}, and config.protocol is"
+            f" {config.protocol}; give --config.protocol={sorted(set(others))[0]} to measure the"
+            " policy in that one, or --config.protocol= to solve each task in its own"
         )
     return tasks
 

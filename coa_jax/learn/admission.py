@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from coa_jax.learn.pool import Pool, Score
 
 ATTEMPTS = 3
 """How often a task is asked whose groups end too old each time, before it is given up."""
@@ -56,6 +58,7 @@ class Composition:
         discarded: groups that were asked, and are asked again with the next policy.
         given_up: tasks that were dropped for the last time.
         state: of the ledger after this step, for `Ledger.restore`.
+        scores: of each examined group.
     """
 
     step: int
@@ -65,6 +68,15 @@ class Composition:
     discarded: int
     given_up: int
     state: dict[str, Any]
+    scores: tuple[Score, ...] = ()
+
+
+class _Ended(NamedTuple):
+    """A group whose samples have all ended; see `Ledger.end`."""
+
+    signal: bool
+    oldest: int
+    score: Score
 
 
 class Ledger:
@@ -75,27 +87,33 @@ class Ledger:
         version: policy version that samples everywhere.
     """
 
-    def __init__(self, rules: Rules):
-        """A ledger of a run that begins."""
-        self.rules = rules
+    def __init__(self, rules: Rules, pool: Pool | None = None):
+        """A ledger of a run that begins.
+
+        Args:
+            rules: of the run.
+            pool: says which tasks are passed over, and learns with every step; None for none.
+        """
+        self.rules, self._pool = rules, pool
         self.step = self.version = 0
         self._next = 0  # index of the next new task
         self._open: dict[int, int] = {}  # asked, and in no step yet: index -> attempts
         self._again: list[int] = []  # of those, what has to be asked again
-        self._ended: dict[int, tuple[bool, int]] = {}  # of those: (signal, oldest version)
+        self._ended: dict[int, _Ended] = {}  # of those
         self._dropped: list[int] = []
         self._given_up = 0
         self._found = self._looked = 0.0  # with a signal, and all, in earlier steps
 
     @classmethod
-    def restore(cls, rules: Rules, state: Mapping[str, Any]) -> Ledger:
+    def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
         """The ledger after a composed step; what was in flight then is asked again.
 
         Args:
             rules: of the run.
             state: `Composition.state`; {} for the beginning.
+            pool: as it was after that step.
         """
-        ledger = cls(rules)
+        ledger = cls(rules, pool)
         if state:
             ledger.step = ledger.version = int(state["step"])
             ledger._next = int(state["next"])
@@ -118,16 +136,17 @@ class Ledger:
         """Whether a task was asked and is neither in a step nor given up."""
         return index in self._open
 
-    def end(self, index: int, signal: bool, oldest: int) -> None:
+    def end(self, index: int, signal: bool, oldest: int, score: Sequence[int] = (0, 0)) -> None:
         """Notes a group whose samples have all ended.
 
         Args:
             index: of its task.
             signal: whether its rewards differ.
             oldest: oldest version that sampled one of its tokens.
+            score: for the pool.
         """
         if index in self._open:
-            self._ended[index] = (signal, oldest)
+            self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
         """Notes a group that is too old; its task is asked again, `ATTEMPTS` times in all."""
@@ -146,14 +165,14 @@ class Ledger:
         """The next step as soon as what has ended decides it, else None."""
         if self.complete:
             return None
-        for index, (_, oldest) in list(self._ended.items()):
-            if oldest < self.oldest_useful:
+        for index, ended in list(self._ended.items()):
+            if ended.oldest < self.oldest_useful:
                 self.late(index)
         used: list[int] = []
         examined: list[int] = []
         for index in self._candidates():
             examined.append(index)
-            if self._ended[index][0]:
+            if self._ended[index].signal:
                 used.append(index)
             if len(used) == self.rules.groups or len(examined) == self.rules.most:
                 return self._compose(used, examined)
@@ -171,6 +190,9 @@ class Ledger:
 
     def _compose(self, used: list[int], examined: list[int]) -> Composition:
         self.step += 1
+        scores = tuple(self._ended[index].score for index in examined)
+        if self._pool is not None:
+            self._pool.learn(self.step, dict(zip(examined, scores, strict=True)))
         for index in examined:
             del self._open[index], self._ended[index]
         discarded = 0
@@ -189,13 +211,13 @@ class Ledger:
             "share": [self._found, self._looked],
         }
         return Composition(
-            self.step, tuple(used), tuple(examined), dropped, discarded, given_up, state
+            self.step, tuple(used), tuple(examined), dropped, discarded, given_up, state, scores
         )
 
     @property
     def share(self) -> float:
         """Estimated share of groups with a signal; 1 at the beginning."""
-        found = self._found + sum(signal for signal, _ in self._ended.values())
+        found = self._found + sum(ended.signal for ended in self._ended.values())
         return max((found + 1) / (self._looked + len(self._ended) + 1), _LOWEST_SHARE)
 
     def admit(self) -> list[int]:
@@ -207,7 +229,7 @@ class Ledger:
         rules = self.rules
         last = min(self.version + rules.max_staleness + 1, rules.steps)
         missing = rules.groups * (last - self.step)
-        missing -= sum(signal for signal, _ in self._ended.values())
+        missing -= sum(ended.signal for ended in self._ended.values())
         again, self._again = self._again, []
         if missing <= 0:
             return again
@@ -215,7 +237,12 @@ class Ledger:
         room = (rules.in_flight or math.ceil(missing / self.share)) - in_flight
         if rules.max_staleness == 0:
             room = min(room, rules.most - len(self._open))
-        new = range(self._next, self._next + max(room, 0))
-        self._next = new.stop
+        new = [self._take_next() for _ in range(room)]
         self._open.update(dict.fromkeys(new, 0))
         return [*again, *new]
+
+    def _take_next(self) -> int:
+        """The next index that is asked."""
+        index = self._next if self._pool is None else self._pool.next(self._next, self.step)
+        self._next = index + 1
+        return index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from coa_jax.engine.config import SamplingParams
 from coa_jax.learn.admission import Composition
 from coa_jax.learn.advantages import has_signal
+from coa_jax.learn.pool import Score
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.model.api import Model
@@ -125,6 +126,30 @@ def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
     of their lengths.
     """
     return config.chosen.learn_from == "all" or has_signal(earned(group))
+
+
+def score(config: RLConfig, group: Sequence[Trajectory]) -> Score:
+    """How many trajectories of a group have solved the task, and how many were graded."""
+    graded = [value for value in earned(group) if value is not None]
+    return sum(value >= config.pool.solved_at for value in graded), len(graded)
+
+
+def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
+    """Figures of each source of a mixture that the step has asked; none of a single source."""
+    groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
+    for group in sampled.everything if config.mixture else ():
+        groups[group[0].metadata["source"]].append(group)
+    figures: dict[str, float] = {}
+    for name, members in sorted(groups.items()):
+        solved, graded = map(sum, zip(*(score(config, group) for group in members), strict=True))
+        values = graded_values(members)
+        figures |= {
+            f"source/{name}/groups": float(len(members)),
+            f"source/{name}/reward": float(np.mean(values)) if values else 0.0,
+            f"source/{name}/solved": solved / max(graded, 1),
+            f"source/{name}/tokens": float(sum(t.num_policy_tokens for g in members for t in g)),
+        }
+    return figures
 
 
 def describe(sampled: Sampled) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.engine.group import make_engines, new_copies, publish_all
@@ -46,6 +46,7 @@ class Learner:
         constraint: constraint of sampling; None without one.
         step: steps that have been learned.
         ledger: state of the stream of groups after ``step`` steps, see `admission.Composition`.
+        pool: what `pool.Pool` knows after ``step`` steps; {} without one.
         total: steps of the run.
     """
 
@@ -65,6 +66,7 @@ class Learner:
         self.compute = config.compute(model.config, self._mesh)
         self.step = 0
         self.ledger: dict[str, Any] = {}
+        self.pool: Mapping[str, Sequence[Any]] = {}
         self.state, self.critic, self.reference = self._resumed() or self._begun()
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
         self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
@@ -120,6 +122,7 @@ class Learner:
                 "the run in another --workdir"
             )
         self.step, self.ledger = restored.step, restored.extra["ledger"]
+        self.pool = restored.extra.get("pool", {})
         critic = restored.more.get("critic")
         if critic is None and config.chosen.needs_critic:  # the run had another algorithm before
             critic = critic_state(config, load_weights(config.model, self._mesh))
@@ -152,6 +155,8 @@ class Learner:
         """
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
         extra = {"ledger": self.ledger}
+        if self.pool:
+            extra["pool"] = {id: list(known) for id, known in self.pool.items()}
         self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
 
 

@@ -112,6 +112,7 @@ class StepRecord:
         samples: for each used group its trajectories without their tokens, see `sample_record`.
         state: of the ledger after the step.
         counts: ``discarded`` and ``given_up`` of the composition.
+        scores: of the composition, where the run has a pool.
     """
 
     step: int
@@ -121,6 +122,7 @@ class StepRecord:
     samples: list[list[dict[str, Any]]]
     state: dict[str, Any]
     counts: dict[str, int]
+    scores: list[list[int]] = dataclasses.field(default_factory=list)
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import grain
 import numpy as np
 from absl import logging
 
@@ -26,15 +25,18 @@ from coa_jax.learn.groups import (
     assemble,
     completed,
     describe,
+    describe_sources,
     graded,
     graded_values,
     is_learned,
     request_of,
     rewards,
+    score,
 )
 from coa_jax.learn.learner import Learner, group_rows
 from coa_jax.learn.losses import check_loss
 from coa_jax.learn.metrics import memory, rollout_metrics, sampling_metrics, train_speed
+from coa_jax.learn.pool import Pool, with_pass_rates
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
 from coa_jax.learn.replay import Repeated, replay
 from coa_jax.learn.rl_config import RLConfig
@@ -51,8 +53,9 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run_dir import RunDir
-from coa_jax.tasks import Graders, Task, load_tasks
+from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
+from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
@@ -71,7 +74,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     SIGTERM abandons the rollouts in flight, saves, and ends with exit code 0.
     """
     check_loss(config.chosen)
-    tasks, prompt, graders = _questions(config)
+    parts, prompt, graders = _questions(config)
+    tasks = [task for part in parts.values() for task in part]
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
     card = make_card(prompt, tasks)
@@ -86,8 +90,10 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     ) as checkpoints:
         learner = Learner(config, (task.protocol for task in tasks), checkpoints)
         run.rewind("rl", learner.step)
+        stream = stream_of(config, parts, config.seed)
+        pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
         with contextlib.closing(
-            Source(config, learner, run, _stream_of(config, tasks), prompt, graders, tools)
+            Source(config, learner, run, stream, pool, prompt, graders, tools)
         ) as source:
             _loop(config, learner, run, source)
     if learner.step < learner.total:
@@ -98,25 +104,25 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
     """Repeats a run from its record; see `learn.replay`."""
-    tasks, prompt, _ = _questions(config)
-    protocols = {task.protocol for task in tasks}
-    return replay(config, run, _stream_of(config, tasks), protocols, prompt)
+    parts, prompt, _ = _questions(config)
+    protocols = {task.protocol for tasks in parts.values() for task in tasks}
+    return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)
 
 
-def _questions(config: RLConfig) -> tuple[Sequence[Task], Prompt, Graders]:
-    """The tasks of a run, how they are put to the policy, and what grades the answers."""
-    tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
+def _questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]:
+    """The tasks of each source, how they are put to the policy, and what grades the answers."""
+    parts = load_parts(config, "train", config.num_tasks, config.seed)
+    parts = {
+        name: with_pass_rates(config.pool, tasks, name or config.tasks)
+        for name, tasks in parts.items()
+    }
     graders = Graders(config.graders)
-    graders.check(tasks)
-    tasks = with_level(tasks, config.rollout.level)
+    graders.check([task for tasks in parts.values() for task in tasks])
+    parts = {name: with_level(tasks, config.rollout.level) for name, tasks in parts.items()}
     prompt = load_prompt(config.rollout.prompt_style, config.model)
-    warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
-    return tasks, prompt, graders
-
-
-def _stream_of(config: RLConfig, tasks: Sequence[Task]) -> Sequence[Task]:
-    """The tasks in the order in which they are asked, again and again."""
-    return grain.MapDataset.source(tasks).seed(config.seed).shuffle().repeat()
+    for tasks in parts.values():
+        warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
+    return parts, prompt, graders
 
 
 class Source:
@@ -128,12 +134,14 @@ class Source:
         learner: Learner,
         run: RunDir,
         tasks: Sequence[Task],
+        pool: Pool | None,
         prompt: Prompt,
         graders: Graders,
         tools: Sequence[Tool],
     ):
         """Finds what the run has recorded; nothing is sampled before the first `step`."""
         self._config, self._learner, self._tools = config, learner, tools
+        self._pool = pool  # as it is after the steps that were learned
         self._spool = Spool(run.path / "spool")
         self.log = StepLog(run.path / "steps.jsonl", run.active)
         self._kept = {
@@ -162,7 +170,7 @@ class Source:
         if not _all_say(share is not None, "rollouts of a step", wait) or not share:
             return None
         sampled = self._assembled(share.composition, share)
-        self.log.write(_record(sampled))
+        self.log.write(_record(sampled, self._pool is not None))
         return sampled, sampling_metrics(sampled, share.figures)
 
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
@@ -184,6 +192,7 @@ class Source:
             examined=tuple(record.examined),
             dropped=tuple(record.dropped),
             state=record.state,
+            scores=tuple((solved, graded) for solved, graded in record.scores),
             **record.counts,
         )
         for index in groups:
@@ -197,7 +206,9 @@ class Source:
 
     def _start(self) -> None:
         config, learner = self._config, self._learner
-        ledger = Ledger.restore(config.rules, learner.ledger)
+        # The stream's pool runs ahead of the steps that are learned.
+        ahead = self._pool and self._pool.copy()
+        ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
             learner.publish()
         sampler = EngineSampler(
@@ -225,11 +236,22 @@ class Source:
             has_signal=functools.partial(is_learned, config),
             wait_seconds=config.mesh.wait_seconds,
             leave_out=config.late_samples == "leave_out",
+            score=functools.partial(score, config),
             kept=self._kept,
         )
         if self._abandoned:
             self._stream.abandon()
         self._stream.start()
+
+    def count(self, composition: Composition) -> dict[str, float]:
+        """Notes which tasks a step has solved; figures of the pool, if there is one."""
+        if self._pool is None:
+            return {}
+        # A part of the run that had no pool has recorded no scores.
+        scores = dict(zip(composition.examined, composition.scores, strict=False))
+        self._pool.learn(composition.step, scores)
+        self._learner.pool = self._pool.known
+        return self._pool.figures(composition.step)
 
     def learned(self) -> None:
         """Publishes the parameters of a step that was learned, for the rollouts to go on."""
@@ -292,6 +314,7 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
                     version=learner.step,
                 )
             learner.step, learner.ledger = learner.step + 1, sampled.composition.state
+            figures |= source.count(sampled.composition)
             error = check_updates(stats, config.optimizer)
             if learner.step < learner.total and not error:
                 with clock("publish"):
@@ -302,6 +325,7 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
                 source.log.learned(learner.step, digest(fingerprint(learner.state.model)))
                 rows = group_rows(config.traces.kept(sampled.everything))
                 run.traces(learner.step, "rl", rows, config.traces.format)
+            figures |= describe_sources(config, sampled)
             row = {**stats, **_describe(sampled, learner, stats, clock), **figures}
             run.metrics(learner.step, "rl", **row)
             profile.after(learner.step)
@@ -340,7 +364,7 @@ def _all_say(answer: bool, what: str, seconds: float) -> bool:
     return all(asyncio.run(processes.exchange(answer, what, seconds)))
 
 
-def _record(sampled: Sampled) -> StepRecord:
+def _record(sampled: Sampled, scored: bool) -> StepRecord:
     composition = sampled.composition
     return StepRecord(
         step=composition.step,
@@ -350,6 +374,7 @@ def _record(sampled: Sampled) -> StepRecord:
         samples=[[sample_record(t) for t in group] for group in sampled.used],
         state=composition.state,
         counts={"discarded": composition.discarded, "given_up": composition.given_up},
+        scores=[list(score) for score in composition.scores] if scored else [],
     )
 
 

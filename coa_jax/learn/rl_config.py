@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.pool import PoolConfig
 from coa_jax.learn.shaping import StopRewards
 from coa_jax.learn.teacher import TeacherConfig
 from coa_jax.learn.traces import TracesConfig
@@ -18,6 +20,7 @@ from coa_jax.learn.training import TrainingConfig
 from coa_jax.model.config import LoraConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
+from coa_jax.tasks.mixture import parts_of
 
 BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass")
 """Metrics of a step whose best checkpoint may stay; of each the highest value is the best."""
@@ -30,8 +33,12 @@ class RLConfig(TrainingConfig):
     ``row_length`` must be at least ``rollout.max_tokens``.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`.
-        num_tasks: tasks of the training split that are drawn from.
+        tasks: task source, see `tasks.load_tasks`; "" where ``mixture`` has several.
+        task_options: of the source.
+        mixture: name -> ``tasks``, ``weight``, ``options``, ``num_tasks`` and ``split`` of a
+            source, see `tasks.mixture.Part`.
+        num_tasks: tasks of the training split that are drawn from, of each source.
+        pool: which tasks are asked: all in turn, or by how often they are solved.
         groups: tasks whose groups make one step.
         group_size: samples of a task.
         max_sampled: a step looks at no more than this multiple of ``groups``; if too few of these
@@ -87,6 +94,9 @@ class RLConfig(TrainingConfig):
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     stops: StopRewards = dataclasses.field(default_factory=StopRewards)
+    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
     mini_batch: Natural = 0
     epochs: Times = 1
     attention_length: Natural = 0
@@ -143,6 +153,7 @@ class RLConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parts_of(self)
         if self.rollout.cut_context:
             raise UserError(
                 "rollout.cut_context is True: what was sampled from a context that was cut cannot "

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from coa_jax.learn.admission import Composition, Ledger
+from coa_jax.learn.pool import Score
 from coa_jax.learn.record import Spool, oldest_of, versions_of
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import Request
@@ -88,6 +89,7 @@ class Stream:
         has_signal: Callable[[Sequence[Trajectory]], bool],
         wait_seconds: float,
         leave_out: bool = False,
+        score: Callable[[Sequence[Trajectory]], Score] = lambda group: (0, 0),
         kept: Mapping[tuple[int, int], Sequence[Trajectory]] | None = None,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ):
@@ -103,12 +105,13 @@ class Stream:
             has_signal: whether a step can learn from a group.
             wait_seconds: see `processes.exchange`.
             leave_out: whether a group goes on without its late samples, see `_leave_out`.
+            score: what the ledger's pool learns of a group.
             kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
             loop_factory: makes the event loop.
         """
         self._ledger, self._sampler, self._spool = ledger, sampler, spool
         self._request, self._grade, self._complete = ask, grade, complete
-        self._has_signal, self._leaves_out = has_signal, leave_out
+        self._has_signal, self._score, self._leaves_out = has_signal, score, leave_out
         self._wait_seconds, self._kept = wait_seconds, dict(kept or {})
         self._version = ledger.version
         self._groups: dict[int, _Group] = {}
@@ -236,7 +239,8 @@ class Stream:
             members = [group.done[number] for number in sorted(group.done)]
             group.members = list(await self._complete(group.request, members))
             signal, index = self._has_signal(group.members), group.request.prompt_id
-            self._events.append(["end", index, signal, oldest_of(members)])
+            score = list(self._score(group.members))
+            self._events.append(["end", index, signal, oldest_of(members), score])
             self._news.set()
 
     async def _decide(self, tasks: asyncio.TaskGroup) -> None:

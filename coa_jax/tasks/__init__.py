@@ -49,16 +49,16 @@ SOURCES = Kind(
         "factbook": "coa_jax.tasks.factbook:load_source",
         "arithmetic": "coa_jax.tasks.arithmetic:load_source",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
-        ".jsonl": "coa_jax.tasks.question_file:load_question_file",
-        ".json": "coa_jax.tasks.release_files:load_release_file",
-        ".parquet": "coa_jax.tasks.release_files:load_release_file",
+        "hf": "coa_jax.tasks.data_sets:load_hub",
+        "tfds": "coa_jax.tasks.data_sets:load_tfds",
+        **dict.fromkeys((".jsonl", ".json", ".parquet"), "coa_jax.tasks.columns:load_file"),
     },
     offers=("split", "n", "seed", "protocol", "source"),
 )
 """A function that gives tasks (`Task`), the same for the same arguments.
 
 A suffix stands for the paths that have it.  A function that asks for ``source``, the whole text of
-the setting, reads the options in it by itself.
+the setting, reads what is behind its colon by itself; all others get that as options.
 """
 
 _WANTED = "a list of coa_jax.tasks.Task"
@@ -81,13 +81,15 @@ def load_tasks(
             a colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
             ``questions.jsonl:protocol=mhqa``, ``my_tasks:load:level=3``.  ``.json`` and
             ``.parquet`` are files of the AFM release.  ``gaia:PATH`` and the like are files of a
-            benchmark's authors, see ``coa_jax.tasks.benchmark_files``.
+            benchmark's authors, see ``coa_jax.tasks.benchmark_files``.  ``hf:NAME:CONFIG:SPLIT``
+            and ``tfds:NAME:SPLIT`` are data sets, see ``coa_jax.tasks.data_sets``.
         split: ``train``, ``validation`` or ``test``.
         n: how many; None for all there are (generators without end: a thousand).
         seed: which sample.
         protocol: of questions in files that say nothing of theirs: neither the row, nor its
             fields, nor the source. "" for the default of the file's format.
-        options: of a source of your own, beside those in ``source``.
+        options: of the source by name, beside those in ``source``: of one of your own its own, of
+            files and data sets the mapping of their columns, see `tasks.columns.Columns`.
 
     Raises:
         UserError: an unknown source, split, option or protocol; a file that cannot be read.
@@ -100,8 +102,6 @@ def load_tasks(
     given: dict[str, Any] = dict(options or {})
     if "source" not in parameters_of(find(SOURCES, name, where), name, where):
         given = {**read_options(rest, where), **given}
-    elif given:
-        raise UserError(f"{where}: {name} takes its options behind a colon, and none beside it")
     load = bind(SOURCES, name, given, where, text=True)
     found = load(split=split, n=n, seed=seed, protocol=protocol, source=source)
     if name in SOURCES.built_in:
@@ -119,12 +119,17 @@ def _name_of(source: str) -> tuple[str, str]:
             return suffix, rest
     if own := _OWN.fullmatch(source):
         return own["name"], own["rest"] or ""
-    known = [name for name in SOURCES.names() if name not in BENCHMARKS and name[0] != "."]
+    known = [
+        name
+        for name in SOURCES.names()
+        if name not in (*BENCHMARKS, "hf", "tfds") and name[0] != "."
+    ]
     near = suggest(name, (*known, *BENCHMARKS))
     raise UserError(
         f"unknown task source {source!r}{near if 'did you mean' in near else ''}; known are "
-        f"{', '.join(known)}, paths of .jsonl, .json and .parquet files, NAME:PATH with a name of "
-        f"{', '.join(BENCHMARKS)}, and package.module:name"
+        f"{', '.join(known)}, paths of .jsonl, .json and .parquet files, hf:NAME:CONFIG:SPLIT, "
+        f"tfds:NAME:SPLIT, NAME:PATH with a name of {', '.join(BENCHMARKS)}, and "
+        "package.module:name"
     )
 
 

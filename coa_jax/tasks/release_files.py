@@ -32,8 +32,8 @@ from coa_jax.tasks.rows import distinct, draw, read_rows
 
 SUFFIXES = (".json", ".parquet")
 
-_QUESTIONS = ("question", "problem", "Question", "Problem")
-_ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
+QUESTIONS = ("question", "problem", "Question", "Problem")
+ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
 _KEPT = {  # fields that results are broken down by
     "Level": "level", "level": "level", "topic": "topic", "category": "topic", "subject": "topic",
     "answer_type": "answer_type", "data_source": "data_source", "difficulty": "level",
@@ -101,10 +101,10 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
     if "public_test_cases" in row or "public_tests" in row:
         return contest_task(row, number, protocol, source, metadata)
     question = _question(row)
-    key = next((key for key in _ANSWERS if key in row), None)
+    key = next((key for key in ANSWERS if key in row), None)
     if key is None:
         raise ValueError("there is no answer")
-    gold, web = _golds(row[key]), bool(_WEB_FIELDS & set(row))
+    gold, web = golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
     name = protocol or ("code" if maths else "web" if web else default)
     if maths or web or name != "code":  # else `checked` finds out what the answers are
@@ -116,7 +116,7 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
 
 
 def _question(row: Mapping[str, Any]) -> str:
-    key = next((key for key in _QUESTIONS if key in row), None)
+    key = next((key for key in QUESTIONS if key in row), None)
     if key is None:
         raise ValueError("there is no question")
     if not isinstance(row[key], str) or not row[key].strip():
@@ -124,7 +124,12 @@ def _question(row: Mapping[str, Any]) -> str:
     return str(row[key]).strip()
 
 
-def _golds(value: Any) -> tuple[str, ...]:
+def golds(value: Any) -> tuple[str, ...]:
+    """Accepted answers of a row: a text, a number or a list of them.
+
+    Raises:
+        ValueError: it is something else, or empty.
+    """
     values = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
         raise ValueError("an answer must be a text, a number or a list of them")
@@ -152,13 +157,13 @@ def _verl_task(
     metadata["data_source"] = data_source
     if isinstance(truth, dict) and "target" in truth:
         question = str(truth.get("question") or extra.get("question") or question)
-        gold, grader = _golds(truth["target"]), "exact_match"
+        gold, grader = golds(truth["target"]), "exact_match"
     elif isinstance(truth, dict):
         read_tests(truth)  # a row whose tests are in no known form is found now, not when graded
         gold, grader = (json.dumps(truth, ensure_ascii=False),), "code"
         metadata["question_id"] = str(truth.get("question_id") or "")
     else:
-        gold = _golds(truth)
+        gold = golds(truth)
         named = any(word in data_source.lower() for word in _MATHS)
         maths = named or row.get("ability") in ("math", "fact-reasoning")
         grader = "math" if maths else "exact_match"

@@ -96,15 +96,15 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
         wanted = None if columns is None else [name for name in columns if name in there]
         # A row of tests may have megabytes.
         for batch in file.iter_batches(batch_size=64, columns=wanted):
-            yield from map(_plain, batch.to_pylist())
+            yield from map(plain, batch.to_pylist())
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value as the same row would have it in JSON: dates, exact decimals, bytes are texts."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, bytes):

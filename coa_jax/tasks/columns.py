@@ -1,0 +1,167 @@
+"""Tasks from the rows of any data set, by a mapping of its columns.
+
+    tasks=hf:openai/gsm8k:main  task_options.columns.answer=answer  task_options.answer_after=####
+
+A mapping says from which column each part of a task comes.  A dot goes into a nested column
+(``answers.text``).  Parts without an entry come from the columns that usually hold them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from coa_jax import reading
+from coa_jax.errors import UserError
+from coa_jax.overrides import suggest
+from coa_jax.protocol import Messages, get_protocol
+from coa_jax.tasks.base import Task
+from coa_jax.tasks.checks import checked
+from coa_jax.tasks.prompts import read_messages
+from coa_jax.tasks.question_file import load_question_file
+from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, golds, load_release_file
+from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
+
+_USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
+"""Columns of the parts of a task that every data set has."""
+_PARTS = ("question", "answer", "id", "protocol", "prompt")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """How rows become tasks.
+
+    Attributes:
+        columns: part of a task -> column.  Parts are ``question``, ``answer`` (a text, a number or
+            a list of accepted ones), ``id``, ``protocol`` and ``prompt`` (chat messages); every
+            other name is a field of the metadata.
+        answer_after: of an answer, only what follows the last occurrence of this text counts.
+        grader: how the answers are graded, see docs/grading.md; "" for the grader of the protocol.
+        protocol: of rows that name none.
+        where: the source, for errors; each task has it as its source.
+    """
+
+    columns: Mapping[str, str]
+    answer_after: str
+    grader: str
+    protocol: str
+    where: str
+
+    def __post_init__(self) -> None:
+        get_protocol(self.protocol)
+        for part, column in self.columns.items():
+            if not isinstance(column, str) or not column:
+                raise UserError(f"{self.where}: columns.{part} is {column!r}; give a column")
+
+    def resolved(self, there: Iterable[str]) -> dict[str, str]:
+        """Part of a task -> column, all of which are there.
+
+        Args:
+            there: columns of the data set.
+
+        Raises:
+            UserError: a column is not there, or none has questions or answers.
+        """
+        there = list(there)
+        for part, column in self.columns.items():
+            if column.partition(".")[0] not in there:
+                raise UserError(
+                    f"{self.where}: columns.{part} is {column}; there is no such column"
+                    f"{suggest(column, there)}"
+                )
+        found = {
+            part: next((name for name in usual if name in there), "")
+            for part, usual in _USUAL.items()
+        }
+        found |= self.columns
+        for part in ("question", "answer"):
+            if not found[part]:
+                raise UserError(
+                    f"{self.where}: there is no column {part!r}; give columns.{part} of "
+                    f"{', '.join(there) or 'none'}"
+                )
+        return {part: column for part, column in found.items() if column}
+
+    def tasks(self, rows: Iterable[Row]) -> list[Task]:
+        """The tasks of rows, in their order.
+
+        Raises:
+            UserError: a row is no task (``source: row i: why``), or there is none.
+        """
+        tasks: list[Task] = []
+        names: dict[str, str] = {}
+        seen: set[str] = set()
+        for number, row in enumerate(rows, 1):
+            names = names or self.resolved(row)
+            try:
+                task = checked(self._task(row, names, number))
+            except reading.MALFORMED as error:
+                raise UserError(f"{self.where}: row {number}: {reading.reason(error)}") from error
+            tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
+        if not tasks:
+            raise UserError(f"{self.where}: there is no row in it")
+        return tasks
+
+    def _task(self, row: Row, names: Mapping[str, str], number: int) -> Task:
+        value = {part: _at(row, column) for part, column in names.items()}
+        question = value["question"]
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"the question ({names['question']}) must be a text")
+        gold = golds(value["answer"])
+        if self.answer_after:
+            gold = tuple(text.rpartition(self.answer_after)[2].strip() for text in gold)
+        protocol = value.get("protocol") or self.protocol
+        get_protocol(protocol)
+        metadata = {part: found for part, found in value.items() if part not in _PARTS}
+        metadata |= {"grader": self.grader} if self.grader else {}
+        asked = read_messages(value["prompt"]) if value.get("prompt") else Messages("")
+        id = value.get("id")
+        id = str(number if id is None else id)
+        return Task(id, question.strip(), protocol, gold, self.where, metadata, *asked)
+
+
+def _at(row: Row, column: str) -> Any:
+    """The value of a column, which may be nested."""
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"there is no {column!r}")
+        value = value[name]
+    return value
+
+
+def load_file(
+    source: str,
+    split: str,
+    n: int | None = None,
+    seed: int = 0,
+    protocol: str = "",
+    columns: Mapping[str, str] | None = None,
+    answer_after: str = "",
+    grader: str = "",
+) -> list[Task]:
+    """Reads tasks of a ``.jsonl``, ``.json`` or ``.parquet`` file.
+
+    Without one of the last three options the fields of a row decide, see `load_question_file` and
+    `load_release_file`.
+
+    Args:
+        source, split, n, seed, protocol: see `load_tasks`.
+        columns, answer_after, grader: see `Columns`.
+
+    Raises:
+        UserError: the file cannot be read, or a row is no task.
+    """
+    if not (columns or answer_after or grader):
+        plain = load_question_file if ".jsonl" in source else load_release_file
+        return plain(source, split, n, seed, protocol)
+    suffix = next(suffix for suffix in _SUFFIXES if suffix in source)
+    path, _, rest = source.rpartition(suffix)
+    path, named = path + suffix, rest.removeprefix(":protocol=")
+    if rest and (named == rest or not named):
+        raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
+    mapped = Columns(columns or {}, answer_after, grader, named or protocol or "generalist", source)
+    rows = (row for file in find_files(path) for row in read_rows(file))
+    return draw(mapped.tasks(rows), n, seed, source)

@@ -1,0 +1,117 @@
+r"""The tasks of a run: those of one source, or of several by weight.
+
+    --config.tasks= --config.mixture.facts.tasks=factbook:hops=1 --config.mixture.facts.weight=2 \
+        --config.mixture.sums.tasks=arithmetic
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol
+
+import grain
+
+from coa_jax.bounds import Between, Bounded, Name, Natural, OneOf, Place, check
+from coa_jax.errors import UserError
+from coa_jax.settings import build
+from coa_jax.tasks import load_tasks
+from coa_jax.tasks.base import SPLITS, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Bounded):
+    """One source of several.
+
+    Attributes:
+        tasks: task source, see `tasks.load_tasks`.
+        weight: how often its tasks are asked in training, in proportion to the other weights.
+        options: of the source, see `tasks.load_tasks`.
+        num_tasks: tasks that are drawn; 0 for as many as the run names.
+        split: which part of the source; "" for that which the run takes.
+    """
+
+    tasks: Place
+    weight: Annotated[float, Between(0, 1e6, above=True)] = 1.0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    num_tasks: Natural = 0
+    split: Annotated[str, OneOf("", *SPLITS)] = ""
+
+
+class Sources(Protocol):
+    """The settings of a run that say where its tasks come from: one source, or several by name."""
+
+    @property
+    def tasks(self) -> str:
+        """The source; "" where there are several."""
+
+    @property
+    def task_options(self) -> Mapping[str, Any]:
+        """Options of the source."""
+
+    @property
+    def mixture(self) -> Mapping[str, Any]:
+        """Name -> settings of a `Part`; empty where there is one source."""
+
+
+def parts_of(sources: Sources) -> dict[str, Part]:
+    """The parts by name; one of the name "" where there is a single source.
+
+    Raises:
+        UserError: there is no source, there is one beside a mixture, or a setting is wrong.
+    """
+    if not sources.mixture:
+        if not sources.tasks:
+            raise UserError('tasks is ""; give a source, or several by mixture.NAME.tasks')
+        return {"": Part(sources.tasks, options=sources.task_options)}
+    if sources.tasks or sources.task_options:
+        raise UserError(
+            f"tasks is {sources.tasks!r} and mixture has {', '.join(sources.mixture)}; give tasks= "
+            "to mix, and options as mixture.NAME.options"
+        )
+    for name in sources.mixture:
+        check(name, Name, "mixture")
+    return {name: build(Part, part, f"mixture.{name}") for name, part in sources.mixture.items()}
+
+
+def load_parts(
+    sources: Sources, split: str, n: int | None, seed: int, protocol: str = ""
+) -> dict[str, list[Task]]:
+    """The tasks of each part by its name.
+
+    A task of a mixture has the name of its part as its source, and before its id.
+
+    Args:
+        sources: the settings.
+        split, n, seed, protocol: see `load_tasks`; a part may name its own split and number.
+
+    Raises:
+        UserError: see `parts_of` and `load_tasks`.
+    """
+    found = {}
+    for name, part in parts_of(sources).items():
+        number = part.num_tasks or n
+        tasks = load_tasks(part.tasks, part.split or split, number, seed, protocol, part.options)
+        found[name] = [
+            dataclasses.replace(task, id=f"{name}/{task.id}", source=name) if name else task
+            for task in tasks
+        ]
+    return found
+
+
+def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
+    """Tasks without end, in the order in which they are asked.
+
+    Each part comes again and again, every time in another order; the parts alternate by their
+    weights.  An index has the same task in every run with the same settings.
+
+    Args:
+        sources: the settings.
+        tasks: of each part, see `load_parts`.
+        seed: of the orders.
+    """
+    parts = parts_of(sources)
+    orders = [grain.MapDataset.source(tasks[name]).seed(seed).shuffle().repeat() for name in parts]
+    if len(orders) == 1:
+        return orders[0]
+    return grain.MapDataset.mix(orders, [part.weight for part in parts.values()])
