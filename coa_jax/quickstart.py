@@ -32,7 +32,7 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
-from coa_jax.protocol import Level
+from coa_jax.protocol import FormatName, Level
 from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
@@ -61,7 +61,10 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command, by stage; those of SFT and RL lack the paths."""
+    """The settings of the command, by stage; those of SFT and RL lack the paths.
+
+    ``format`` is that of all stages, see `RolloutConfig.format`; what the teacher does is the same.
+    """
 
     prompt_style: Place
     tools: ToolsConfig
@@ -71,6 +74,7 @@ class Command(Bounded):
     sft: Mapping[str, Any]
     rl: Mapping[str, Any]
     evaluate: EvaluateConfig
+    format: FormatName = ""
 
     def sft_config(self, path: Path) -> SFTConfig:
         """The settings of SFT in a work directory."""
@@ -80,12 +84,15 @@ class Command(Bounded):
             "data": str(path / "data" / "train.jsonl"),
             "validation": str(path / "data" / "validation.jsonl"),
             "prompt_style": self.prompt_style,
+            "format": self.format,
         }
         return build(SFTConfig, values, "config.sft")
 
     def rl_config(self, path: Path) -> RLConfig:
         """The settings of RL in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
+        if self.format:
+            values["rollout"] = {**values["rollout"], "format": self.format}
         return build(RLConfig, values, "config.rl")
 
 
@@ -105,13 +112,18 @@ class Pipeline:
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
         self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
+        if form := self.config.format:
+            budgets = dataclasses.replace(self.evaluation.rollout, format=form)
+            self.evaluation = dataclasses.replace(self.evaluation, rollout=budgets)
         held_out = load_tasks(
             self.evaluation.tasks,
             self.evaluation.split,
             self.evaluation.num_tasks or None,
             self.evaluation.seed,
         )
-        self.held_out = with_level(held_out, self.evaluation.rollout.level)
+        self.held_out = with_level(
+            held_out, self.evaluation.rollout.level, self.evaluation.rollout.format
+        )
 
     def distill(self) -> None:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
@@ -134,7 +146,7 @@ class Pipeline:
         """Makes the untrained policy."""
         write_policy(
             self.config.policy,
-            read_records(self.data / "train.jsonl"),
+            with_level(read_records(self.data / "train.jsonl"), "", self.config.format),
             load_prompt(self.config.prompt_style),
             self.models / "base",
         )

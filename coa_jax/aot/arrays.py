@@ -322,8 +322,8 @@ def _protocols(config: RLConfig) -> set[str]:
                 f"rollout.constrain is set, and the protocols of the tasks are not known: {error}; "
                 "name one in tasks, as in PATH:protocol=web"
             ) from error
-        return {at_level(name, config.rollout.level)}
-    return {at_level(task.protocol, config.rollout.level) for task in tasks}
+        return {at_level(name, config.rollout.level, config.rollout.format)}
+    return {at_level(task.protocol, config.rollout.level, config.rollout.format) for task in tasks}
 
 
 def engine_bytes(setup: Setup) -> int:

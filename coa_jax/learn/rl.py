@@ -106,7 +106,7 @@ def _questions(config: RLConfig) -> tuple[Sequence[Task], Prompt, Graders]:
     tasks = load_tasks(config.tasks, "train", config.num_tasks, config.seed)
     graders = Graders(config.graders)
     graders.check(tasks)
-    tasks = with_level(tasks, config.rollout.level)
+    tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
     return tasks, prompt, graders
