@@ -92,7 +92,7 @@ def make_agent(
     if not protocol:
         protocol, tools = protocol_of(tools, protocol_of_model(path))
     live = tools_for(protocol, tools)  # before the lookup: tools may make the protocol
-    rules = get_protocol(at_level(protocol, config.level))
+    rules = get_protocol(at_level(protocol, config.level, config.format))
     model = load_model(path)
     length = config.max_tokens
     buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
@@ -191,6 +191,7 @@ def define_flags() -> None:
         "prompt_style", "model", "full, brief, a file with instructions, or model: as in training"
     )
     flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocol's rules")
+    flags.DEFINE_string("format", "", "of calls: tags, hermes, react (default: as in its training)")
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
     flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_INT)
@@ -250,6 +251,7 @@ def main(argv: list[str]) -> None:
             prompt_style=values.prompt_style,
             constrain=values.constrain,
             level=values.level,
+            format=values.format,
         ),
     )
     screen = Screen(sys.stdout)

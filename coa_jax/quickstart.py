@@ -32,7 +32,7 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
-from coa_jax.protocol import Level
+from coa_jax.protocol import FormatName, Level
 from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
@@ -71,6 +71,8 @@ class Command(Bounded):
 
     Attributes:
         prompt_style: prompt of the policy, see `tasks.prompts.load_prompt`.
+        format: conversation format of all stages, see `RolloutConfig.format`; the teacher's work
+            is the same.
         tools: tools of the teacher and of the policy.
         distill: tasks that the teacher solves.
         teacher: how the teacher works, and which of its trajectories are kept.
@@ -88,6 +90,7 @@ class Command(Bounded):
     sft: Mapping[str, Any]
     rl: Mapping[str, Any]
     evaluate: EvaluateConfig
+    format: FormatName = ""
 
     def sft_config(self, path: Path) -> SFTConfig:
         """The settings of SFT in a work directory."""
@@ -97,12 +100,15 @@ class Command(Bounded):
             "data": str(path / "data" / "train.jsonl"),
             "validation": str(path / "data" / "validation.jsonl"),
             "prompt_style": self.prompt_style,
+            "format": self.format,
         }
         return build(SFTConfig, values, "config.sft")
 
     def rl_config(self, path: Path) -> RLConfig:
         """The settings of RL in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
+        if self.format:
+            values["rollout"] = {**values["rollout"], "format": self.format}
         return build(RLConfig, values, "config.rl")
 
 
@@ -122,13 +128,18 @@ class Pipeline:
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
         self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
+        if form := self.config.format:
+            budgets = dataclasses.replace(self.evaluation.rollout, format=form)
+            self.evaluation = dataclasses.replace(self.evaluation, rollout=budgets)
         held_out = load_tasks(
             self.evaluation.tasks,
             self.evaluation.split,
             self.evaluation.num_tasks or None,
             self.evaluation.seed,
         )
-        self.held_out = with_level(held_out, self.evaluation.rollout.level)
+        self.held_out = with_level(
+            held_out, self.evaluation.rollout.level, self.evaluation.rollout.format
+        )
 
     def distill(self) -> None:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
@@ -151,7 +162,7 @@ class Pipeline:
         """Makes the untrained policy."""
         write_policy(
             self.config.policy,
-            read_records(self.data / "train.jsonl"),
+            with_level(read_records(self.data / "train.jsonl"), "", self.config.format),
             load_prompt(self.config.prompt_style),
             self.models / "base",
         )

@@ -16,10 +16,12 @@ from absl import flags
 
 from coa_jax.bounds import Bounded, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
+from coa_jax.protocol import FormatName
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.scratch import ScratchConfig, write_policy
+from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
 
 
@@ -31,11 +33,13 @@ class Command(Bounded):
         data: JSONL of distilled records.
         prompt_style: how questions are put to the policy, as in SFT.
         policy: sizes of the policy.
+        format: in which the records are learned, as in SFT.
     """
 
     data: Place
     prompt_style: Place
     policy: ScratchConfig
+    format: FormatName = ""
 
 
 def define_flags() -> None:
@@ -47,7 +51,7 @@ def define_flags() -> None:
 def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
     """Writes the policy of a config to a work directory; returns the model's directory."""
     config = build(Command, values)
-    records = read_records(config.data)
+    records = with_level(read_records(config.data), "", config.format)
     with RunDir(workdir) as run:
         run.write_config(values)
         write_policy(config.policy, records, load_prompt(config.prompt_style), run.path / "model")

@@ -20,13 +20,10 @@ import numpy as np
 
 from coa_jax import jsonl, shards
 from coa_jax.protocol import (
-    AuthorName,
-    Segment,
     Violation,
-    check,
     find_protocols,
     get_protocol,
-    parse,
+    part_violations,
 )
 from coa_jax.protocol import violations as text_violations
 
@@ -114,6 +111,7 @@ class SegmentSpan:
         text: all of its characters, tags included: the spans of a trajectory join to its ``text``.
         start: index of its first token in ``tokens``.
         end: index after its last token.
+        content: what it says, in formats other than tags; None in tags, and where it has no role.
     """
 
     role: str | None
@@ -121,6 +119,7 @@ class SegmentSpan:
     text: str
     start: int
     end: int
+    content: str | None = None
 
     @property
     def body(self) -> str | None:
@@ -128,10 +127,18 @@ class SegmentSpan:
 
         Blanks around the tags are not counted: what the harness inserts has line ends there.
         """
+        if self.content is not None:
+            return self.content
         text, opening, closing = self.text.strip(), f"<{self.role}>", f"</{self.role}>"
         if self.role is None or not text.startswith(opening) or not text.endswith(closing):
             return None
         return text[len(opening) : -len(closing)]
+
+
+def _span_json(span: SegmentSpan) -> dict[str, Any]:
+    """A span without the field that spans of tags do not have."""
+    value = dataclasses.asdict(span)
+    return value if span.content is not None else {k: value[k] for k in value if k != "content"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,7 +196,7 @@ class Trajectory:
         value["tokens"] = self.tokens.tolist()
         value["author"] = [[int(a), len(list(g))] for a, g in itertools.groupby(self.author)]
         value["logp"] = jsonl.encode_float32(self.logp)
-        value["segments"] = [dataclasses.asdict(span) for span in self.segments]
+        value["segments"] = [_span_json(span) for span in self.segments]
         value["tool_calls"] = [dataclasses.asdict(call) for call in self.tool_calls]
         value["reward"] = None if self.reward is None else dataclasses.asdict(self.reward)
         return value
@@ -312,45 +319,6 @@ def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
     return tuple((first, second) for first, second in found)
 
 
-def part_violations(protocol: str, parts: Iterable[tuple[str, str]]) -> list[Violation]:
-    """Broken rules of a text whose authors are known, in the order of their positions.
-
-    Runs of the policy's text are parsed; what the environment wrote is one segment each, whatever
-    it contains.  So tool text cannot break a rule, and an observation written by the policy does.
-
-    Args:
-        protocol: name of the protocol.
-        parts: (``"policy"`` or ``"environment"``, text) in order.
-    """
-    rules = get_protocol(protocol)
-    segments: list[Segment] = []
-    authors: list[AuthorName] = []
-    found: list[Violation] = []
-    offset = 0
-    for policy, run in itertools.groupby(parts, key=lambda part: part[0] == "policy"):
-        texts = [text for _, text in run]
-        if policy:
-            parsed = parse(rules, "".join(texts))
-            segments += [
-                dataclasses.replace(s, start=s.start + offset, end=s.end + offset)
-                for s in parsed.segments
-            ]
-            found += [
-                dataclasses.replace(v, position=v.position + offset) for v in parsed.violations
-            ]
-            authors += ["policy"] * len(parsed.segments)
-            offset += sum(map(len, texts))
-            continue
-        for text in texts:
-            if text.strip():  # blank text of the environment only separates
-                end = offset + len(text)
-                segments.append(Segment(rules.observation, text, offset, end, True))
-                authors.append("environment")
-            offset += len(text)
-    found += check(rules, segments, authors)
-    return sorted(found, key=lambda violation: violation.position)
-
-
 def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
     """Rules of the protocol that the policy broke, with offsets in ``trajectory.text``.
 
@@ -366,7 +334,8 @@ def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
         ("policy" if span.author == Author.POLICY else "environment", span.text)
         for span in trajectory.segments
     ]
-    return part_violations(trajectory.protocol, parts)
+    ended = trajectory.stop_reason in (StopReason.ANSWER, StopReason.EOS)
+    return part_violations(trajectory.protocol, parts, ended)
 
 
 def format_valid(trajectory: Trajectory) -> bool:

@@ -313,9 +313,9 @@ def _protocols(config: RLConfig) -> set[str]:
                 f"rollout.constrain is set, and the protocols of the tasks are not known: {error}; "
                 "name one in tasks, as in PATH:protocol=web"
             ) from error
-        return {at_level(name, config.rollout.level)}
+        return {at_level(name, config.rollout.level, config.rollout.format)}
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
-    return {at_level(name, config.rollout.level) for name in protocols}
+    return {at_level(name, config.rollout.level, config.rollout.format) for name in protocols}
 
 
 def engine_bytes(setup: Setup) -> int:

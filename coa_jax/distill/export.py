@@ -367,6 +367,7 @@ def define_flags() -> None:
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
     flags.DEFINE_string("prompt_style", "data", "full, brief, data or a file with instructions")
     flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules")
+    flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; else as it is")
     flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
 
 
@@ -378,7 +379,7 @@ def main(argv: list[str]) -> None:
     if not records:
         raise UserError(f"{data}: holds no record, so there is nothing to export")
     prompt = load_prompt(values.prompt_style)
-    records = with_level(records, values.level)
+    records = with_level(records, values.level, values.format)
     if prompt.style != "data":  # the default, for records of every kind
         warn_of_prompts(records, prompt, "records", "--prompt_style")
     out = export(

@@ -72,6 +72,7 @@ def define_flags() -> None:
     flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
     flags.DEFINE_integer("number", 5, "how many records at most", lower_bound=1)
     flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules")
+    flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; else as it is")
 
 
 def main(argv: list[str]) -> None:
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
         if shown == values.number:
             break
         if values.id in ("", found.record.id) and values["filter"].value in ("", found.dropped):
-            (record,) = with_level([found.record], values.level)
+            (record,) = with_level([found.record], values.level, values.format)
             print(page(record, found.dropped, found.tags))
             shown += 1
     if not shown:

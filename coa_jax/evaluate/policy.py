@@ -17,11 +17,11 @@ from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
-from coa_jax.model.tokenizer import conversation_ids, eos_ids
+from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Messages
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, message_ids
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
@@ -114,7 +114,7 @@ def local_policy(
         requests = (
             Request(
                 task=_without_tests(one.task),
-                prompt=tuple(conversation_ids(tokenizer, one.messages.turns)),
+                prompt=message_ids(tokenizer, one.messages),
                 seed=attempt_seed(seed, one.attempt),
                 prompt_id=one.index,
                 samples=one.numbers,

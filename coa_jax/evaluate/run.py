@@ -224,7 +224,7 @@ def evaluate(
     Raises:
         UserError: what the user can mend; what is finished is kept.
     """
-    tasks = with_level(tasks, config.rollout.level)
+    tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     prompt = prompt or load_prompt(config.rollout.prompt_style)
     warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
     graders, exposure = Graders(config.graders), exposure_of(tasks, config.blocked)
@@ -290,7 +290,7 @@ def evaluate_model(
     """
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
-        tools, with_level(tasks, config.rollout.level), config.samples,
+        tools, with_level(tasks, config.rollout.level, config.rollout.format), config.samples,
     )  # fmt: skip
     prompt = load_prompt(config.rollout.prompt_style, path)
     about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)

@@ -14,7 +14,8 @@ from coa_jax.engine.constraint import FREE, Constraint, token_states
 from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
-from coa_jax.protocol import Prompt, get_protocol
+from coa_jax.protocol import Prompt, Protocol, get_protocol
+from coa_jax.rollout.observation import frame_tokens, plain_frame, policy_ids
 from coa_jax.rollout.request import prompt_ids
 from coa_jax.trajectory import Author, DistilledRecord, Trajectory
 
@@ -88,28 +89,32 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
     """
     tokens = list(prompt_ids(tokenizer, record, prompt))
     mask = [0.0] * len(tokens)
-    observation = get_protocol(record.protocol).observation
-    for author, text in record.parts:
+    protocol, end = get_protocol(record.protocol), end_of_turn_id(tokenizer)
+    turns = protocol.format is not None and protocol.format.turns
+    for index, (author, text) in enumerate(record.parts):
+        following = record.parts[index + 1 : index + 2]
         if author == "policy":
-            ids = encode_plain(tokenizer, text)
+            ids = policy_ids(tokenizer, protocol, text)
+            if turns and following and following[0][0] != "policy":
+                ids.append(end)  # the call is made when the policy ends its turn
         else:
-            ids = environment_ids(tokenizer, observation, text)
+            ids = environment_ids(tokenizer, protocol, text)
         tokens += ids
         mask += [float(author == "policy")] * len(ids)
-    tokens.append(end_of_turn_id(tokenizer))
+    tokens.append(end)
     mask.append(1.0)
     zeros = np.zeros(len(tokens), np.float32)
     return Example(np.asarray(tokens, np.int32), np.asarray(mask, np.float32), zeros, zeros)
 
 
-def environment_ids(tokenizer: Any, observation: str, text: str) -> list[int]:
-    """Ids of an observation in its surface form: head, body and tail, each encoded alone."""
-    head, tail = f"\n<{observation}>\n", f"\n</{observation}>\n\n"
-    if not text.startswith(head) or not text.endswith(tail):
+def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
+    """Ids of an observation in its surface form, as the agent loop encodes it."""
+    head, tail = plain_frame(protocol)
+    if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):
         return encode_plain(tokenizer, text)
     body = text[len(head) : len(text) - len(tail)]
-    parts = (head, body, tail)
-    return [token for part in parts for token in encode_plain(tokenizer, part)]
+    before, behind = frame_tokens(tokenizer, protocol)
+    return [*before, *encode_plain(tokenizer, body), *behind]
 
 
 def trajectory_example(

@@ -118,7 +118,10 @@ def _questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders
     }
     graders = Graders(config.graders)
     graders.check([task for tasks in parts.values() for task in tasks])
-    parts = {name: with_level(tasks, config.rollout.level) for name, tasks in parts.items()}
+    parts = {
+        name: with_level(tasks, config.rollout.level, config.rollout.format)
+        for name, tasks in parts.items()
+    }
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     for tasks in parts.values():
         warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")

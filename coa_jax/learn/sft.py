@@ -25,7 +25,7 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import Params
 from coa_jax.parallel.placement import put_batch, training_mesh
-from coa_jax.protocol import Level
+from coa_jax.protocol import FormatName, Level
 from coa_jax.records import ProtocolName, read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks.base import with_level
@@ -47,6 +47,8 @@ class SFTConfig(FitConfig):
         prompt_style: how questions are put to the policy, see `tasks.prompts`.
         level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions
             explain; "" for that of each record.
+        format: in which the records are learned, see `RolloutConfig.format`: those in tags are
+            written in it, with their thoughts, calls and answers; "" for that of each record.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
             `small.augment`; 0 unless the policy starts from nothing.
         lora: adapters to train in place of the whole model.
@@ -59,6 +61,7 @@ class SFTConfig(FitConfig):
     keep_best: Annotated[str, OneOf("", "loss", "validation/loss")] = ""
     protocol: ProtocolName = ""
     level: Level = ""
+    format: FormatName = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -92,9 +95,10 @@ def train(
         raise ValueError("rename_share needs an augmentation that renames")
     mesh = training_mesh(config.mesh, config.rows)
     prompt = load_prompt(config.prompt_style, config.model)
-    records = with_level(read_records(config.data, config.protocol), config.level)
+    records = read_records(config.data, config.protocol)
+    records = with_level(records, config.level, config.format)
     held_out = read_records(config.validation, config.protocol) if config.validation else []
-    held_out = with_level(held_out, config.level)
+    held_out = with_level(held_out, config.level, config.format)
     warn_of_prompts(records, prompt, "records", "config.prompt_style")
     card = make_card(prompt, records)
     run.keep_json(f"sft-{CARD}", card)

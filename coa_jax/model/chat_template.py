@@ -30,12 +30,12 @@ class ChatTemplateError(Exception):
     """The template cannot be rendered; the message is one line."""
 
 
-def render(template: str, messages: Sequence[Mapping[str, str]], **names: Any) -> str:
+def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
     """The text of a conversation, with the opening of the assistant's turn.
 
     Args:
         template: a Jinja template.
-        messages: ``role`` and ``content`` of each turn.
+        messages: ``role`` and ``content`` of each turn, and ``tool_calls`` where it has some.
         names: further names that the template may use, such as ``bos_token``; JSON values.
 
     Raises:

@@ -120,7 +120,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
         tokenizer = make()
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
-        if not isinstance(_chat_template(tokenizer), str | None):
+        if not isinstance(chat_template(tokenizer), str | None):
             raise UserError(f"{path}: its chat template is not text")
         if not tokenizer.get_vocab():
             raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
@@ -309,7 +309,12 @@ def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
-def _control_id(tokenizer: Any, token: str) -> int:
+def control_id(tokenizer: Any, token: str) -> int:
+    """Id of a control token of ChatML.
+
+    Raises:
+        UserError: the tokenizer has no such token.
+    """
     index = tokenizer.get_added_vocab().get(token)
     if index is None:
         raise UserError(
@@ -325,7 +330,7 @@ def end_of_turn_id(tokenizer: Any) -> int:
     Raises:
         UserError: the tokenizer has no such token.
     """
-    return _control_id(tokenizer, IM_END)
+    return control_id(tokenizer, IM_END)
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
@@ -335,14 +340,14 @@ def eos_ids(tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _chat_template(tokenizer: Any) -> str | None:
+def chat_template(tokenizer: Any) -> str | None:
     """The template that transformers applies: of several the one named default."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)
-def _stock(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
+def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
     """What the chat template writes unasked: ids before the first turn, and a system message."""
     if not template or template == TEMPLATE:
         return (), ""
@@ -404,10 +409,10 @@ def conversation_ids(
         UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
             or it is not byte-level.
     """
-    start, end = _control_id(tokenizer, IM_START), _control_id(tokenizer, IM_END)
+    start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     check_byte_level(tokenizer)
     newline = encode_plain(tokenizer, "\n")
-    before, system = _stock(_chat_template(tokenizer), tokenizer)
+    before, system = stock_prompt(chat_template(tokenizer), tokenizer)
     if not turns or turns[0][0] != "system":
         turns = [("system", system), *turns]
     ids = list(before)

@@ -24,6 +24,8 @@ from coa_jax.protocol.bodies import (
     parse_urls,
     split_answers,
 )
+from coa_jax.protocol.convert import in_format
+from coa_jax.protocol.formats import BAD_CALL, FORMATS, TAGS, Format, Reader, Step
 from coa_jax.protocol.made import find_protocols, write_protocols
 from coa_jax.protocol.monitor import Monitor
 from coa_jax.protocol.parser import (
@@ -31,9 +33,11 @@ from coa_jax.protocol.parser import (
     Parser,
     Segment,
     Violation,
+    make_parser,
     parse,
     quote_tool_text,
 )
+from coa_jax.protocol.parts import part_violations
 from coa_jax.protocol.prompts import (
     LIBRARIES,
     PROMPT_STYLES,
@@ -49,6 +53,7 @@ from coa_jax.protocol.spec import (
     START,
     THINK,
     TOOL_FORMS,
+    FormatName,
     Level,
     Protocol,
     add_note,
@@ -62,17 +67,22 @@ from coa_jax.protocol.spec import (
 )
 
 __all__ = [
+    "BAD_CALL",
     "CRITERIA",
+    "FORMATS",
     "GRADES",
     "LEVELS",
     "LIBRARIES",
     "PROMPT_STYLES",
     "QUESTION",
     "START",
+    "TAGS",
     "THINK",
     "TOOL_FORMS",
     "Asked",
     "AuthorName",
+    "Format",
+    "FormatName",
     "Level",
     "Messages",
     "Monitor",
@@ -80,8 +90,10 @@ __all__ = [
     "Parser",
     "Prompt",
     "Protocol",
+    "Reader",
     "Segment",
     "State",
+    "Step",
     "Violation",
     "add_note",
     "add_protocol",
@@ -95,6 +107,8 @@ __all__ = [
     "format_double_check",
     "format_reflection",
     "get_protocol",
+    "in_format",
+    "make_parser",
     "messages_of",
     "names_with_levels",
     "parse",
@@ -105,6 +119,7 @@ __all__ = [
     "parse_reflection",
     "parse_solution",
     "parse_urls",
+    "part_violations",
     "protocol_names",
     "protocol_with_tools",
     "quote_tool_text",

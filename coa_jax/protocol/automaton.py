@@ -215,5 +215,7 @@ def violations(protocol: Protocol, text: str, complete: bool = True) -> list[Vio
     ``coa_jax.trajectory.trajectory_violations`` where authors are known.
     """
     parsed = parse(protocol, text)
+    if protocol.format is not None:
+        return list(parsed.violations)
     found = [*parsed.violations, *check(protocol, parsed.segments, complete=complete)]
     return sorted(found, key=lambda violation: violation.position)

@@ -31,10 +31,14 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
     path = Path(folder) / FILE
     made = {}
     for protocol in made_protocols():
-        described = dict(protocol.described)
-        plain = dataclasses.replace(protocol, notes={}, described=described)
-        if plain == protocol_with_tools(protocol.name, protocol.tools, described):
-            made[protocol.name] = {"tools": list(protocol.tools), "described": described}
+        described, schemas = dict(protocol.described), dict(protocol.schemas)
+        plain = dataclasses.replace(protocol, notes={}, described=described, schemas=schemas)
+        if plain == protocol_with_tools(protocol.name, protocol.tools, described, schemas):
+            made[protocol.name] = {
+                "tools": list(protocol.tools),
+                "described": described,
+                **({"schemas": schemas} if schemas else {}),
+            }
     if made and (not path.exists() or files.read_json_object(path) != made):
         files.write_json(path, made)
 
@@ -64,7 +68,8 @@ def _enter(path: Path) -> None:
         if name in protocol_names():
             continue
         try:
-            add_protocol(protocol_with_tools(name, tuple(made["tools"]), dict(made["described"])))
+            described, schemas = dict(made["described"]), dict(made.get("schemas", {}))
+            add_protocol(protocol_with_tools(name, tuple(made["tools"]), described, schemas))
             get_protocol(name)
         except (KeyError, TypeError, ValueError, UserError) as error:
             raise UserError(f"{path}: the protocol {name!r} cannot be read: {error}") from error

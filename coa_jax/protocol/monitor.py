@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coa_jax.protocol.automaton import State, advance, allowed_after, body_violations
-from coa_jax.protocol.parser import Parser, Segment
+from coa_jax.protocol.formats import Reader
+from coa_jax.protocol.parser import Segment
 from coa_jax.protocol.spec import Protocol
 
 
@@ -14,6 +15,7 @@ class Monitor:
 
     ``broken`` becomes true with the first text after which every continuation has a violation in
     ``check`` or in the parser; a text that ends with its answer and never was broken has none.
+    The readers of other formats find all broken rules themselves.
     """
 
     def __init__(self, protocol: Protocol):
@@ -21,8 +23,11 @@ class Monitor:
         self.broken = False
         self._state = State()
 
-    def update(self, parser: Parser, closed: Iterable[Segment]) -> bool:
+    def update(self, parser: Reader, closed: Iterable[Segment]) -> bool:
         """Takes what the parser closed and looks at what it has open; returns ``broken``."""
+        if self.protocol.format is not None:
+            self.broken = bool(parser.violations)
+            return self.broken
         for segment in closed:
             self._take(segment)
         role = parser.open_role
@@ -36,7 +41,8 @@ class Monitor:
 
     def observe(self, text: str) -> None:
         """Takes the environment's answer to a call."""
-        self._state = advance(self.protocol, self._state, self.protocol.observation, text)
+        if self.protocol.format is None:
+            self._state = advance(self.protocol, self._state, self.protocol.observation, text)
 
     def _allowed(self) -> frozenset[str]:
         return allowed_after(self.protocol, self._state)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from coa_jax.protocol.formats import Reader
 from coa_jax.protocol.spec import Protocol
 
 _MAX_NAME = 64
@@ -145,6 +146,10 @@ class Parser:
         self._take(self._carry)
         self._carry = ""
 
+    def end_turn(self) -> list[Segment]:
+        """The policy has ended its turn; that completes nothing in tags."""
+        return []
+
     def finish(self) -> list[Segment]:
         """Ends the text; returns the last segment, if any text is left.  May be called again."""
         self._finished = True
@@ -181,23 +186,31 @@ def _undecided(data: str, taken: int) -> int:
     return len(data) - start
 
 
+def make_parser(protocol: Protocol) -> Reader:
+    """A parser of the format that a protocol has."""
+    return Parser(protocol) if protocol.format is None else protocol.format.reader(protocol)
+
+
 def parse(protocol: Protocol, text: str) -> Parse:
-    """Parses a whole text.
+    """Parses a whole text; of a format other than tags, the whole of a turn.
 
     Returns:
         Segments with ``"".join(text[s.start:s.end] for s in segments) == text``, and the lexical
         violations in the order in which they were found.  The rules about the order and the bodies
         of segments are checked by ``check``.
     """
-    parser = Parser(protocol)
-    segments = (*parser.feed(text), *parser.finish())
+    parser = make_parser(protocol)
+    segments = (*parser.feed(text), *parser.end_turn(), *parser.finish())
     return Parse(segments, tuple(parser.violations))
 
 
 def quote_tool_text(protocol: Protocol, text: str) -> str:
     """Makes a tool's text safe between observation tags: its closing tag becomes ``&lt;/...&gt;``.
 
-    Everything else is left as it is; the parser takes the body of an observation verbatim.
+    Everything else is left as it is; the parser takes the body of an observation verbatim.  Another
+    format has its own way.
     """
+    if protocol.format is not None:
+        return protocol.format.quote(text)
     name = protocol.observation
     return text.replace(f"</{name}>", f"&lt;/{name}&gt;")

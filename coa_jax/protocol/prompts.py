@@ -10,9 +10,11 @@ with the style ``data``, or as a template (see `coa_jax.tasks.prompts`).
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 
 from coa_jax.errors import UserError
+from coa_jax.protocol.arguments import schemas
 from coa_jax.protocol.bodies import CRITERIA
 from coa_jax.protocol.spec import START, THINK, Protocol, get_protocol, split_level
 
@@ -114,10 +116,12 @@ class Messages(typing.NamedTuple):
         user: content of the user message.
         context: (role, text) of the turns before it.  Where the first is no system turn, the
             system message of the tokenizer's chat template comes first; an empty one means none.
+        tools: JSON list of the tools that the chat template describes; "" for none.
     """
 
     user: str
     context: tuple[tuple[str, str], ...] = ()
+    tools: str = ""
 
     @property
     def turns(self) -> list[tuple[str, str]]:
@@ -129,18 +133,22 @@ def messages_of(asked: Asked, prompt: Prompt) -> Messages:
     """Returns the messages in which a task or a record is put to a policy.
 
     Turns before the user message stay in all styles; a system message of the prompt takes the place
-    of the source's.
+    of the source's.  What a source says of tags is left out where the format is another.
 
     Raises:
         UserError: the protocol is unknown.
     """
-    if prompt.style == "data" and asked.prompt:
+    protocol = get_protocol(asked.protocol)
+    if prompt.style == "data" and asked.prompt and protocol.format is None:
         return Messages(asked.prompt, asked.context)
-    user = render_prompt(get_protocol(asked.protocol), asked.question, prompt.style)
-    if prompt.system is None:
+    user = render_prompt(protocol, asked.question, prompt.style)
+    templated = protocol.format is not None and protocol.format.templated
+    tools = json.dumps(schemas(protocol)) if templated and prompt.style != "brief" else ""
+    if prompt.system is None and protocol.format is None:
         return Messages(user, asked.context)
-    earlier = (turn for turn in asked.context if turn[0] != "system")
-    return Messages(user, (("system", prompt.system), *earlier))
+    earlier = tuple(turn for turn in asked.context if turn[0] != "system")
+    system = () if prompt.system is None else (("system", prompt.system),)
+    return Messages(user, (*system, *earlier), tools)
 
 
 def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
@@ -158,7 +166,10 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
         told = " ".join(filter(None, protocol.notes.values()))
         before, _, behind = style.replace(LIBRARIES, told).rpartition(QUESTION)
         return f"{before}{question}{behind}"
-    instructions = _brief(protocol) if style == "brief" else _full(protocol)
+    if protocol.format is not None:
+        instructions = protocol.format.instructions(protocol, style == "brief")
+    else:
+        instructions = _brief(protocol) if style == "brief" else _full(protocol)
     return f"{instructions}\n\nQuestion: {question}"
 
 
@@ -181,14 +192,19 @@ def _full(protocol: Protocol) -> str:
     return "\n".join(lines)
 
 
+def answer_rule(protocol: Protocol) -> str:
+    """What an answer looks like."""
+    form = protocol.form(protocol.answer)
+    return _ANSWERS[form] + ("" if form == "solution" else " Join several answers by |.")
+
+
 def _describe(protocol: Protocol, role: str) -> str:
     if role == "reflection":
         return _REFLECTION[protocol.form(role)]
     if role == "double_check":
         return _DOUBLE_CHECK
     if role == protocol.answer:
-        several = "" if protocol.form(role) == "solution" else " Join several answers by |."
-        return f"{_ROLES['answer']} {_ANSWERS[protocol.form(role)]}{several}"
+        return f"{_ROLES['answer']} {answer_rule(protocol)}"
     text = protocol.described.get(role) or _ROLES[role]
     return f"{text} {protocol.notes[role]}" if protocol.notes.get(role) else text
 

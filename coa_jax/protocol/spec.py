@@ -8,6 +8,9 @@ Each protocol has two levels.  ``lenient``, the default, is named without a suff
 ``paper`` demands what the instructions of the paper demand: ``code:paper``.  Whatever the level
 ``paper`` accepts, ``lenient`` accepts too.  docs/protocol.md sets both beside the paper's text.
 
+In place of a level a name can have another conversation format: ``code:hermes`` has the tools of
+``code``, called in the manner of Hermes and Qwen; see `coa_jax.protocol.formats`.
+
 Nothing here knows about tokens, models, tools or tasks.
 """
 
@@ -20,6 +23,8 @@ from typing import Annotated, Literal
 
 from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
+from coa_jax.extensions import Named
+from coa_jax.protocol.formats import FORMATS, TAGS, Format, find_format
 
 START = "start"
 """The state before the first tag."""
@@ -57,6 +62,8 @@ class Protocol:
         must_end: whether nothing but ``answer`` may come after a ``double_check`` that passed.
         observation: the tag of the environment's text.
         answer: the tag that ends the episode.
+        schemas: tag -> JSON schema of the arguments of a tool whose body is a JSON object.
+        format: how a conversation is written; None for tags.
     """
 
     name: str
@@ -72,6 +79,8 @@ class Protocol:
     must_end: bool = False
     observation: str = "observation"
     answer: str = "answer"
+    schemas: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
+    format: Format | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -194,6 +203,9 @@ LEVELS = ("lenient", "paper")
 Level = Annotated[str, OneOf("", *LEVELS)]
 """A setting of a level; "" keeps the level that the name of a protocol has."""
 
+FormatName = Annotated[str, Named(FORMATS, "", TAGS)]
+"""A setting of a format; "" keeps the format that the name of a protocol has."""
+
 
 def _as_the_paper_demands(protocol: Protocol) -> Protocol:
     """Returns the level ``paper`` of a protocol, which allows a part of what the protocol allows.
@@ -219,29 +231,46 @@ def _as_the_paper_demands(protocol: Protocol) -> Protocol:
 
 
 def split_level(name: str) -> tuple[str, str]:
-    """Splits the name of a protocol into the name without a level, and the level.
+    """Splits the name of a protocol into the name without a suffix, and its level or format.
 
     Raises:
-        UserError: no level has this name.
+        UserError: neither a level nor a format has this name.
     """
-    family, colon, level = name.partition(":")
-    if colon and level != LEVELS[1]:
-        raise UserError(
-            f"protocol {name!r} has no level {level!r}; use {family} or {family}:{LEVELS[1]}"
-        )
-    return family, level or LEVELS[0]
+    family, colon, suffix = name.partition(":")
+    if colon and suffix != LEVELS[1]:
+        try:
+            find_format(suffix)
+        except UserError as error:
+            raise UserError(
+                f"protocol {name!r} has no level {suffix!r}; use {family} or {family}:{LEVELS[1]} "
+                f"({error})"
+            ) from None
+    return family, suffix or LEVELS[0]
 
 
-def at_level(name: str, level: str) -> str:
-    """Returns the name of a protocol at another level; an empty level keeps the name.
+def at_level(name: str, level: str, form: str = "") -> str:
+    """Returns the name of a protocol at another level, or in another format.
+
+    Args:
+        name: of the protocol.
+        level: a level; "" keeps that of the name.
+        form: a format; "" keeps that of the name, ``tags`` is the chain of agents.
 
     Raises:
-        UserError: no level has this name.
+        UserError: no level or no format has this name, or a format is to have the level ``paper``.
     """
     if level not in ("", *LEVELS):
         raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
     family, own = split_level(name)
-    return f"{family}:{LEVELS[1]}" if (level or own) == LEVELS[1] else family
+    if form not in ("", TAGS):
+        find_format(form)
+        own = form
+    elif form == TAGS and own not in LEVELS:
+        own = LEVELS[0]
+    if own not in LEVELS and level == LEVELS[1]:
+        raise UserError(f"the level {level} is of the format {TAGS}; the format {own} has none")
+    chosen = own if own not in LEVELS else level or own
+    return family if chosen == LEVELS[0] else f"{family}:{chosen}"
 
 
 _BUILT_IN = (
@@ -279,10 +308,10 @@ def get_protocol(name: str) -> Protocol:
     ``universal`` the same over all tools of the web and code agents and the visual inspector.
 
     Args:
-        name: a name, with ``:paper`` behind it for that level.
+        name: a name, with ``:paper`` behind it for that level, or with ``:`` and a format.
 
     Raises:
-        UserError: no protocol or no level has this name.
+        UserError: no protocol, no level or no format has this name.
     """
     family, level = split_level(name)
     if family not in _PROTOCOLS:
@@ -292,7 +321,9 @@ def get_protocol(name: str) -> Protocol:
             "(tools.protocol; its protocols.json stands beside the data of the run)"
         )
     protocol = _PROTOCOLS[family]
-    return _as_the_paper_demands(protocol) if level == "paper" else protocol
+    if level in LEVELS:
+        return _as_the_paper_demands(protocol) if level == "paper" else protocol
+    return dataclasses.replace(protocol, name=name, format=find_format(level))
 
 
 def add_protocol(protocol: Protocol) -> None:
@@ -321,7 +352,10 @@ def add_note(tool: str, note: str) -> None:
 
 
 def protocol_with_tools(
-    name: str, tools: tuple[str, ...], described: Mapping[str, str] | None = None
+    name: str,
+    tools: tuple[str, ...],
+    described: Mapping[str, str] | None = None,
+    schemas: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Protocol:
     """The web agent's automaton over another set of tools, e.g. for a tool not seen in training.
 
@@ -330,6 +364,7 @@ def protocol_with_tools(
         tools: tags from ``TOOL_FORMS`` or ``described``, at least one, no tag twice.
         described: tags of tools that are known nowhere else, with what the policy is told of them;
             their bodies may be any text.
+        schemas: see `Protocol`.
 
     Raises:
         UserError: ``tools`` is empty, repeats a tag, or has an unknown one.
@@ -342,4 +377,5 @@ def protocol_with_tools(
             f"protocol {name!r} cannot have the tools {tools!r}; use one or more, once each, of: "
             f"{known}"
         )
-    return dataclasses.replace(_verifying(name, tools), described=dict(described))
+    made = _verifying(name, tools)
+    return dataclasses.replace(made, described=dict(described), schemas=dict(schemas or {}))

@@ -16,9 +16,15 @@ from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 
-from coa_jax.protocol import Parser, Protocol, Segment
+from coa_jax.protocol import Protocol, Segment, make_parser
 from coa_jax.rollout.request import Arrival
-from coa_jax.trajectory import Author, ToolCall, Trajectory, trajectory_violations
+from coa_jax.trajectory import (
+    Author,
+    StopReason,
+    ToolCall,
+    Trajectory,
+    trajectory_violations,
+)
 
 # Colours of middle luminance, which can be read on a dark and on a light ground.
 COLOURS = {
@@ -70,7 +76,7 @@ class RoleStream:
     """Splits the policy's text by role as it arrives; never gives out a part of a tag."""
 
     def __init__(self, protocol: Protocol):
-        self._parser = Parser(protocol)
+        self._protocol, self._parser = protocol, make_parser(protocol)
         self._shown = 0  # characters of the open body that were given out
 
     def feed(self, text: str) -> list[Piece]:
@@ -82,9 +88,18 @@ class RoleStream:
             self._shown = len(body)
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """What is left when the policy has ended."""
-        return self._closed(self._parser.finish())
+    def observed(self) -> list[Piece]:
+        """What is complete with the result of a tool."""
+        form, pieces = self._protocol.format, list[Piece]()
+        if form is not None:
+            pieces = self._closed(self._parser.end_turn()) if form.turns else []
+            self._parser.interrupt()
+        return pieces
+
+    def finish(self, ended: bool = True) -> list[Piece]:
+        """What is left when the policy has ended its turn, or was stopped in it."""
+        pieces = self._closed(self._parser.end_turn()) if ended else []
+        return [*pieces, *self._closed(self._parser.finish())]
 
     def _closed(self, segments: Sequence[Segment]) -> list[Piece]:
         pieces = []
@@ -228,11 +243,13 @@ class Show:
         if arrival.author == Author.POLICY:
             self._show(self._roles.feed(arrival.text))
         elif arrival.call is not None:
+            self._show(self._roles.observed())
             self._observation(arrival.call)
 
     def finish(self, trajectory: Trajectory, seconds: float) -> None:
         """Shows what is left, and the figures of a trajectory that took ``seconds``."""
-        self._show(self._roles.finish())
+        ended = trajectory.stop_reason in (StopReason.ANSWER, StopReason.EOS)
+        self._show(self._roles.finish(ended))
         for line, name in footer(trajectory, seconds):
             self._screen.line(line, name)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from coa_jax.engine.constraint import Constraint, make_constraint
+from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import TAGS, get_protocol
 from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.request import RolloutConfig
@@ -28,11 +29,16 @@ def constraint_for(
         The constraint, or None for none.
 
     Raises:
-        UserError: the vocabulary cannot spell what a protocol asks for.
+        UserError: the vocabulary cannot spell what a protocol asks for, or it has another format
+            than tags.
     """
     if not config.constrain:
         return None
-    automata = {name: compile_protocol(get_protocol(name)) for name in sorted(set(protocols))}
+    names = sorted(set(protocols))
+    for name in names:
+        if get_protocol(name).format is not None:
+            raise UserError(f"constrain is for the format {TAGS}; a task has the protocol {name}")
+    automata = {name: compile_protocol(get_protocol(name)) for name in names}
     return make_constraint(automata, plain_tokens(tokenizer, vocab_size), vocab_size)
 
 

@@ -8,18 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol import THINK, Monitor, Parser, Protocol, Segment
+from coa_jax.model.tool_chat import Frames
+from coa_jax.protocol import BAD_CALL, THINK, Monitor, Protocol, Segment, make_parser
 from coa_jax.rollout.cut import kept_spans
 from coa_jax.rollout.detokenize import TextStream, TokenTable
+from coa_jax.rollout.observation import plain_frame
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolRequest:
-    """The policy has closed a tool's tag; it waits for the observation."""
+    """The policy has closed a tool's tag; it waits for the observation.
+
+    Attributes:
+        tool, arguments: the call.
+        error: the observation, where nothing can be called.
+    """
 
     tool: str
     arguments: str
+    error: str = ""
 
 
 class Episode:
@@ -45,6 +53,7 @@ class Episode:
         table: TokenTable,
         end_tokens: frozenset[int],
         strict: bool = False,
+        frames: Frames | None = None,
     ):
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
@@ -54,7 +63,9 @@ class Episode:
         self.tool_calls: list[ToolCall] = []
         self._author: list[int] = [Author.PROMPT] * len(prompt)
         self._logp: list[float] = [0.0] * len(prompt)
-        self._parser = Parser(protocol)
+        self._parser = make_parser(protocol)
+        self._frames = frames
+        self._asked: list[ToolRequest] = []  # calls of a turn that have no observation yet
         self._stream = TextStream(table)
         self._end_tokens = end_tokens
         self.versions: list[tuple[int, int]] = []
@@ -78,22 +89,56 @@ class Episode:
         self._author.append(Author.POLICY)
         self._logp.append(logp)
         if token in self._end_tokens:
-            return StopReason.EOS
+            return self._end_turn()
         text = self._stream.feed(token)
         self._policy_text += text
         self._ends.append((len(self._policy_text), len(self.tokens)))
         self._turn += 1
-        segments = self._parser.feed(text)
+        return self._take(self._parser.feed(text))
+
+    def _take(self, segments: Sequence[Segment]) -> ToolRequest | StopReason | None:
+        """Takes segments that are complete; returns what `feed` returns."""
         broken = self._monitor is not None and self._monitor.update(self._parser, segments)
         for segment in segments:
             self._add_span(segment)
             if broken:
                 continue
-            if segment.role in self.protocol.tools:
-                return ToolRequest(segment.role, segment.body)
+            if segment.role in self.protocol.tools or segment.role == BAD_CALL:
+                request = self._request(segment)
+                if self.protocol.format is None or not self.protocol.format.turns:
+                    return request
+                self._asked.append(request)  # until the turn has ended
             if segment.role == self.protocol.answer:
                 return StopReason.ANSWER
         return StopReason.VIOLATION if broken else None
+
+    def _request(self, segment: Segment) -> ToolRequest:
+        form, role = self.protocol.format, str(segment.role)
+        wrong = form.error(self.protocol, segment) if form and role == BAD_CALL else ""
+        return ToolRequest(role, segment.body, wrong)
+
+    def _end_turn(self) -> ToolRequest | StopReason:
+        if self.protocol.format is None:
+            return StopReason.EOS
+        self._end_text()
+        event = self._take(self._parser.end_turn())
+        if self._spans and self._spans[-1].author == Author.POLICY:
+            # The token that ends a turn has no text; it belongs to what stands before it.
+            self._spans[-1] = dataclasses.replace(self._spans[-1], end=len(self.tokens))
+        return event or self.next_call() or StopReason.EOS
+
+    def next_call(self) -> ToolRequest | None:
+        """A further call of the turn that has ended, whose results come one behind the other."""
+        return self._asked.pop(0) if self._asked else None
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        """What stands before and behind the next observation."""
+        if self._frames is None:
+            return plain_frame(self.protocol)
+        head, between, tail = self._frames
+        first = not self._spans or self._spans[-1].author == Author.POLICY
+        return head if first else "", between if self._asked else tail
 
     def computed_by(self, version: int) -> None:
         """Notes the policy version of the forward passes from here on.
@@ -114,7 +159,7 @@ class Episode:
         return text
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Adds what a tool returned, in its surface form, as environment tokens.
+        """Adds what a tool returned, with its `frame`, as environment tokens.
 
         What the policy had begun behind the tag of its call, a character or a tag, ends here.
         """
@@ -129,7 +174,12 @@ class Episode:
         self._logp.extend([0.0] * len(tokens))
         self._spans.append(
             SegmentSpan(
-                self.protocol.observation, Author.ENVIRONMENT, text, start, len(self.tokens)
+                self.protocol.observation,
+                Author.ENVIRONMENT,
+                text,
+                start,
+                len(self.tokens),
+                call.observation if self.protocol.format is not None else None,
             )
         )
         self.tool_calls.append(call)
@@ -205,15 +255,18 @@ class Episode:
         """Adds what of a segment is not yet in a span: text before a tool result may be split."""
         start = max(segment.start, self._emitted)
         if start < segment.end:
-            whole = start == segment.start
-            self._append_policy(segment.role if whole else None, start, segment.end)
+            whole = start == segment.start and segment.role is not None
+            content = segment.body if whole and self.protocol.format is not None else None
+            self._append_policy(segment.role if whole else None, start, segment.end, content)
 
     def _add_rest(self) -> None:
         """Adds policy text that no closed segment holds yet, such as a line end after a tag."""
         if self._emitted < len(self._policy_text):
             self._append_policy(None, self._emitted, len(self._policy_text))
 
-    def _append_policy(self, role: str | None, start: int, end: int) -> None:
+    def _append_policy(
+        self, role: str | None, start: int, end: int, content: str | None = None
+    ) -> None:
         self._spans.append(
             SegmentSpan(
                 role,
@@ -221,6 +274,7 @@ class Episode:
                 self._policy_text[start:end],
                 self._token_of(start),
                 self._token_of(end - 1) + 1,
+                content,
             )
         )
         self._emitted = end

@@ -6,10 +6,11 @@ import dataclasses
 import typing
 from typing import Any
 
+from coa_jax.model.tool_chat import Frames
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode
-from coa_jax.rollout.observation import encode_observation, frame_length
+from coa_jax.rollout.observation import encode_observation, frame_length, frames_of
 from coa_jax.rollout.request import Request
 
 
@@ -60,12 +61,19 @@ class TextEpisodes:
             table=self.table,
             end_tokens=self.end_tokens,
             strict=self.strict,
+            frames=self.frames(request),
         )
+
+    def frames(self, request: Request) -> Frames | None:
+        """What stands around the results of tools, where that is not the same for all of them."""
+        protocol = get_protocol(request.task.protocol)
+        turns = protocol.format is not None and protocol.format.turns
+        return frames_of(self.tokenizer, protocol) if turns and request.agent else None
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
         """See `Episodes`."""
         most = min(room, self.max_observation_tokens)
-        return encode_observation(self.tokenizer, episode.protocol, text, most)
+        return encode_observation(self.tokenizer, episode.protocol, text, most, episode.frame)
 
     def frame(self, episode: Episode) -> int:
         """See `Episodes`."""

@@ -1,16 +1,33 @@
-"""How the environment's text looks to the policy: its frame of tags, its ids, its length."""
+"""How the environment's text looks to the policy: its frame, its ids, its length."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from coa_jax.model.tokenizer import decode_ids, encode_plain
+from coa_jax.model.tool_chat import Frames, frame_ids, result_frames
 from coa_jax.protocol import Protocol, quote_tool_text
 
 
 def observation_text(protocol: Protocol, text: str) -> str:
     """The surface form in which the environment's text follows a call."""
-    return f"\n<{protocol.observation}>\n{text}\n</{protocol.observation}>\n\n"
+    head, tail = plain_frame(protocol)
+    return f"{head}{text}{tail}"
+
+
+def plain_frame(protocol: Protocol) -> tuple[str, str]:
+    """What stands around an observation in texts that no chat template has written."""
+    if protocol.format is not None:
+        return protocol.format.head, protocol.format.tail
+    return f"\n<{protocol.observation}>\n", f"\n</{protocol.observation}>\n\n"
+
+
+def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
+    """What stands around the observations that a policy reads."""
+    if protocol.format is not None and protocol.format.turns:
+        return result_frames(tokenizer)
+    head, tail = plain_frame(protocol)
+    return Frames(head, tail + head, tail)
 
 
 _LONG = 32
@@ -18,16 +35,27 @@ _LONG = 32
 
 
 def encode_observation(
-    tokenizer: Any, protocol: Protocol, text: str, max_tokens: int
+    tokenizer: Any,
+    protocol: Protocol,
+    text: str,
+    max_tokens: int,
+    frame: tuple[str, str] | None = None,
 ) -> tuple[list[int], str]:
     """Ids and body of an observation whose body takes at most ``max_tokens``.
 
-    The three parts are encoded one by one and as plain text, so that no tool can produce a control
-    token and SFT, which encodes the same parts, sees the same ids.  The ids follow from the body
-    that is returned: a cut goes back to where the text before it encodes to the same ids again,
-    and not into the middle of a character.
+    The three parts are encoded one by one, the body as plain text, so that no tool can produce a
+    control token and SFT, which encodes the same parts, sees the same ids.  The ids follow from the
+    body that is returned: a cut goes back to where the text before it encodes to the same ids
+    again, and not into the middle of a character.
+
+    Args:
+        tokenizer: of the policy.
+        protocol: of the conversation.
+        text: of the tool.
+        max_tokens: see above.
+        frame: what stands before and behind; None for what an observation alone has.
     """
-    head, tail = _frame(tokenizer, protocol)
+    head, tail = frame_tokens(tokenizer, protocol, frame)
     text = quote_tool_text(protocol, text)
     # Nobody waits for all of a text of which little is kept; tokens are hardly ever so long.
     beginning = text[: _LONG * (max_tokens + _LONG)]
@@ -44,10 +72,38 @@ def encode_observation(
 
 
 def frame_length(tokenizer: Any, protocol: Protocol) -> int:
-    """Tokens of an observation besides those of its body."""
-    return sum(map(len, _frame(tokenizer, protocol)))
+    """Most tokens of an observation besides those of its body."""
+    head, between, tail = frames_of(tokenizer, protocol)
+    lengths = [len(_frame_ids(tokenizer, protocol, part)) for part in (head, between, tail)]
+    turns = protocol.format is not None and protocol.format.turns
+    return lengths[0] + (max(lengths[1:]) if turns else lengths[2])
 
 
-def _frame(tokenizer: Any, protocol: Protocol) -> tuple[list[int], list[int]]:
-    head, tail = observation_text(protocol, "\0").split("\0")
-    return encode_plain(tokenizer, head), encode_plain(tokenizer, tail)
+def frame_tokens(
+    tokenizer: Any, protocol: Protocol, frame: tuple[str, str] | None = None
+) -> tuple[list[int], list[int]]:
+    """Ids before and behind the body of an observation; see `encode_observation`."""
+    head, tail = frame or frames_of(tokenizer, protocol)[::2]
+    return _frame_ids(tokenizer, protocol, head), _frame_ids(tokenizer, protocol, tail)
+
+
+def _frame_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
+    if protocol.format is not None and protocol.format.turns:
+        return frame_ids(tokenizer, text)
+    return encode_plain(tokenizer, text)
+
+
+def policy_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
+    """Ids of a text of the policy that it has not sampled.
+
+    Marks of the format are tokens of their own where the vocabulary has such, as in Qwen's.
+    """
+    added = tokenizer.get_added_vocab()
+    if protocol.format is None or not set(protocol.format.tags) & set(added):
+        return encode_plain(tokenizer, text)
+    ids, at = list[int](), 0
+    for start, end in protocol.format.marks(protocol, text):
+        if text[start:end] in added:
+            ids += [*encode_plain(tokenizer, text[at:start]), added[text[start:end]]]
+            at = end
+    return ids + encode_plain(tokenizer, text[at:])

@@ -117,8 +117,8 @@ def recording(trajectory: Trajectory) -> Recording:
     if not prompt.size:
         raise ValueError("the trajectory has no prompt")
     shapes = jsonl.fields(EngineConfig, metadata["engine"])
-    # Traces from before there was a constraint do not say that they had none.
-    budgets = {"constrain": False, **metadata["rollout"]}
+    # Traces from before there was a constraint, or another format, do not say that they had none.
+    budgets = {"constrain": False, "format": "", **metadata["rollout"]}
     for field in dataclasses.fields(RolloutConfig):  # a default of today may not be what held
         budgets[field.name]
     jnp.dtype(shapes["dtype"])  # a TypeError if there is none of the name

@@ -10,7 +10,8 @@ from coa_jax.bounds import Bounded, Natural, Place, SecondsOrNone, Size
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import conversation_ids
-from coa_jax.protocol import Asked, Level, Prompt, messages_of
+from coa_jax.model.tool_chat import tool_conversation_ids
+from coa_jax.protocol import TAGS, Asked, FormatName, Level, Messages, Prompt, messages_of
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, StopReason, ToolCall
@@ -42,6 +43,9 @@ class RolloutConfig(Bounded):
             another turn, see `rollout.cut`: ``max_tokens`` is then the length of the context, and
             the trajectory may be longer.  For evaluation only: nothing is trained on contexts
             that were cut.
+        format: how the policy writes calls and its answer: ``tags`` for a chain of agents,
+            ``hermes``, ``react``, or a format of your own (docs/formats.md); "" for that of each
+            task.
     """
 
     max_tokens: Size = 1024
@@ -55,9 +59,13 @@ class RolloutConfig(Bounded):
     constrain: bool = False
     level: Level = ""
     cut_context: bool = False
+    format: FormatName = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("constrain", "cut_context"):
+            if getattr(self, name) and self.format not in ("", TAGS):
+                raise UserError(f"{name} is for the format {TAGS}; the format is {self.format}")
         if self.cut_context and not 0 < 3 * self.max_turn_tokens < self.max_tokens:
             raise UserError(
                 f"cut_context needs max_turn_tokens from 1 to less than a third of max_tokens, to "
@@ -73,7 +81,14 @@ def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
         asked: a task or a record.
         prompt: how it is put to the policy.
     """
-    return tuple(conversation_ids(tokenizer, messages_of(asked, prompt).turns))
+    return message_ids(tokenizer, messages_of(asked, prompt))
+
+
+def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
+    """Returns token ids of messages, with the tools that they name, as `prompt_ids`."""
+    if messages.tools:
+        return tuple(tool_conversation_ids(tokenizer, messages.turns, messages.tools))
+    return tuple(conversation_ids(tokenizer, messages.turns))
 
 
 @dataclasses.dataclass(frozen=True)

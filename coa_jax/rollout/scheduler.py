@@ -19,7 +19,6 @@ from coa_jax.engine.engine import Engine
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
-from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, tool_context
 from coa_jax.rollout.running import Running, limit_now
 from coa_jax.tools.base import Observation, Tool, call, unavailable
@@ -279,18 +278,24 @@ class Scheduler:
                 continue
             if isinstance(event, StopReason):
                 return [self._finish(run, event)]
-            if len(episode.tool_calls) >= self.config.max_tool_calls:
-                return [self._finish(run, StopReason.TURNS)]
-            if self._room(run) <= 0:
-                return [self._finish(run, StopReason.LENGTH)]
+            if spent := self._begin_call(run, event):
+                return [self._finish(run, spent)]
             # Tokens sampled beyond the closing tag are forgotten.
             self.engine.truncate(run.slot, len(episode.context), token)
             self.engine.set_active(run.slot, False)
-            run.tool_request = event
-            run.tool = asyncio.create_task(self._call(run, event))
             return []
         spent = self._spent(run)
         return [self._finish(run, spent)] if spent else []
+
+    def _begin_call(self, run: Running, request: ToolRequest) -> StopReason | None:
+        """Starts a call; or returns the budget that has nothing left for it."""
+        if len(run.episode.tool_calls) >= self.config.max_tool_calls:
+            return StopReason.TURNS
+        if self._room(run) <= 0:
+            return StopReason.LENGTH
+        run.tool_request = request
+        run.tool = asyncio.create_task(self._call(run, request))
+        return None
 
     def _check_ended(self, run: Running, active: bool) -> None:
         """A row at rest without a tool would never decode again, and nobody would end it."""
@@ -303,6 +308,8 @@ class Scheduler:
     async def _call(self, run: Running, request: ToolRequest) -> tuple[Observation, float]:
         clock = asyncio.get_running_loop().time
         start = clock()
+        if request.error:
+            return Observation(request.error, False, "bad_call", 0.0), start
         tool = self.tools.get(request.tool)
         if tool is None:
             return unavailable(request.tool), start
@@ -345,13 +352,16 @@ class Scheduler:
                 end=start - run.began + observation.seconds,
                 detail=observation.detail,
             )
-            text = observation_text(episode.protocol, body)
+            text = body.join(episode.frame)
             episode.observe(ids, text, record)
             self._tell(run, Author.ENVIRONMENT, text, record)
             most = self._limit(run.request) - self.config.max_turn_tokens
             if self.config.cut_context and len(episode.context) > most:
                 start_at = min(start_at, episode.cut(most))
-            if spent := self._spent(run):
+            spent = self._spent(run)
+            if not spent and (further := episode.next_call()):
+                spent = self._begin_call(run, further)
+            if spent:
                 finished.append(self._finish(run, spent))
             else:
                 self.engine.observe(run.slot)
@@ -359,7 +369,7 @@ class Scheduler:
         if feeds:
             await self._on_device(self.engine.extend, feeds)
         for slot, _, _ in feeds:
-            self.engine.set_active(slot, True)
+            self.engine.set_active(slot, self.running[slot].tool is None)
         return finished
 
     def _tell(self, run: Running, author: Author, text: str, call: ToolCall | None = None) -> None:

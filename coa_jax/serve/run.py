@@ -45,7 +45,8 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     """Loads the policy and compiles its programs."""
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     named = config.protocol or protocol_of_model(config.model) or "generalist"
-    config = dataclasses.replace(config, protocol=at_level(named, config.rollout.level))
+    named = at_level(named, config.rollout.level, config.rollout.format)
+    config = dataclasses.replace(config, protocol=named)
     used = tools_for(config.protocol, tools)  # before the constraint: tools may make the protocol
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)

@@ -175,6 +175,7 @@ class ServedEpisodes(TextEpisodes):
             "table": self.table,
             "end_tokens": self.end_tokens,
             "strict": self.strict,
+            "frames": self.frames(request),
         }
         return Agent(request, options)
 

@@ -65,12 +65,16 @@ def write_policy(
         path: the directory.
     """
     texts = _texts(records, prompt)
-    protocols = {record.protocol for record in records}
-    roles = sorted({role for name in protocols for role in get_protocol(name).roles})
+    tags: list[str] = []
+    protocols = [get_protocol(name) for name in sorted({record.protocol for record in records})]
+    for role in sorted({role for known in protocols if not known.format for role in known.roles}):
+        tags += [f"<{role}>", f"</{role}>"]
+    for known in protocols:
+        tags += known.format.tags if known.format else ()
     tokenizer = train_bpe(
         texts,
         config.vocab_size,
-        tags=[f"<{slash}{role}>" for role in roles for slash in ("", "/")],
+        tags=tags,
         merge_words="pieces",
         keep_words=common_words(texts, config.common_word),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from coa_jax.errors import UserError
-from coa_jax.protocol import at_level
+from coa_jax.protocol import at_level, get_protocol, in_format
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -44,13 +44,27 @@ class Task:
 Leveled = TypeVar("Leveled", bound=Any)
 
 
-def with_level(asked: Sequence[Leveled], level: str) -> list[Leveled]:
-    """Returns tasks or records whose protocols have another level; "" keeps the levels.
+def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Leveled]:
+    """Returns tasks or records whose protocols have another level, or another format.
+
+    Args:
+        asked: tasks or records; the parts of records are written in the format.
+        level, form: see `at_level`; "" keeps those that they have.
 
     Raises:
-        UserError: no level has this name.
+        UserError: no level or no format has this name, or a record is in a third format.
     """
-    return [dataclasses.replace(a, protocol=at_level(a.protocol, level)) for a in asked]
+    return [_with_level(a, level, form) for a in asked]
+
+
+def _with_level(asked: Leveled, level: str, form: str) -> Leveled:
+    name = at_level(asked.protocol, level, form)
+    changed: dict[str, Any] = {"protocol": name}
+    if hasattr(asked, "parts"):
+        before, after = get_protocol(asked.protocol), get_protocol(name)
+        if before.format is not after.format:
+            changed["parts"] = in_format(before, after, asked.parts)
+    return dataclasses.replace(asked, **changed)
 
 
 def check_split(split: str) -> None:

@@ -62,7 +62,7 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
         raise ValueError("the field 'id' must be a text or a whole number")
     asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
     gold = _gold(row)
-    task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked)
+    task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
     return split, checked(task)
 
 

@@ -112,7 +112,7 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
     chat = row.get("prompt")  # a text of that name may be anything
     asked = read_messages(chat) if chat and isinstance(chat, list) else Messages("")
-    return Task(str(identity), question, name, gold, source, metadata, *asked)
+    return Task(str(identity), question, name, gold, source, metadata, *asked[:2])
 
 
 def _question(row: Mapping[str, Any]) -> str:
@@ -171,7 +171,7 @@ def _verl_task(
     default = "code" if grader in ("code", "math") else _by_tools(extra) or default
     identity = f"{data_source}/{extra.get('index', number)}"
     name = protocol or default
-    return Task(identity, question, name, gold, source, metadata, *asked)
+    return Task(identity, question, name, gold, source, metadata, *asked[:2])
 
 
 def _by_tools(extra: Mapping[str, Any]) -> str:

@@ -215,8 +215,10 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     tools = [_made(name, config, search) for name in config.names]
     if config.protocol:
         described = {tool.name: _description(tool) for tool in tools if _is_new(tool)}
+        asked = {tool.name: getattr(tool, "schema", None) for tool in tools if _is_new(tool)}
+        schemas = {name: schema for name, schema in asked.items() if isinstance(schema, Mapping)}
         tags = tuple(tool.name for tool in tools)
-        add_protocol(protocol_with_tools(config.protocol, tags, described))
+        add_protocol(protocol_with_tools(config.protocol, tags, described, schemas))
     if "code" in config.names:
         add_note("code", _note(config, tools))
     return _stored(tools, config)

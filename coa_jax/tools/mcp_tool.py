@@ -223,6 +223,7 @@ class McpTool:
         name: the tag.
         deadline: seconds a call may take.
         settings: what answers depend on besides the arguments.
+        schema: JSON schema of the arguments; None until `describe` has asked for it.
     """
 
     def __init__(self, tag: str, config: McpConfig):
@@ -235,7 +236,7 @@ class McpTool:
             import mcp  # noqa: F401
         except ImportError:
             raise missing(f"tools.mcp.{tag}", "mcp", "mcp") from None
-        self._schema: dict[str, Any] | None = json.loads(config.schema or "null")
+        self.schema: dict[str, Any] | None = json.loads(config.schema or "null")
         self.name, self._config, self._remote = tag, config, config.tool or tag
         self._description = config.description
         self._session = _Session(config)
@@ -248,12 +249,12 @@ class McpTool:
         Raises:
             UserError: the server cannot be reached or has no such tool.
         """
-        if not self._description or self._schema is None:
+        if not self._description or self.schema is None:
             tool = await self.find(self._config.timeout_s)
             self._description = self._description or (tool.description or tool.name).strip()
-            if self._schema is None:
-                self._schema = dict(tool.input_schema)
-        return f"{' '.join(self._description.split())} {_body_hint(self._schema)}"
+            if self.schema is None:
+                self.schema = dict(tool.input_schema)
+        return f"{' '.join(self._description.split())} {_body_hint(self.schema)}"
 
     async def find(self, seconds: float) -> Any:
         """What the server says of the tool.
@@ -285,11 +286,11 @@ class McpTool:
         start = time.monotonic()
         seconds = time_for(self._config.timeout_s, context)
         try:
-            if self._schema is None:
+            if self.schema is None:
                 await self.describe()
-            values = parse_arguments(arguments, self._schema or {})
+            values = parse_arguments(arguments, self.schema or {})
             if values is None:
-                text = f"The call could not be read. {_body_hint(self._schema or {})}"
+                text = f"The call could not be read. {_body_hint(self.schema or {})}"
                 return Observation(text, False, "bad_call", time.monotonic() - start)
             left = max(seconds - (time.monotonic() - start), 0.001)
             result = await self._session.run(

@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     """The configuration."""
     config = ConfigDict()
     config.prompt_style = "brief"
+    config.format = ""
     config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 1})
     config.distill = ConfigDict(
         {"tasks": TASKS, "train": 7000, "validation": 100, "seed": 0, "level": ""}

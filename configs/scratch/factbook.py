@@ -24,5 +24,6 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.data = "runs/distill/train.jsonl"
     config.prompt_style = quickstart.prompt_style
+    config.format = quickstart.format
     config.policy = complete(ScratchConfig, quickstart.policy)
     return config

@@ -1,0 +1,196 @@
+"""Tools in the conversations of a chat template: their description, and the turns of their results.
+
+A chat template is rendered with marks in place of the contents, once for a set of tools.  Then each
+text between two control tokens is encoded with its contents in place of the marks, as plain text:
+the ids are those that transformers gives for the template, and no content can hold a control token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from coa_jax.errors import UserError
+from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
+from coa_jax.model.tokenizer import (
+    IM_END,
+    IM_START,
+    chat_template,
+    check_byte_level,
+    control_id,
+    conversation_ids,
+    encode_plain,
+    stock_prompt,
+)
+
+# Private-use characters, which are in no vocabulary of words.
+_OPEN, _CLOSE, _SPLIT = "\ue0f0", "\ue0f1", "\ue0f2"
+_MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+
+INSTRUCTIONS = (
+    "You can call tools. Each line here describes one in JSON:\n<tools>\n{tools}\n</tools>\n\n"
+    "To call a tool, write its name and its arguments as a JSON object between tags, and end your "
+    'turn:\n<tool_call>\n{{"name": TOOL, "arguments": {{...}}}}\n</tool_call>\n'
+    "The result comes between tags <tool_response>. A turn without a call ends the task."
+)
+"""System message for models whose chat template knows no tools."""
+
+
+class Frames(NamedTuple):
+    """What stands around the results of tools: before the first, between two, behind the last."""
+
+    head: str
+    between: str
+    tail: str
+
+
+CHATML = Frames(
+    f"\n{IM_START}user\n<tool_response>\n",
+    "\n</tool_response>\n<tool_response>\n",
+    f"\n</tool_response>{IM_END}\n{IM_START}assistant\n",
+)
+"""Frames for models whose chat template knows no tools."""
+
+
+def _marked(number: int) -> str:
+    return f"{_OPEN}{number}{_CLOSE}"
+
+
+@functools.lru_cache(maxsize=64)
+def _knows_tools(template: str | None, tokenizer: Any) -> bool:
+    """Whether a chat template describes tools to the model."""
+    if not template or template == TEMPLATE:
+        return False
+    function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        text = _render(tokenizer, template, asked, [{"type": "function", "function": function}])
+    except ChatTemplateError:
+        return False
+    return "probe_of_tools" in text
+
+
+def _render(tokenizer: Any, template: str, messages: Any, tools: Any) -> str:
+    names = {**tokenizer.special_tokens_map, "tools": tools, "documents": None}
+    return render(template, messages, add_generation_prompt=True, **names)
+
+
+@functools.lru_cache(maxsize=256)
+def _frame(template: str, tokenizer: Any, roles: tuple[str, ...], tools: str) -> str:
+    """A conversation with marks for its contents."""
+    turns = [{"role": role, "content": _marked(i)} for i, role in enumerate(roles)]
+    guarded = _guard(json.loads(tools), _added(tokenizer))
+    try:
+        text = _render(tokenizer, template, turns, guarded)
+    except ChatTemplateError as error:
+        raise UserError(f"the chat template cannot be used with tools: {error}") from error
+    if [int(number) for number in _MARK.findall(text)] != list(range(len(roles))):
+        raise UserError("the chat template leaves out a message, or moves it: it cannot be used")
+    return text
+
+
+def _guard(value: Any, added: re.Pattern[str]) -> Any:
+    """A JSON value in whose texts no added token is spelt out."""
+    if isinstance(value, str):
+        return added.sub(lambda match: f"{match[0][0]}{_SPLIT}{match[0][1:]}", value)
+    if isinstance(value, list):
+        return [_guard(item, added) for item in value]
+    if isinstance(value, dict):
+        return {_guard(key, added): _guard(item, added) for key, item in value.items()}
+    return value
+
+
+@functools.lru_cache(maxsize=64)
+def _added(tokenizer: Any) -> re.Pattern[str]:
+    """The added tokens of a tokenizer, the longest first."""
+    words = sorted(tokenizer.get_added_vocab(), key=lambda word: (-len(word), word))
+    return re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+
+def tool_conversation_ids(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], tools: str
+) -> list[int]:
+    """Prompt ids of a conversation with tools, whose last turn is the assistant's, still open.
+
+    Args:
+        tokenizer: see `load_tokenizer`.
+        turns: (role, content) pairs; where the first is no system turn, the chat template's own
+            system message is first.
+        tools: JSON list of the tools, in OpenAI's form.
+
+    Raises:
+        UserError: as `conversation_ids`, or the chat template cannot be used.
+    """
+    template = chat_template(tokenizer)
+    if not template or not _knows_tools(template, tokenizer):
+        system = stock_prompt(template, tokenizer)[1]
+        rest = list(turns)
+        if rest and rest[0][0] == "system":
+            system = rest.pop(0)[1]
+        described = "\n".join(json.dumps(t, ensure_ascii=False) for t in json.loads(tools))
+        text = f"{system}\n\n{INSTRUCTIONS.format(tools=described)}".lstrip()
+        return conversation_ids(tokenizer, [("system", text), *rest])
+    control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
+    check_byte_level(tokenizer)
+    frame = _frame(template, tokenizer, tuple(role for role, _ in turns), tools)
+    contents = [content for _, content in turns]
+    return _ids(tokenizer, frame, contents)
+
+
+def frame_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text that a chat template wrote, whose control tokens are meant as such."""
+    return _ids(tokenizer, text, ())
+
+
+def _ids(tokenizer: Any, frame: str, contents: Sequence[str]) -> list[int]:
+    vocabulary, ids, at = tokenizer.get_added_vocab(), list[int](), 0
+
+    def plain(text: str) -> list[int]:
+        text = text.replace(_SPLIT, "")
+        return encode_plain(tokenizer, _MARK.sub(lambda m: contents[int(m[1])], text))
+
+    for match in _added(tokenizer).finditer(frame):
+        ids += [*plain(frame[at : match.start()]), vocabulary[match[0]]]
+        at = match.end()
+    return ids + plain(frame[at:])
+
+
+def result_frames(tokenizer: Any) -> Frames:
+    """What a chat template writes around the results of tools, from the end of the calls' turn on.
+
+    Raises:
+        UserError: the template describes tools, but its results cannot be told apart.
+    """
+    template = chat_template(tokenizer)
+    if not template or not _knows_tools(template, tokenizer):
+        return CHATML
+    return _result_frames(template, tokenizer)
+
+
+@functools.lru_cache(maxsize=64)
+def _result_frames(template: str, tokenizer: Any) -> Frames:
+    function = {"name": "probe", "description": "", "parameters": {"type": "object"}}
+    call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
+
+    def around(results: int) -> list[str]:
+        """The texts around the results of calls."""
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _marked(0), "tool_calls": [call] * results},
+            *({"role": "tool", "content": _marked(i)} for i in range(1, results + 1)),
+        ]
+        tools = [{"type": "function", "function": function}]
+        text = _render(tokenizer, template, turns, tools)
+        behind = text.partition(_marked(0))[2].partition(IM_END)[2]
+        return _MARK.split(behind)[::2]
+
+    try:
+        (head, tail), (first, between, last) = around(1), around(2)
+    except (ChatTemplateError, ValueError) as error:
+        raise UserError(f"the chat template does not show results of tools: {error}") from error
+    if (head, tail) != (first, last) or not head:
+        raise UserError("the chat template writes one result of a tool otherwise than two of them")
+    return Frames(head, between, tail)

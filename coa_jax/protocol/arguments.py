@@ -1,0 +1,155 @@
+"""Arguments of tools as JSON objects, and as the text that tools take.
+
+A tool has one text as its argument, called ``query`` for searches; programs have their standard
+input beside it.  A tool that brings a schema (MCP) takes the JSON object itself as its text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax import reading
+from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection
+from coa_jax.protocol.spec import TOOL_FORMS, Protocol
+
+_FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
+_TEXT = {"type": "string"}
+_FORMS: dict[str, dict[str, str]] = {
+    "text": {"query": "What to look for."},
+    "urls": {"urls": "One or more addresses, joined by |."},
+    "code": {
+        "code": "The program; it prints what you want to see.",
+        "stdin": "Text that the program reads from its standard input.",
+    },
+    "inspection": {"file_path": "Path of the image.", "question": "What to find out."},
+}
+_OPTIONAL = ("stdin", "question")
+_DOES = {
+    "web_search": "Searches the web; gives titles, links and snippets.",
+    "crawl_page": "Reads web pages; gives a summary of each.",
+    "wiki_search": "Searches an encyclopaedia; gives the best passages.",
+    "code": "Runs a Python program; gives its output.",
+    "visual_inspector": "Looks at an image.",
+}
+
+
+def _named(protocol: Protocol, tool: str) -> dict[str, str]:
+    """Arguments of a tool without a schema, with what they mean."""
+    if tool not in TOOL_FORMS:
+        return {"input": "What the tool is given."}
+    return _FORMS[TOOL_FORMS[tool]]
+
+
+def describe(protocol: Protocol, tool: str) -> str:
+    """What a tool does."""
+    said = protocol.described.get(tool) or _DOES[tool]
+    return " ".join(filter(None, (said, protocol.notes.get(tool, ""))))
+
+
+def schemas(protocol: Protocol) -> list[dict[str, Any]]:
+    """The tools of a protocol in the form that chat templates and OpenAI's interface have."""
+    found = []
+    for tool in protocol.tools:
+        if tool in protocol.schemas:
+            parameters: dict[str, Any] = dict(protocol.schemas[tool])
+        else:
+            named = _named(protocol, tool)
+            parameters = {
+                "type": "object",
+                "properties": {n: {**_TEXT, "description": said} for n, said in named.items()},
+                "required": [name for name in named if name not in _OPTIONAL],
+            }
+        function = {
+            "name": tool,
+            "description": describe(protocol, tool),
+            "parameters": parameters,
+        }
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
+    """The text that a tool takes.
+
+    Raises:
+        ValueError: an argument is missing or no text; the message is for the policy.
+    """
+    if tool in protocol.schemas:
+        required = protocol.schemas[tool].get("required") or ()
+        assert isinstance(required, list | tuple)
+        for name in required:
+            if name not in arguments:
+                raise ValueError(f"The tool {tool} needs the argument {name!r}.")
+        return json.dumps(dict(arguments), ensure_ascii=False)
+    given: dict[str, str] = {}
+    for name in _named(protocol, tool):
+        value = arguments.get(name)
+        if name == "urls" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            value = " | ".join(value)
+        if value is None and name not in _OPTIONAL:
+            raise ValueError(f"The tool {tool} needs the argument {name!r}.")
+        if not isinstance(value, str | None):
+            raise ValueError(f"The argument {name!r} of {tool} must be a string.")
+        if value is not None:
+            given[name] = value
+    form = TOOL_FORMS.get(tool, "text")
+    if form == "code":
+        fenced = "stdin" not in given and parse_code(given["code"]) is not None
+        return given["code"] if fenced else format_code(given["code"], given.get("stdin"))
+    if form == "inspection":
+        return f"```json\n{json.dumps(given, ensure_ascii=False)}\n```"
+    (text,) = given.values()
+    return text
+
+
+def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
+    """The arguments that a tool's text stands for; what has no such form is the first of them."""
+    text = text.strip()
+    if tool in protocol.schemas:
+        fenced = _FENCED.fullmatch(text)
+        try:
+            value = reading.parse_json(fenced[1] if fenced else text)
+        except reading.MALFORMED:
+            value = None
+        if isinstance(value, dict):
+            return value
+        properties = protocol.schemas[tool].get("properties") or {"input": {}}
+        assert isinstance(properties, Mapping)
+        return {next(iter(properties), "input"): text}
+    form = TOOL_FORMS.get(tool, "text")
+    if form == "code" and (program := parse_code(text)) is not None:
+        code, stdin = program
+        return {"code": code} if stdin is None else {"code": code, "stdin": stdin}
+    if form == "inspection" and (asked := parse_inspection(text)) is not None:
+        named = zip(("file_path", "question"), asked, strict=True)
+        return {name: value for name, value in named if value is not None}
+    return {next(iter(_named(protocol, tool))): text}
+
+
+def read_call(protocol: Protocol, text: str) -> tuple[str, str]:
+    """The tool, and the text it takes, of a call ``{"name": ..., "arguments": {...}}``.
+
+    Raises:
+        ValueError: it is no such call; the message is for the policy.
+    """
+    form = '{"name": TOOL, "arguments": {...}}'
+    try:
+        value = reading.parse_json(text)
+    except reading.MALFORMED as error:
+        why = " ".join(reading.reason(error).split())
+        raise ValueError(f"The call is no JSON ({why}); write {form}.") from None
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # no tool is to fail of what no text can hold
+        raise ValueError("The call holds half of a surrogate pair.") from None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(f"The call has no name; write {form}.")
+    name, arguments = value["name"], value.get("arguments", {})
+    if name not in protocol.tools:
+        raise ValueError(f"There is no tool {name[:100]!r}; there are {', '.join(protocol.tools)}.")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"The arguments of {name} are no object; write {form}.")
+    return name, to_text(protocol, name, arguments)

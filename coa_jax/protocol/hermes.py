@@ -1,0 +1,197 @@
+r"""Calls as JSON in turns of a chat, as Hermes and Qwen write them.
+
+    <think>
+    I search for the river.
+    </think>
+
+    <tool_call>
+    {"name": "wiki_search", "arguments": {"query": "longest river of Lesotho"}}
+    </tool_call>
+
+The policy ends its turn; each call of it is made, and the results come as ``<tool_response>`` in
+the next turn, which the chat template of the model writes.  Thoughts are optional.  A turn without
+a call is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from coa_jax.protocol.arguments import from_text, read_call
+from coa_jax.protocol.formats import BAD_CALL, Format, Step
+from coa_jax.protocol.parser import Segment
+from coa_jax.protocol.prompts import answer_rule
+from coa_jax.protocol.spec import THINK, Protocol
+from coa_jax.protocol.turn import Pieces, undecided
+
+_NAMES = (THINK, "tool_call", "tool_response")
+_TAGS = tuple(f"<{slash}{name}>" for name in _NAMES for slash in ("", "/"))
+_TAG = re.compile("|".join(_TAGS))
+
+
+class Hermes(Format):
+    """See the module."""
+
+    turns = True
+    templated = True
+    tags = _TAGS[:4]
+    head, tail = "\n<tool_response>\n", "\n</tool_response>\n"
+
+    def reader(self, protocol: Protocol) -> HermesReader:
+        """See `Format`."""
+        return HermesReader(protocol)
+
+    def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+        """See `Format`; the thoughts of a step are one block."""
+        parts = []
+        for step in steps:
+            thoughts = "\n".join(_quoted(thought.strip()) for thought in step.thoughts)
+            text = f"<think>\n{thoughts}\n</think>\n\n" if thoughts else ""
+            if step.tool:
+                arguments = from_text(protocol, step.tool, step.text)
+                call = json.dumps({"name": step.tool, "arguments": arguments}, ensure_ascii=False)
+                # JSON has another way to write a mark that would end the call.
+                call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
+                text += f"<tool_call>\n{call}\n</tool_call>"
+                result = f"{self.head}{step.observation}{self.tail}"
+                parts += [("policy", text), ("environment", result)]
+            else:
+                parts.append(("policy", text + _quoted(step.text.strip())))
+        return tuple(parts)
+
+    def instructions(self, protocol: Protocol, brief: bool) -> str:
+        """See `Format`; the chat template says how tools are called."""
+        if brief:
+            return f"Call tools: {', '.join(protocol.tools)}."
+        return (
+            "Solve the task below. Call tools as often as you need them, and look at their results "
+            "before you go on. When you know the answer, write it alone, without a call. "
+            f"{answer_rule(protocol)}"
+        )
+
+    def error(self, protocol: Protocol, segment: Segment) -> str:
+        """See `Format`."""
+        try:
+            read_call(protocol, segment.body)
+        except ValueError as error:
+            return str(error)
+        return super().error(protocol, segment)
+
+    def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
+        """See `Format`."""
+        reader, found = HermesReader(protocol), []
+        for segment in reader.feed(text):
+            if segment.role is None:
+                continue
+            name = THINK if segment.role == THINK else "tool_call"
+            whole = text[segment.start : segment.end]
+            if whole.startswith(f"<{name}>"):
+                found.append((segment.start, segment.start + len(name) + 2))
+            found.append((segment.end - len(name) - 3, segment.end))
+        return found
+
+    def quote(self, text: str) -> str:
+        """See `Format`."""
+        return text.replace("</tool_response>", "&lt;/tool_response&gt;")
+
+
+def _quoted(text: str) -> str:
+    return _TAG.sub(lambda found: f"&lt;{found[0][1:-1]}&gt;", text)
+
+
+class HermesReader(Pieces):
+    """See `coa_jax.protocol.formats.Reader`."""
+
+    def __init__(self, protocol: Protocol):
+        super().__init__(protocol)
+        self._open = ""  # think or tool_call
+        self._calls = self._segments = 0  # of the turn
+
+    @property
+    def open_role(self) -> str | None:
+        """See `Reader`; a text outside of tags is an answer only if no call follows."""
+        return THINK if self._open == THINK else None
+
+    @property
+    def open_body(self) -> str:
+        """See `Reader`."""
+        return self.text[len("<think>") :].lstrip("\n") if self._open == THINK else ""
+
+    def feed(self, chunk: str) -> list[Segment]:
+        """See `Reader`."""
+        data, taken, done = self.carry + chunk, 0, list[Segment]()
+        for match in _TAG.finditer(data):
+            tag = match[0]
+            name, closes = tag.strip("</>"), tag[1] == "/"
+            before, here = data[taken : match.start()], self.end + match.start() - taken
+            if self._open:
+                if closes and name == self._open:
+                    self.text += before + tag
+                    taken = match.end()
+                    done += self._closed(name)
+                elif self._open == "tool_call":
+                    self.broken("nested", f"{tag} inside of a call", here)
+            elif name == "tool_response":
+                self.broken("forged_observation", "a result that no tool gave", here)
+            elif closes and name == THINK and not self._segments:
+                # The chat templates of some models open the thoughts themselves.
+                self.text += before + tag
+                taken = match.end()
+                done += self._closed(name)
+            elif closes:
+                self.broken("unexpected_close", f"{tag} closes nothing", here)
+            else:
+                self.text += before
+                said = bool(self.text.strip())
+                if name == THINK and (said or self._calls):
+                    self.broken("misplaced_think", "thoughts stand first in a turn", here)
+                done += self._loose()
+                self.text, self._open = tag, name
+                taken = match.end()
+        keep = undecided(data[taken:], _TAGS)
+        self.text += data[taken : len(data) - keep]
+        self.carry = data[len(data) - keep :] if keep else ""
+        return done
+
+    def _closed(self, name: str) -> list[Segment]:
+        """The segment of a tag that has just been closed."""
+        self._open, self._segments = "", self._segments + 1
+        inner = self.text.removeprefix(f"<{name}>").removesuffix(f"</{name}>")
+        if name == THINK:
+            return self.close(THINK, inner.strip("\n"))
+        self._calls += 1
+        try:
+            role, body = read_call(self.protocol, inner)
+        except ValueError as error:
+            self.broken("bad_call", str(error), self.start)
+            role, body = BAD_CALL, inner
+        return self.close(role, body)
+
+    def _loose(self) -> list[Segment]:
+        """Text that is no thought, no call and no answer."""
+        if self._calls and self.text.strip():
+            self.broken("stray_text", "text behind a call", self.start)
+        return self.close()
+
+    def end_turn(self) -> list[Segment]:
+        """See `Reader`."""
+        self.interrupt()
+        if self._open:
+            self.broken("unclosed", f"<{self._open}> is never closed", self.start)
+            done = self.close()
+        elif self._calls or not self.text.strip():
+            done = self._loose()
+        else:
+            done = self.answer(self.text.strip())
+        self._open, self._calls, self._segments = "", 0, 0
+        return done
+
+    def finish(self) -> list[Segment]:
+        """See `Reader`."""
+        self.interrupt()
+        if self._open:
+            self.broken("unclosed", f"<{self._open}> is never closed", self.start)
+        self._open = ""
+        return self.close()

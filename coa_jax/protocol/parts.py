@@ -1,0 +1,90 @@
+"""Broken rules of a text whose authors are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+from coa_jax.protocol.automaton import AuthorName, check
+from coa_jax.protocol.parser import Segment, Violation, make_parser, parse
+from coa_jax.protocol.spec import Protocol, get_protocol
+
+
+def part_violations(
+    protocol: str, parts: Iterable[tuple[str, str]], ended: bool = True
+) -> list[Violation]:
+    """Broken rules of a text whose authors are known, in the order of their positions.
+
+    Runs of the policy's text are parsed; what the environment wrote is one segment each, whatever
+    it contains.  So tool text cannot break a rule, and an observation written by the policy does.
+
+    Args:
+        protocol: name of the protocol.
+        parts: (``"policy"`` or ``"environment"``, text) in order.
+        ended: whether the policy ended its last turn, which in other formats than tags makes its
+            text an answer.
+    """
+    rules = get_protocol(protocol)
+    if rules.format is not None:
+        return _format_violations(rules, parts, ended)
+    segments: list[Segment] = []
+    authors: list[AuthorName] = []
+    found: list[Violation] = []
+    offset = 0
+    for policy, run in itertools.groupby(parts, key=lambda part: part[0] == "policy"):
+        texts = [text for _, text in run]
+        if policy:
+            parsed = parse(rules, "".join(texts))
+            segments += [
+                dataclasses.replace(s, start=s.start + offset, end=s.end + offset)
+                for s in parsed.segments
+            ]
+            found += [
+                dataclasses.replace(v, position=v.position + offset) for v in parsed.violations
+            ]
+            authors += ["policy"] * len(parsed.segments)
+            offset += sum(map(len, texts))
+            continue
+        for text in texts:
+            if text.strip():  # blank text of the environment only separates
+                end = offset + len(text)
+                segments.append(Segment(rules.observation, text, offset, end, True))
+                authors.append("environment")
+            offset += len(text)
+    found += check(rules, segments, authors)
+    return sorted(found, key=lambda violation: violation.position)
+
+
+def _format_violations(
+    rules: Protocol, parts: Iterable[tuple[str, str]], ended: bool
+) -> list[Violation]:
+    """`part_violations` in another format than tags; the environment's text counts as read."""
+    assert rules.format is not None
+    reader, offset, answered = make_parser(rules), 0, False
+    shifts: list[tuple[int, int]] = []  # characters of the policy -> those of the environment
+
+    def read(segments: list[Segment]) -> None:
+        nonlocal answered
+        answered = answered or any(segment.role == rules.answer for segment in segments)
+
+    policy = 0
+    for author, text in parts:
+        if author == "policy":
+            read(reader.feed(text))
+            policy += len(text)
+            continue
+        if rules.format.turns:
+            read(reader.end_turn())
+        reader.interrupt()
+        offset += len(text)
+        shifts.append((policy, offset))
+    read(reader.end_turn() if ended else reader.finish())
+
+    def place(position: int) -> int:
+        return position + max((o for start, o in shifts if start <= position), default=0)
+
+    found = [dataclasses.replace(v, position=place(v.position)) for v in reader.violations]
+    if not answered:
+        found.append(Violation("missing_answer", policy + offset, "the last turn is no answer"))
+    return sorted(found, key=lambda violation: violation.position)

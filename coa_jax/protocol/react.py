@@ -1,0 +1,200 @@
+r"""ReAct (Yao et al., arXiv 2210.03629): lines that begin with what they are.
+
+    Thought: I search for the river.
+    Action: wiki_search
+    Action Input: longest river of Lesotho
+    Observation: ... written by the harness, masked in every loss ...
+    Thought: The passage names it.
+    Final Answer: Orange River
+
+A call is made when the policy writes ``Observation:``; the result follows in the same turn.  The
+answer is all from ``Final Answer:`` to the end of the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from coa_jax.protocol.arguments import describe
+from coa_jax.protocol.formats import BAD_CALL, Format, Step
+from coa_jax.protocol.parser import Segment
+from coa_jax.protocol.prompts import answer_rule
+from coa_jax.protocol.spec import THINK, Protocol
+from coa_jax.protocol.turn import Pieces, undecided
+
+_MARKS = ("Thought:", "Action:", "Action Input:", "Observation:", "Final Answer:")
+_MARK = re.compile("^(" + "|".join(_MARKS) + ")", re.MULTILINE)
+_NEXT = {
+    "": ("Thought:", "Action:", "Final Answer:"),
+    "Thought:": ("Action:", "Final Answer:"),
+    "Action:": ("Action Input:",),
+    "Action Input:": ("Observation:",),
+}
+"""Mark -> the marks that may follow it."""
+_INPUTS = {
+    "code": "a block that opens with ```py and holds a program; a second block that opens with "
+    "```sh is its standard input",
+    "crawl_page": "one or more addresses, joined by |",
+    "visual_inspector": 'a JSON object with "file_path" and "question"',
+}
+
+
+class React(Format):
+    """See the module."""
+
+    head, tail = " ", "\n"
+
+    def reader(self, protocol: Protocol) -> ReactReader:
+        """See `Format`."""
+        return ReactReader(protocol)
+
+    def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+        """See `Format`; the thoughts of a step are one."""
+        parts = []
+        for step in steps:
+            thoughts = "\n".join(thought.strip() for thought in step.thoughts if thought.strip())
+            # No line of a thought may look like the next part.
+            text = f"Thought: {_MARK.sub(' ' + chr(92) + '1', thoughts)}\n" if thoughts else ""
+            if step.tool:
+                text += f"Action: {step.tool}\nAction Input: {step.text.strip()}\nObservation:"
+                result = f"{self.head}{step.observation}{self.tail}"
+                parts += [("policy", text), ("environment", result)]
+            elif step.text:
+                parts.append(("policy", f"{text}Final Answer: {step.text.strip()}"))
+            else:
+                parts.append(("policy", text))
+        return tuple(parts)
+
+    def instructions(self, protocol: Protocol, brief: bool) -> str:
+        """See `Format`."""
+        if brief:
+            return f"Answer by ReAct with {', '.join(protocol.tools)}."
+        tools = []
+        for tool in protocol.tools:
+            takes = _INPUTS.get(tool, "" if tool in protocol.described else "one query")
+            takes = f" The input is {takes}." if takes else ""
+            tools.append(f"- {tool}: {describe(protocol, tool)}{takes}")
+        return "\n".join(
+            [
+                "Solve the task below step by step, with these tools:",
+                *tools,
+                "",
+                "Write each step in these lines, and nothing else:",
+                "Thought: what you conclude, and what to do next",
+                f"Action: the tool, one of {', '.join(protocol.tools)}",
+                "Action Input: what the tool is given",
+                "Observation:",
+                "",
+                "The result follows there; never write it yourself. In the end write:",
+                "Thought: why you know the answer",
+                "Final Answer: the answer",
+                "",
+                answer_rule(protocol),
+            ]
+        )
+
+    def error(self, protocol: Protocol, segment: Segment) -> str:
+        """See `Format`."""
+        known = ", ".join(protocol.tools)
+        return f"There is no tool {segment.body[:100]!r}; there are {known}."
+
+
+class ReactReader(Pieces):
+    """See `coa_jax.protocol.formats.Reader`."""
+
+    def __init__(self, protocol: Protocol):
+        super().__init__(protocol)
+        self._mark = ""  # that the text stands behind
+        self._begins = 0  # characters of the text up to the end of that mark
+        self._tool = ""
+        self._line_start = True
+
+    @property
+    def open_role(self) -> str | None:
+        """See `Reader`."""
+        return {"Thought:": THINK, "Final Answer:": self.protocol.answer}.get(self._mark)
+
+    @property
+    def open_body(self) -> str:
+        """See `Reader`."""
+        return self.text[self._begins :].lstrip() if self.open_role else ""
+
+    def feed(self, chunk: str) -> list[Segment]:
+        """See `Reader`."""
+        data, taken, done = self.carry + chunk, 0, list[Segment]()
+        self.carry = ""
+        # What is searched begins a line only if the text does.
+        searched = ("" if self._line_start else "\0") + data
+        added = len(searched) - len(data)
+        for match in _MARK.finditer(searched):
+            start, end = match.start() - added, match.end() - added
+            if self._mark == "Final Answer:":
+                at = self.end + start - taken
+                self.broken("after_answer", f"{match[0]} behind the answer", at)
+                continue
+            self.text += data[taken:start]
+            done += self._marked(match[0])
+            taken = end
+        line = data.rfind("\n") + 1
+        begins = taken <= line and (line > 0 or self._line_start)
+        last = data[max(line, taken) :]
+        if begins and undecided(last, _MARKS) == len(last):
+            self.carry = last
+        self._line_start = begins and (not last or bool(self.carry))
+        self.text += data[taken : len(data) - len(self.carry)]
+        return done
+
+    def _marked(self, mark: str) -> list[Segment]:
+        """Ends what stands before a mark; returns what is complete with it."""
+        last, done = self._mark, list[Segment]()
+        body = self.text[self._begins :].strip()
+        if mark not in _NEXT[last]:
+            kind = "forged_observation" if mark == "Observation:" else "transition"
+            self.broken(kind, f"{mark} may not follow {last or 'this'}")
+        if last == "" and body:
+            self.broken("stray_text", f"text before {mark}", self.start)
+        called = last == "Action Input:" and mark == "Observation:"
+        names = last == "Action:" and mark == "Action Input:"
+        if called:
+            self.text += mark
+            known = self._tool in self.protocol.tools
+            if not known:
+                self.broken("bad_call", f"there is no tool {self._tool[:100]!r}", self.start)
+            role, body = (self._tool, body) if known else (BAD_CALL, self._tool)
+            done = self.close(role, body)
+            self._mark, self._begins = "", 0
+            return done
+        if names:
+            self._tool = body
+        elif last == "Thought:":
+            done = self.close(THINK, body)
+        else:
+            done = self.close()
+        self.text += mark
+        self._mark, self._begins = ("" if mark == "Observation:" else mark), len(self.text)
+        return done
+
+    def interrupt(self) -> None:
+        """See `Reader`: a result ends with a line end."""
+        super().interrupt()
+        self._line_start = True
+
+    def end_turn(self) -> list[Segment]:
+        """See `Reader`."""
+        super().interrupt()
+        if self._mark == "Final Answer:":
+            done = self.answer(self.text[self._begins :].strip())
+            self._mark, self._begins = "", 0
+            return done
+        return self.finish()
+
+    def finish(self) -> list[Segment]:
+        """See `Reader`."""
+        super().interrupt()
+        if self._mark:
+            self.broken("unclosed", f"{self._mark} is never ended", self.start)
+        elif self.text.strip():
+            self.broken("stray_text", "text that is no part", self.start)
+        self._mark, self._begins = "", 0
+        return self.close()
