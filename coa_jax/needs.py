@@ -3,11 +3,11 @@
     python -m coa_jax.needs rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/a
     python -m coa_jax.needs rl --config=... --workdir=... --check --hosts=16 --topology=v5p:4x4x4
 
-The first prints what the config says: extras of setup.py, environment variables, servers, paths, and
-the most calls of tools that the run can make.  The scripts of ``launch/`` read it.  ``--check`` looks
-on this machine, as it does on every host by ``launch/tpu_pod.sh check``: whether packages, keys and
-paths are there, the tools and the judge answer, and with ``--topology`` whether the programs fit the
-chips.  Each fault is a line on stderr; then the exit code is 1.
+The first prints what the config says: extras of setup.py, environment variables, servers, paths,
+and the most calls of tools that the run can make.  The scripts of ``launch/`` read it.  ``--check``
+looks on this machine, as it does on every host by ``launch/tpu_pod.sh check``: whether packages,
+keys and paths are there, the tools and the judge answer, and with ``--topology`` whether the
+programs fit the chips.  Each fault is a line on stderr; then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def faults_of(
     for setting, url in needs.servers.items():
         if hosts > 1 and urllib.parse.urlsplit(url).hostname in _LOCAL:
             yield (
-                f"config.{setting} is {url}, another server on each of {hosts} hosts: name one that "
-                "all of them reach"
+                f"config.{setting} is {url}, another server on each of {hosts} hosts: name one "
+                "that all of them reach"
             )
     for setting, path in needs.paths.items():
         if not Path(path).exists() and not any(c in path for c in "*?,"):
@@ -224,7 +224,7 @@ def main(argv: list[str]) -> int:
     if values.topology:
         given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
         aot = [sys.executable, "-m", "coa_jax.aot", f"--topology={values.topology}", *given]
-        done = subprocess.run(aot, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(aot, capture_output=True, text=True)
         if done.returncode:
             faults += done.stderr.strip().splitlines()[-1:]
     for fault in faults:

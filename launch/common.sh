@@ -22,16 +22,21 @@ do_it() {
 # needs PROGRAM: refuses to go on without it, unless nothing will be run.
 needs() { [ "${dry_run:-no}" = yes ] || command -v "$1" >/dev/null || fail "$1 is not installed"; }
 
+# run_again CODE: whether a command that ended so is to be given again on the same machines.  3: a
+# process of the run is gone (coa_jax.parallel.processes).  255: ssh has lost a host.
+run_again() { [ "$1" = 3 ] || [ "$1" = 255 ]; }
+
 # parse_flags VALUES SWITCHES ARG...: reads the flags at the head of the arguments into variables of
 # their names.  VALUES names those with a value, as `--name x` or `--name=x`, SWITCHES those that
 # are only there or not, which become "yes".  The first word that is none becomes `action`, what
 # comes after it the array `words`.  Where VALUES has `config.*`, flags of that form go into the
-# array `settings` as they are.
+# array `settings` as they are.  Where it has `env`, --env NAME=VALUE and --secret-env NAME go into
+# the arrays `variables` and `secrets`.
 parse_flags() {
   # No flag has a name that begins like these, and so none is hidden by them.
   local __values=" $1 " __switches=" $2 dry-run " __name __value
   shift 2
-  action="" words=() settings=()
+  action="" words=() settings=() variables=() secrets=()
   while [ $# -gt 0 ]; do
     __name="${1%%=*}" __name="${__name#--}"
     case "$1" in
@@ -41,6 +46,14 @@ parse_flags() {
           printf -v "${__name//-/_}" yes
         elif [[ "$__name" == config.* && "$__values" == *" config.* "* ]]; then
           settings+=("$1")
+        elif [[ "$__name" =~ ^(env|secret-env)$ && "$__values" == *" env "* ]]; then
+          __value="${1#--"$__name"}" __value="${__value#=}"
+          if [[ "$1" != *=* ]]; then
+            [ $# -ge 2 ] || fail "$1 needs a value"
+            __value="$2"
+            shift
+          fi
+          add_variable "$__name" "$__value"
         elif [[ "$__values" == *" $__name "* ]]; then
           __value="${1#*=}"
           if [[ "$1" != *=* ]]; then
@@ -61,16 +74,126 @@ parse_flags() {
   done
 }
 
+# add_variable env NAME=VALUE, add_variable secret-env NAME: one for the processes of the run.
+add_variable() {
+  local name="${2%%=*}"
+  [[ "$name" =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || fail "--$1 $name: no name of a variable"
+  if [ "$1" = env ]; then
+    [[ "$2" == *=* ]] || fail "--env $2: give NAME=VALUE; --secret-env $2 takes it from here"
+    variables+=("$2")
+  else
+    [ "$2" = "$name" ] || fail "--secret-env $name: give the name only; the value is taken from here"
+    secrets+=("$name")
+  fi
+}
+
 # plain VALUE FLAG: refuses a value that would not be one word: it becomes part of a command.
 plain() { [[ "$1" =~ ^[A-Za-z0-9._/:@,-]+$ ]] || fail "$2 $1: only letters, digits, . _ / : @ , -"; }
 
 # coa_command COMMAND ARG...: the shell command that runs `python -m coa_jax.COMMAND ARG...` in a
 # checkout as one of several processes.
+#
+# Before COMMAND stand the variables of `presets` and of --env.
 coa_command() {
   [ $# -gt 0 ] || fail "run what? e.g. run sft --config=configs/sft/web.py:7b --workdir=DIR"
   [[ "$1" =~ ^[a-z_]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
   local command=".venv/bin/python -u -m coa_jax.$1"
   shift
   [ $# -eq 0 ] || command+="$(printf ' %q' "$@")"
-  printf 'COA_JAX_DISTRIBUTED=1 %s' "$command"
+  printf 'COA_JAX_DISTRIBUTED=1%s %s' "$(assignments)" "$command"
+}
+
+# assignments: what stands before a command for the variables of `presets` and of --env.
+assignments() {
+  [ ${#tuned[@]} -eq 0 ] || printf ' %q' "${tuned[@]}"
+  [ ${#variables[@]} -eq 0 ] || printf ' %q' "${variables[@]}"
+}
+tuned=() variables=() secrets=()
+
+# presets KIND: fills `tuned` with variables for chips (tpu, v6e, cuda); none for nothing.  The TPU
+# compiler takes all of these flags for every generation (tests/test_launch_presets.py); what they gain
+# was not measured.  A kernel on v6e may use more of the vector memory than XLA gives it by default.
+# Compiled programs are kept beside the work directory, so that a run that goes on compiles nothing.
+presets() {
+  local workdir cuda=--xla_gpu_enable_latency_hiding_scheduler=true
+  local tpu="--xla_tpu_enable_async_collective_fusion=true"
+  tpu+=" --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
+  tpu+=" --xla_tpu_enable_async_collective_fusion_multiple_steps=true"
+  tpu+=" --xla_tpu_overlap_compute_collective_tc=true --xla_enable_async_all_gather=true"
+  tuned=()
+  case "$1" in
+    tpu) tuned+=("LIBTPU_INIT_ARGS=$tpu") ;;
+    v6e) tuned+=("LIBTPU_INIT_ARGS=$tpu --xla_tpu_scoped_vmem_limit_kib=98304") ;;
+    cuda) tuned+=("XLA_FLAGS=$cuda" XLA_PYTHON_CLIENT_MEM_FRACTION=0.92) ;;
+    none) ;;
+    *) fail "--preset $1: one of tpu, v6e, cuda, none" ;;
+  esac
+  workdir="$(flag_of workdir)"
+  [ -z "$workdir" ] || tuned+=("JAX_COMPILATION_CACHE_DIR=$(dirname "$workdir")/compiled")
+}
+
+# kind_of TYPE: the argument of `presets` for a type of TPU slice, e.g. v5p-128 or v6e-256.
+kind_of() { case "$1" in v6e* | ct6e*) echo v6e ;; *) echo tpu ;; esac; }
+
+# passed_on: the flags of this script that another one takes too, for the array `passed`.
+passed_on() {
+  local word
+  passed=(--preset "$preset")
+  for word in ${variables[@]+"${variables[@]}"}; do passed+=(--env "$word"); done
+  for word in ${secrets[@]+"${secrets[@]}"}; do passed+=(--secret-env "$word"); done
+}
+
+# flag_of NAME: the value of a flag among `words`.
+flag_of() {
+  local at
+  for ((at = 0; at < ${#words[@]}; at++)); do
+    case "${words[at]}" in
+      "--$1="*) printf %s "${words[at]#*=}"; return ;;
+      "--$1") printf %s "${words[at + 1]:-}"; return ;;
+    esac
+  done
+}
+
+# needed: fills `extras` with those of setup.py that the command in `words` needs, by its config, and
+# `needs` with the command that checks all of it on a host.  Keys that the config names are added to
+# `secrets`.
+needed() {
+  local python="${COA_JAX_PYTHON:-$COA_ROOT/.venv/bin/python}" told name word given=() follows=no
+  local there=" ${secrets[*]-} "
+  for word in ${variables[@]+"${variables[@]}"}; do there+="${word%%=*} "; done
+  extras=gguf needs=""
+  [ ${#words[@]} -gt 0 ] || return 0
+  case "${words[0]}" in
+    sft | rl | rft | dpo | evaluate | distill | synthesize) ;;
+    serve) extras="gguf serve"; return ;;
+    *) return 0 ;;
+  esac
+  for word in "${words[@]:1}"; do
+    case "$follows$word" in
+      no--config* | no--workdir* | no--wandb_project*) given+=("$word") ;;
+      yes*) given+=("$word"); follows=no; continue ;;
+    esac
+    case "$word" in --config | --workdir | --wandb_project) follows=yes ;; esac
+  done
+  needs=".venv/bin/python -m coa_jax.needs ${words[0]}$(printf ' %q' ${given[@]+"${given[@]}"})"
+  needs+=" --check --hosts=${hosts:-2}"
+  if [ ! -x "$python" ]; then
+    echo "note: $python is not there to read the config: the packages of all tools are installed" >&2
+    extras="endpoint gguf maths mcp tasks web"
+    return
+  fi
+  told="$(PYTHONPATH="$COA_ROOT" "$python" -m coa_jax.needs "${words[0]}" ${given[@]+"${given[@]}"})" ||
+    exit
+  extras="$(sed -n 's/^extras: *//p' <<<"$told")"
+  for name in $(sed -n 's/^variables: *//p' <<<"$told"); do
+    [[ "$there" == *" $name "* ]] || secrets+=("$name")
+  done
+}
+
+# carried: fails unless all secrets are in this environment.
+carried() {
+  local name
+  for name in ${secrets[@]+"${secrets[@]}"}; do
+    [ "${dry_run:-no}" = yes ] || [ -n "${!name:-}" ] || fail "the run needs $name: set it here"
+  done
 }

@@ -10,6 +10,11 @@
 #   --nodes N          default 1
 #   --bucket URL       s3://... or gs://..., mounted at /runs, where the work directory is (required)
 #   --spot             cheaper, may be taken away at any moment
+#   --retries N        how often a run that fails is started again (default 20)
+#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --preset KIND      variables for the compiler: cuda, tpu, v6e or none (default: by --gpus)
+#   --env NAME=VALUE   a variable of the run; may be repeated
+#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
 #   --dry-run          print the task and the commands, run nothing
 #
 # A managed job: SkyPilot finds new machines when they are taken away, and the run continues from its
@@ -19,14 +24,21 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name=coa-jax gpus=H100:8 nodes=1 bucket="" spot=no dry_run=no
-parse_flags "name gpus nodes bucket" "spot" "$@"
+retries=20 preset="" check=no
+parse_flags "name gpus nodes bucket retries preset env" "spot check" "$@"
 [ "$action" = run ] || fail "what to do? run COMMAND ARG... (--help explains)"
 [ -n "$bucket" ] || fail "--bucket is missing: where the work directory is kept, e.g. gs://mine"
 [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || fail "--nodes is a whole number from 1"
+[[ "$retries" =~ ^[0-9]+$ ]] || fail "--retries is a whole number"
 needs sky
 
-extra=cuda
+extra=cuda hosts="$nodes"
 [[ "$gpus" != tpu* ]] || extra=tpu
+[ -n "$preset" ] || preset="$extra"
+[[ "$gpus" != tpu-v6e* || "$preset" != tpu ]] || preset=v6e
+presets "$preset"
+needed
+carried
 command="$(coa_command ${words[@]+"${words[@]}"})"
 # On GPU machines nothing tells JAX about the others; SkyPilot knows them.
 if [ "$extra" = cuda ]; then
@@ -41,22 +53,28 @@ workdir: $COA_ROOT
 resources:
   accelerators: $gpus
   use_spot: $([ "$spot" = yes ] && echo true || echo false)
+  job_recovery:
+    max_restarts_on_errors: $retries
+    recover_on_exit_codes: [3]
 file_mounts:
   /runs:
     source: $bucket
     mode: MOUNT
 setup: |
-  bash launch/setup_env.sh $extra gguf
+  bash launch/setup_env.sh $extra $extras
 run: |
+$([ "$check" = no ] || printf '  env%s %s || exit 1' "$(assignments)" "$needs")
   exec env $command
 TASK
 )"
+launch=(sky jobs launch --yes "--name=$name")
+for secret in ${secrets[@]+"${secrets[@]}"}; do launch+=(--secret "$secret"); done
 if [ "$dry_run" = yes ]; then
   printf '%s\n' "$task"
-  do_it sky jobs launch --yes "--name=$name" task.yaml
+  do_it "${launch[@]}" task.yaml
 else
   file="$(mktemp --suffix=.yaml)"
   trap 'rm -f "$file"' EXIT
   printf '%s\n' "$task" >"$file"
-  do_it sky jobs launch --yes "--name=$name" "$file"
+  do_it "${launch[@]}" "$file"
 fi

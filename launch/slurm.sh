@@ -3,7 +3,8 @@
 #
 #   bash launch/slurm.sh [FLAGS] run COMMAND ARG...   e.g. run rl --config=configs/rl/web.py:7b \
 #                                                          --workdir=/shared/runs/a
-#   bash launch/slurm.sh [FLAGS] setup                makes .venv for GPUs (once)
+#   bash launch/slurm.sh [FLAGS] setup [COMMAND ARG...]  makes .venv for GPUs (once), with the packages
+#                                                     that the command needs
 #
 # Flags:
 #   --nodes N          default 1
@@ -13,30 +14,45 @@
 #   --name NAME        of the job (default coa_jax)
 #   --partition NAME   default: the cluster's
 #   --account NAME     default: yours
+#   --retries N        how often a job that has lost a process is queued again (default 20)
+#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --preset KIND      variables for the compiler: cuda (default) or none
+#   --env NAME=VALUE   a variable of the run; may be repeated
+#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
 #   --dry-run          print the job and the commands, run nothing
 #
-# A node has one process for all of its GPUs.  A job that a node failure or a preemption ends is
-# queued again and continues; two minutes before its limit it is told to save (SIGTERM).
+# A node has one process for all of its GPUs.  A job that a node failure or a preemption ends, or that
+# has lost a process, is queued again and continues; two minutes before its limit it is told to save
+# (SIGTERM).  sbatch hands on the variables that are set here, and so the keys.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 nodes=1 gpus=8 cpus=64 time=24:00:00 name=coa_jax partition="" account="" dry_run=no
-parse_flags "nodes gpus cpus time name partition account" "" "$@"
+retries=20 preset=cuda check=no
+parse_flags "nodes gpus cpus time name partition account retries preset env" "check" "$@"
 [ -n "$action" ] || fail "what to do? setup or run (--help explains)"
-for number in "$nodes" "$gpus" "$cpus"; do
-  [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--nodes, --gpus and --cpus are whole numbers from 1"
+for number in "$nodes" "$gpus" "$cpus" "$retries"; do
+  [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--nodes, --gpus, --cpus, --retries: whole numbers from 1"
 done
+hosts="$nodes"
 
 case "$action" in
-  setup) do_it bash "$COA_ROOT/launch/setup_env.sh" cuda gguf ;;
+  setup)
+    needed
+    # shellcheck disable=SC2086  # a list of words
+    do_it bash "$COA_ROOT/launch/setup_env.sh" cuda $extras
+    ;;
   run)
     needs sbatch
+    presets "$preset"
+    needed
+    carried
     command="$(coa_command ${words[@]+"${words[@]}"})"
     local_devices="$(seq -s, 0 $((gpus - 1)))"
     submit=(sbatch "--job-name=$name" "--nodes=$nodes" --ntasks-per-node=1
       "--gpus-per-node=$gpus" "--cpus-per-task=$cpus" "--time=$time" --requeue --open-mode=append
-      --signal=TERM@120 "--chdir=$COA_ROOT" "--output=$name-%j.log")
+      --signal=TERM@120 --export=ALL "--chdir=$COA_ROOT" "--output=$name-%j.log")
     [ -z "$partition" ] || submit+=("--partition=$partition")
     [ -z "$account" ] || submit+=("--account=$account")
     # JAX finds the other processes by SLURM's variables, but would give each task one GPU.
@@ -45,7 +61,14 @@ case "$action" in
 #!/usr/bin/env bash
 set -euo pipefail
 export JAX_LOCAL_DEVICE_IDS=$local_devices
-srun --kill-on-bad-exit=1 env $command
+$([ "$check" = no ] || printf 'srun env%s %s' "$(assignments)" "$needs")
+status=0
+srun --kill-on-bad-exit=1 env $command || status=\$?
+# 3: a process of the run is gone; 137: this is it.
+if [[ "\$status" =~ ^(3|137)$ && "\${SLURM_RESTART_COUNT:-0}" -lt $retries ]]; then
+  scontrol requeue "\$SLURM_JOB_ID"
+fi
+exit "\$status"
 JOB
     )"
     [ "$dry_run" = no ] || printf '%s\n' "$job"

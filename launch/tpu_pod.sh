@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Runs a command of coa_jax on every host of a Cloud TPU pod slice.
 #
-#   bash launch/tpu_pod.sh [FLAGS] setup               copy this commit to all hosts, install it
+#   bash launch/tpu_pod.sh [FLAGS] setup [COMMAND ARG...]  copy this commit to all hosts, install it
+#                                                      with the packages that the command needs
+#   bash launch/tpu_pod.sh [FLAGS] check COMMAND ARG...    on each host: are keys and paths there, do the
+#                                                      tools and the judge answer?
 #   bash launch/tpu_pod.sh [FLAGS] run COMMAND ARG...  e.g. run sft --config=configs/sft/web.py:7b \
 #                                                           --workdir=/mnt/runs/a
 #   bash launch/tpu_pod.sh [FLAGS] logs                the end of each host's log
@@ -12,6 +15,12 @@
 #   --zone ZONE        its zone (required)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --dir DIR          where the code lives on the hosts (default coa_jax, in the home directory)
+#   --hosts N          hosts of the slice, for `check` (default 2, which stands for several)
+#   --retries N        how often a run that has lost a process is started again (default 20)
+#   --poll SECONDS     before that (default 10)
+#   --preset KIND      variables for the compiler: tpu (default), v6e or none
+#   --env NAME=VALUE   a variable of the run; may be repeated
+#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
 #   --detach           run: return at once, the command goes on after this shell ends
 #   --dry-run          print the commands, run nothing
 #
@@ -23,12 +32,13 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-name="" zone="" project="" dir=coa_jax detach=no dry_run=no
-parse_flags "name zone project dir" "detach" "$@"
-[ -n "$action" ] || fail "what to do? setup, run, logs or stop (--help explains)"
+name="" zone="" project="" dir=coa_jax hosts=2 retries=20 poll=10 preset=tpu detach=no dry_run=no
+parse_flags "name zone project dir hosts retries poll preset env" "detach" "$@"
+[ -n "$action" ] || fail "what to do? setup, check, run, logs or stop (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
 [[ "$dir" =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--dir $dir: only letters, digits, . _ - /"
+[[ "$hosts$retries$poll" =~ ^[0-9]+$ ]] || fail "--hosts, --retries and --poll are whole numbers"
 needs gcloud
 
 where=("$name" "--zone=$zone" --worker=all)
@@ -36,27 +46,72 @@ where=("$name" "--zone=$zone" --worker=all)
 
 on_all() { do_it gcloud compute tpus tpu-vm ssh "${where[@]}" --command "$1"; }
 
+# Values of secrets go through a file: the words of a command are seen by all users of a machine.
+# Afterwards `read_secrets` is what a command begins with.
+send_secrets() {
+  read_secrets=""
+  [ ${#secrets[@]} -gt 0 ] || return 0
+  carried
+  local secret
+  file=SECRETS
+  if [ "$dry_run" = no ]; then
+    file="$(mktemp)"
+    trap 'rm -f "$file"' EXIT
+    for secret in "${secrets[@]}"; do printf 'export %s=%q\n' "$secret" "${!secret}"; done >"$file"
+  else
+    echo "# SECRETS: ${secrets[*]}"
+  fi
+  on_all "install -m 600 /dev/null .coa_jax.env"
+  do_it gcloud compute tpus tpu-vm scp "$file" "$name:.coa_jax.env" "${where[@]:1}"
+  read_secrets='. "$HOME/.coa_jax.env" && '
+}
+
+run_once() {
+  if [ "$detach" = yes ]; then
+    on_all "${read_secrets}cd $dir && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
+  else
+    # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.
+    on_all "${read_secrets}cd $dir && bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
+exec env \"\$@\"' run $command"
+  fi
+}
+
 case "$action" in
   setup)
+    needed
     archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$COA_ROOT" rev-parse --short HEAD).tar.gz"
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
-    # Some images of TPU VMs have Python 3.10 only: there setup_env.sh takes one from uv.
+    # Many images of TPU VMs have Python 3.10 only: there 3.12 comes from uv.
     on_all "mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && \
-{ command -v python3.11 python3.12 python3.13 >/dev/null || python3 -m pip install -q --user uv || true; } && \
-bash $dir/launch/setup_env.sh tpu gguf"
+python=\$(command -v python3.12 || command -v python3.13 || \
+{ python3 -m pip install -q --user uv >&2 && ~/.local/bin/uv python install -q 3.12 >&2 && \
+~/.local/bin/uv python find 3.12; } || true) && \
+PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
+    ;;
+  check)
+    presets none
+    needed
+    [ -n "$needs" ] || fail "check what? e.g. check rl --config=configs/rl/web.py:7b --workdir=DIR"
+    send_secrets
+    on_all "${read_secrets}cd $dir && env$(assignments) $needs"
     ;;
   run)
+    presets "$preset"
+    needed
     command="$(coa_command ${words[@]+"${words[@]}"})"
-    if [ "$detach" = yes ]; then
-      on_all "cd $dir && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
-    else
-      # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.
-      on_all "cd $dir && bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
-exec env \"\$@\"' run $command"
-    fi
+    send_secrets
+    for ((attempt = 0; ; attempt++)); do
+      status=0
+      run_once || status=$?
+      run_again "$status" && [ "$attempt" -lt "$retries" ] || exit "$status"
+      echo "exit code $status: the run is started again ($((attempt + 1)) of $retries)" >&2
+      # Its other processes may still wait for the one that is gone, and hold the chips.
+      on_all "kill -9 \$(cat $dir/run.pid) 2>/dev/null || true" || true
+      sleep "$poll"
+    done
     ;;
   logs) on_all "tail -n 20 $dir/run.log" ;;
   stop) on_all "kill \$(cat $dir/run.pid)" ;;
-  *) fail "unknown action $action; setup, run, logs or stop" ;;
+  *) fail "unknown action $action; setup, check, run, logs or stop" ;;
 esac

@@ -15,16 +15,22 @@
 #   --spot             cheaper, may be taken away at any moment
 #   --retries N        slices after the first (default 20)
 #   --poll SECONDS     between two looks at the request (default 60)
+#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
+#   --env NAME=VALUE   a variable of the run; may be repeated
+#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
 #   --dry-run          print the commands, run nothing
 #
 # The work directory must outlive the slice and be one that all hosts share (a mounted file share or
-# bucket).  A command that fails while its slice is there is not repeated: its exit code is returned.
+# bucket).  A command that has lost a process while its slice is there (exit code 3, or 255 of ssh) is
+# given again; one that fails otherwise is not, its exit code is returned.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name="" zone="" type="" project="" version=v2-alpha-tpuv5 spot=no retries=20 poll=60 dry_run=no
-parse_flags "name zone type version project retries poll" "spot" "$@"
+preset="" check=no
+parse_flags "name zone type version project retries poll preset env" "spot check" "$@"
 [ -n "$action" ] || fail "what to do? run or delete (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the request"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the slice"
@@ -35,6 +41,9 @@ where=("--zone=$zone")
 [ -z "$project" ] || where+=("--project=$project")
 pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
 [ -z "$project" ] || pod+=(--project "$project")
+[ -n "$preset" ] || preset="$(kind_of "$type")"
+passed_on
+pod+=("${passed[@]}" --retries 0)
 
 ask() {
   local request=(gcloud compute tpus queued-resources create "$name" "--node-id=$name"
@@ -91,6 +100,8 @@ wait_for_slice() {
   done
 }
 
+checked() { [ "$check" = no ] || do_it "${pod[@]}" check "${words[@]}"; }
+
 case "$action" in
   run)
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
@@ -106,12 +117,19 @@ case "$action" in
       status=75
       if wait_for_slice; then
         status=0
-        { do_it "${pod[@]}" setup && do_it "${pod[@]}" run ${words[@]+"${words[@]}"}; } || status=$?
+        { do_it "${pod[@]}" setup "${words[@]}" && checked && do_it "${pod[@]}" run "${words[@]}"; } ||
+          status=$?
         [ "$dry_run" = no ] || exit "$status"
         # 0 may be that of a run which was told to save because its slice is being taken away; one
         # that had come to its end does so at once when it is started again.
         now="$(state)" || exit
-        [ "$now" != ACTIVE ] || exit "$status"
+        if [ "$now" = ACTIVE ]; then
+          run_again "$status" && [ "$attempt" -lt "$retries" ] || exit "$status"
+          echo "exit code $status: the run is started again on $name" >&2
+          do_it "${pod[@]}" stop || true
+          sleep "$poll"
+          continue
+        fi
       fi
       echo "$name is gone; slice $((attempt + 1)) of $((retries + 1))" >&2
       give_back || true

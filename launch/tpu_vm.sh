@@ -13,6 +13,12 @@
 #   --version VERSION  software of the VM (default v2-alpha-tpuv5-lite; v5p: v2-alpha-tpuv5)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --spot             cheaper, may be taken away at any moment
+#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --retries N        how often a run that has lost its connection is started again (default 20)
+#   --poll SECONDS     before that (default 10)
+#   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
+#   --env NAME=VALUE   a variable of the run; may be repeated
+#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
 #   --dry-run          print the commands, run nothing
 #
 # Give the same `run` again to continue: a VM that was stopped is started, one that was taken away is
@@ -23,7 +29,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name="" zone="" project="" type=v5litepod-8 version=v2-alpha-tpuv5-lite spot=no dry_run=no
-parse_flags "name zone project type version" "spot" "$@"
+retries=20 poll=10 preset="" check=no
+parse_flags "name zone project type version retries poll preset env" "spot check" "$@"
 [ -n "$action" ] || fail "what to do? run, logs or delete (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
@@ -33,6 +40,9 @@ where=("--zone=$zone")
 [ -z "$project" ] || where+=("--project=$project")
 pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
 [ -z "$project" ] || pod+=(--project "$project")
+[ -n "$preset" ] || preset="$(kind_of "$type")"
+passed_on
+pod+=("${passed[@]}" --hosts 1 --retries "$retries" --poll "$poll")
 
 case "$action" in
   run)
@@ -54,8 +64,9 @@ case "$action" in
       [ "$spot" = no ] || create+=(--spot)
       do_it "${create[@]}"
     fi
-    do_it "${pod[@]}" setup
-    do_it "${pod[@]}" run ${words[@]+"${words[@]}"}
+    do_it "${pod[@]}" setup "${words[@]}"
+    [ "$check" = no ] || do_it "${pod[@]}" check "${words[@]}"
+    do_it "${pod[@]}" run "${words[@]}"
     ;;
   logs) do_it "${pod[@]}" logs ;;
   delete) do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet ;;

@@ -12,9 +12,14 @@
 #   --name NAME        of the workload (required, but not to list)
 #   --type TYPE        e.g. v5p-128 (required to run)
 #   --project PROJECT  default: the one gcloud is configured for
-#   --image IMAGE      that the code is put into (default python:3.11)
+#   --image IMAGE      that the code is put into (default python:3.12)
 #   --storage NAME     storage attached with `xpk storage create`, where the work directory is
 #   --restarts N       after a failure or a preemption (default 20)
+#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
+#   --env NAME=VALUE   a variable of the run; may be repeated
+#   --secret-env NAME  the same, with its value here; keys that the config names need no flag.  Whoever
+#                      may read the cluster's workloads can read them.
 #   --dry-run          print the commands, run nothing
 #
 # The code of this checkout goes into the image, uncommitted changes included.
@@ -22,8 +27,9 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-cluster="" zone="" name="" type="" project="" image=python:3.11 storage="" restarts=20 dry_run=no
-parse_flags "cluster zone name type project image storage restarts" "" "$@"
+cluster="" zone="" name="" type="" project="" image=python:3.12 storage="" restarts=20 dry_run=no
+preset="" check=no
+parse_flags "cluster zone name type project image storage restarts preset env" "check" "$@"
 [ -n "$action" ] || fail "what to do? run, list or delete (--help explains)"
 [ -n "$cluster" ] || fail "--cluster is missing: the name of the GKE cluster"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the cluster"
@@ -36,10 +42,26 @@ where=("--cluster=$cluster" "--zone=$zone")
 case "$action" in
   run)
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
-    command="bash launch/setup_env.sh tpu gguf && exec env $(coa_command ${words[@]+"${words[@]}"})"
+    [ -n "$preset" ] || preset="$(kind_of "$type")"
+    presets "$preset"
+    needed
+    carried
+    command="bash launch/setup_env.sh tpu $extras && "
+    [ "$check" = no ] || command+="env$(assignments) $needs && "
+    command+="exec env $(coa_command ${words[@]+"${words[@]}"})"
     create=(xpk workload create "--workload=$name" "${where[@]}" "--tpu-type=$type" --num-slices=1
-      "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts")
+      "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts"
+      # Else a workload starts again only after faults of the cluster.
+      --restart-on-user-code-failure)
     [ -z "$storage" ] || create+=("--storage=$storage")
+    if [ ${#secrets[@]} -gt 0 ]; then
+      # A name alone stands for the value that it has here.
+      file="$(mktemp)"
+      trap 'rm -f "$file"' EXIT
+      printf '%s\n' "${secrets[@]}" >"$file"
+      [ "$dry_run" = no ] || { echo "# $file: ${secrets[*]}"; }
+      create+=("--env-file=$file")
+    fi
     do_it "${create[@]}" "--command=$command"
     ;;
   list) do_it xpk workload list "${where[@]}" ;;

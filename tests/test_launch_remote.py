@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 from tests.test_launch import program, run
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
-RUN = ("run", "rl", "--config=configs/rl/web.py:7b", "--config.note=it's a b")
-COMMAND = (
-    "COA_JAX_DISTRIBUTED=1 .venv/bin/python -u -m coa_jax.rl --config=configs/rl/web.py:7b "
-    "--config.note=it\\'s\\ a\\ b"
-)
+WORDS = ("rl", "--config=configs/rl/web.py:7b", "--config.note=it's a b")
+RUN = ("run", *WORDS)
+BARE = "coa_jax.rl --config=configs/rl/web.py:7b --config.note=it\\'s\\ a\\ b"
+NEEDS = BARE.replace("coa_jax.rl", ".venv/bin/python -m coa_jax.needs rl")
+PYTHON = f".venv/bin/python -u -m {BARE}"
+COMMAND = f"COA_JAX_DISTRIBUTED=1 {PYTHON}"
 FLAGS = {
     "tpu_vm.sh": ("--name", "vm", "--zone", "z", "--project", "p"),
     "tpu_queue.sh": ("--name", "q", "--zone", "z", "--type", "v5p-128"),
@@ -24,15 +26,28 @@ FLAGS = {
 }
 
 
-def launch(script, *arguments, path=""):
+@pytest.fixture(scope="module", autouse=True)
+def reader(tmp_path_factory):
+    """What stands for the Python that reads a config: this one needs `web` and a key."""
+    folder = tmp_path_factory.mktemp("reader")
+    told = "extras: gguf web\\nvariables: SERPER_API_KEY\\n"
+    program(folder, "python", f"printf '{told}'; echo \"$@\" >{folder}/asked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COA_JAX_PYTHON", str(folder / "python"))
+        yield folder / "asked"
+
+
+def launch(script, *arguments, path="", **more):
     """Runs a script; only what is in `path` and plain tools can be found by it."""
     env = {"PATH": f"{path}:/usr/bin:/bin", "HOME": "/nonexistent", "TMPDIR": "/tmp"}
+    env |= {"COA_JAX_PYTHON": os.environ["COA_JAX_PYTHON"], "SERPER_API_KEY": "s3cret", **more}
     return run("bash", str(LAUNCH / script), *arguments, env=env)
 
 
 def dry(script, *arguments):
-    """The commands that a script would run, split as a shell would."""
-    done = launch(script, *FLAGS[script], "--dry-run", *arguments)
+    """The commands that a script would run, split as a shell would; without a preset."""
+    done = launch(script, *FLAGS[script], "--preset", "none", "--dry-run", *arguments)
+    assert "s3cret" not in done.stdout
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout, [shlex.split(line) for line in done.stdout.splitlines() if "$(" not in line]
 
@@ -44,7 +59,8 @@ def test_a_tpu_vm_is_made_set_up_and_used():
         *("--accelerator-type=v5litepod-8", "--version=v2-alpha-tpuv5-lite"),
     ]
     pod = ["bash", str(LAUNCH / "tpu_pod.sh"), "--name", "vm", "--zone", "z", "--project", "p"]
-    assert setup == [*pod, "setup"]
+    pod += ["--preset", "none", "--hosts", "1", "--retries", "20", "--poll", "10"]
+    assert setup == [*pod, "setup", *WORDS]
     assert start == [*pod, *RUN]
 
 
@@ -56,24 +72,28 @@ def test_a_slice_is_asked_for_waited_for_and_used():
     ]
     assert wait[:6] == ["gcloud", "compute", "tpus", "queued-resources", "describe", "q"]
     pod = ["bash", str(LAUNCH / "tpu_pod.sh"), "--name", "q", "--zone", "z"]
-    assert (setup, start) == ([*pod, "setup"], [*pod, *RUN])
+    pod += ["--preset", "none", "--retries", "0"]
+    assert (setup, start) == ([*pod, "setup", *WORDS], [*pod, *RUN])
 
 
 def test_a_workload_of_a_cluster_sets_itself_up():
-    _, (create,) = dry("xpk.sh", *RUN)
+    _, (note, create) = dry("xpk.sh", *RUN)
+    assert note[:1] == ["#"] and note[-1] == "SERPER_API_KEY"
+    assert "--restart-on-user-code-failure" in create and f"--env-file={note[1][:-1]}" in create
     assert create[:3] == ["xpk", "workload", "create"]
     assert {"--cluster=c", "--workload=w", "--tpu-type=v5p-128", "--zone=z"} <= set(create)
-    setup = "bash launch/setup_env.sh tpu gguf && exec env "
+    setup = "bash launch/setup_env.sh tpu gguf web && exec env "
     assert create[-1] == f"--command={setup}{COMMAND}"
 
 
 def test_a_slurm_job_has_one_process_for_all_gpus_of_a_node():
     text, lines = dry("slurm.sh", "--gpus", "4", *RUN)
-    assert f"srun --kill-on-bad-exit=1 env {COMMAND}\n" in text
+    assert f"srun --kill-on-bad-exit=1 env {COMMAND} || status=$?\n" in text
     assert ["export", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"] in lines
     submit = lines[-1]
     assert submit[0] == "sbatch"
     assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=4", "--requeue"} <= set(submit)
+    assert "--export=ALL" in submit  # the keys
 
 
 def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_path):
@@ -81,12 +101,22 @@ def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_
     program(tools, "sbatch", f"cat >{tmp_path}/job; printf '%s\\n' \"$@\" >{tmp_path}/flags")
     program(tools, "srun", 'shift; exec "$@"')
     program(tmp_path / ".venv" / "bin", "python", 'printf "[%s]" "$@" "$COA_JAX_DISTRIBUTED"')
-    done = launch("slurm.sh", *RUN, path=tools)
+    program(tools, "scontrol", f'echo "$@" >>{tmp_path}/queued')
+    done = launch("slurm.sh", "--preset", "none", *RUN, path=tools)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--gpus-per-node=8" in (tmp_path / "flags").read_text().split()
     job = run("bash", str(tmp_path / "job"), cwd=tmp_path, env={"PATH": f"{tools}:/usr/bin:/bin"})
     assert job.stdout == "[-u][-m][coa_jax.rl][--config=configs/rl/web.py:7b]" \
         "[--config.note=it's a b][1]"  # fmt: skip
+    # A job that has lost a process goes to the queue again, a few times; one that fails does not.
+    program(tmp_path / ".venv" / "bin", "python", 'exit "$CODE"')
+    for code, before, again in ((3, "2", True), (137, "", True), (3, "20", False), (2, "", False)):
+        (tmp_path / "queued").unlink(missing_ok=True)
+        env = {"PATH": f"{tools}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "7"}
+        env |= {"SLURM_RESTART_COUNT": before} if before else {}
+        job = run("bash", str(tmp_path / "job"), cwd=tmp_path, env=env)
+        assert job.returncode == code
+        assert (tmp_path / "queued").exists() == again, (code, before)
 
 
 def test_a_sky_task_mounts_the_bucket_and_names_the_other_machines():
@@ -95,10 +125,12 @@ def test_a_sky_task_mounts_the_bucket_and_names_the_other_machines():
     assert ["source:", "gs://mine"] in lines
     assert ["use_spot:", "false"] in lines
     assert "COA_JAX_PROCESS_ID=$SKYPILOT_NODE_RANK " + COMMAND in text
-    assert lines[-1] == ["sky", "jobs", "launch", "--yes", "--name=coa-jax", "task.yaml"]
+    sky = ["sky", "jobs", "launch", "--yes", "--name=coa-jax"]
+    assert lines[-1] == [*sky, "--secret", "SERPER_API_KEY", "task.yaml"]
+    assert ["recover_on_exit_codes:", "[3]"] in lines
     text, _ = dry("sky.sh", "--gpus", "tpu-v5p-64", *RUN)
     assert f"  exec env {COMMAND}\n" in text
-    assert "setup_env.sh tpu gguf" in text
+    assert "setup_env.sh tpu gguf web" in text
 
 
 @pytest.fixture
@@ -120,7 +152,8 @@ case "$*" in
   *" delete "*) rm -f state ;;
   *" ssh "*coa_jax.rl*)
     left=$(cat losses); [ "$left" -eq 0 ] && exit "$(cat code)"
-    echo $((left - 1)) >losses; echo SUSPENDED >state; exit "$(cat lost)" ;;
+    [ "$(cat lost)" = 3 ] || echo SUSPENDED >state
+    echo $((left - 1)) >losses; exit "$(cat lost)" ;;
 esac""",
     )
 
@@ -131,8 +164,7 @@ esac""",
         (tmp_path / "silent").write_text("x\n" * silent)
         if state:
             (tmp_path / "state").write_text(f"{state}\n")
-        poll = ("--poll", "0") if script == "tpu_queue.sh" else ()
-        done = launch(script, *FLAGS[script], *poll, *flags, *RUN, path=tools)
+        done = launch(script, *FLAGS[script], "--poll", "0", *flags, *RUN, path=tools)
         return done, (tmp_path / "log").read_text()
 
     return start
@@ -145,6 +177,18 @@ def test_a_slice_that_was_taken_away_is_replaced(cloud, lost):
     assert log.count("queued-resources create") == 3
     assert log.count("queued-resources delete") == 2
     assert log.count("coa_jax.rl") == 3
+
+
+def test_a_run_that_has_lost_a_process_goes_on_on_its_slice(cloud):
+    done, log = cloud(2, 0, lost=3)
+    assert done.returncode == 0, done.stderr
+    assert log.count("queued-resources create") == 1
+    assert "queued-resources delete" not in log
+    assert log.count("coa_jax.rl") == 3
+    assert log.count("kill") == 2  # what is left of the run on other hosts
+    done, log = cloud(2, 0, lost=3, script="tpu_vm.sh")
+    assert done.returncode == 0, done.stderr
+    assert log.count("coa_jax.rl") - 3 == 3
 
 
 def test_a_request_that_still_waits_or_was_refused_is_gone_on_with(cloud):
@@ -178,7 +222,8 @@ def test_a_tpu_vm_that_is_there_is_used_and_one_that_was_taken_away_made_anew(cl
     done, log = cloud(0, 0, script="tpu_vm.sh", state=state)
     assert done.returncode == 0, done.stderr
     verbs = [line.split()[3] for line in log.splitlines() if line.startswith("compute tpus tpu-vm")]
-    assert verbs == ["describe", *steps, "scp", "ssh", "ssh"]
+    # The code and its packages; a file for the keys, and the keys; the run.
+    assert verbs == ["describe", *steps, "scp", "ssh", "ssh", "scp", "ssh"]
 
 
 def test_a_command_that_fails_on_its_slice_is_not_repeated(cloud):
@@ -195,9 +240,53 @@ def test_retries_come_to_an_end(cloud):
     assert log.count("coa_jax.rl") == 2
 
 
+def test_keys_and_variables_reach_the_hosts_and_no_command_line_shows_a_key(cloud, tmp_path):
+    tools = tmp_path / "tools"
+    done, log = cloud(0, 0, "--env", "HTTP_PROXY=http://a b", state="ACTIVE")
+    assert done.returncode == 0, done.stderr
+    assert "s3cret" not in log
+    assert "HTTP_PROXY=http://a\\ b " in log
+    copy = f'case "$*" in *" scp "*.coa_jax.env*) cat "$5" >{tmp_path}/keys ;; esac'
+    program(tools, "gcloud", copy)
+    done = launch("tpu_pod.sh", "--name", "p", "--zone", "z", "--secret-env", "MORE", *RUN,
+                  path=tools, MORE="it's")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = run("bash", "-c", f'. {tmp_path}/keys; printf %s "$SERPER_API_KEY $MORE"')
+    assert found.stdout == "s3cret it's"
+
+
+def test_a_key_that_is_not_here_is_named_before_anything_is_done(tmp_path):
+    program(tmp_path, "gcloud", f"touch {tmp_path}/used")
+    flags = ("--name", "p", "--zone", "z")
+    done = launch("tpu_pod.sh", *flags, *RUN, path=tmp_path, SERPER_API_KEY="")
+    assert done.returncode == 2
+    assert done.stderr == "error: the run needs SERPER_API_KEY: set it here\n"
+    assert not (tmp_path / "used").exists()
+
+
+def test_hosts_are_checked_before_the_run_on_demand(reader):
+    _, lines = dry("tpu_queue.sh", "--check", *RUN)
+    assert [line[-4] for line in lines[2:]] == ["setup", "check", "run"]
+    done = launch("tpu_pod.sh", "--name", "p", "--zone", "z", "--dry-run", "check", *WORDS)
+    assert shlex.split(done.stdout.splitlines()[-1])[-1].endswith(f"{NEEDS} --check --hosts=2")
+    asked = "-m coa_jax.needs rl --config=configs/rl/web.py:7b --config.note=it's a b"
+    assert reader.read_text().strip() == asked
+    text, _ = dry("slurm.sh", "--check", *RUN)
+    assert f"srun env {NEEDS} --check --hosts=4\n" in text
+
+
+def test_without_a_python_the_packages_of_all_tools_are_installed():
+    done = launch("xpk.sh", *FLAGS["xpk.sh"], "--dry-run", *RUN, COA_JAX_PYTHON="/nowhere/python")
+    assert "setup_env.sh tpu endpoint gguf maths mcp tasks web" in shlex.split(done.stdout)[-1]
+    assert done.stderr.startswith("note: /nowhere/python is not there to read the config")
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [
+        ("tpu_pod.sh", ["--name", "a", "--zone", "z", "--env", "A", "run"], "--env A: give NAME="),
+        ("tpu_pod.sh", ["--name", "a", "--zone", "z", "--secret-env", "A=b", "run"], "name only"),
+        ("slurm.sh", ["--preset", "gpu", "--dry-run", "run", "rl"], "--preset gpu: one of tpu"),
         ("tpu_vm.sh", ["run", "rl"], "--name is missing"),
         ("tpu_vm.sh", ["--name", "a b"], "--name a b: only letters"),
         ("tpu_queue.sh", ["--name", "a", "--zone", "z", "--dry-run", "run", "rl"], "--type is"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import sys
@@ -11,8 +12,6 @@ from types import FrameType
 from typing import NoReturn
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from coa_jax.parallel import processes
 
@@ -33,14 +32,13 @@ class Stop:
         saved alone would leave the others waiting for it.
 
         Args:
-            wait_seconds: see `processes.meet`.
+            wait_seconds: see `processes.exchange`.
             due: whether this process's clock says that a checkpoint is due.
         """
-        mine = np.array([self.requested, due])
-        if jax.process_count() > 1:
-            processes.meet("the end of a step", wait_seconds)
-            mine = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2).any(axis=0)
-        return bool(mine[0]), bool(mine[1])
+        # No program on the devices: rollouts that go on may be about to start one.
+        mine = [self.requested, due]
+        told = asyncio.run(processes.exchange(mine, "the end of a step", wait_seconds))
+        return any(stop for stop, _ in told), any(due for _, due in told)
 
 
 @contextlib.contextmanager

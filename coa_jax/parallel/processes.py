@@ -37,7 +37,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -56,7 +56,6 @@ _VERDICT = f"{_ROOT}/verdict"
 _STOP = f"{_ROOT}/stop/"
 _COORDINATOR = f"{_ROOT}/alive/0"
 _FINISHED = "finished"
-_FOREVER = 365 * 86_400_000  # milliseconds of a barrier: it is the watch that ends a wait
 _SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, which few programs serve
 
 
@@ -70,7 +69,6 @@ class _Joined:
         coordinator: address of the service, which lives in process 0.
         lost_seconds: silence after which a process is given up.
         doing: what it is at, for the others to read.
-        met: how often it has met the others.
         told: how many exchanges of each kind it has been part of.
         beat: how often it has said that it lives.
         ending: set when the interpreter is at its end, which waits for all processes.
@@ -83,7 +81,6 @@ class _Joined:
     coordinator: str
     lost_seconds: float
     doing: str = "starting"
-    met: int = 0
     told: dict[str, int] = dataclasses.field(default_factory=dict)
     beat: int = 0
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -95,7 +92,6 @@ class _Joined:
             self.beat += 1
             state = {
                 "beat": self.beat,
-                "met": self.met,
                 "doing": self.doing,
                 "name": f"{socket.gethostname()}, pid {os.getpid()}",
             }
@@ -245,68 +241,31 @@ def meet(what: str, seconds: float) -> None:
     Args:
         what: names the place; all processes come to the same places in the same order.
         seconds: after which it logs for whom it waits, and again after as long.
-
-    Raises:
-        jax.errors.JaxRuntimeError: a process is gone; see `fail`.
     """
     here = _joined
     if here is None:
         return
     before, here.doing = here.doing, f"waiting at: {what}"
-    here.met += 1
     here.tell()
-    place, turn, ended = f"{_ROOT}/{here.met}/{what}", here.met, threading.Event()
-    faults: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            here.client.wait_at_barrier(place, _FOREVER)
-        except jax.errors.JaxRuntimeError as fault:
-            faults.append(fault)
-        ended.set()
-
-    # In a thread: signals are handled in the main one, which must not be inside of the client.
-    threading.Thread(target=wait, daemon=True, name="meet").start()
-    patience = _Patience(here, what, seconds)
-    while not ended.wait(0.5):
-        patience.tell_of_the_late(
-            lambda: [number for number, state in here.others().items() if state["met"] >= turn]
-        )
-    if faults:
-        raise faults[0]
+    told = asyncio.run(exchange(what, what, seconds, "met"))
+    assert set(told) == {what}, told
     here.doing = before
 
 
-class _Patience:
-    """Logs again and again for whom a process waits."""
-
-    def __init__(self, here: _Joined, what: str, seconds: float) -> None:
-        self._here, self._what, self._seconds = here, what, seconds
-        self._start = self._last = time.monotonic()
-
-    def tell_of_the_late(self, came: Callable[[], Collection[int]]) -> None:
-        """Names all processes but those that came, if it is time."""
-        now = time.monotonic()
-        if now - self._last < self._seconds:
-            return
-        self._last = now
-        # What ails the connection is found out by the watch, which ends the process.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            there = came()
-            late = [
-                f"process {number} ({state['name']}), which is at: {state['doing']}"
-                for number, state in sorted(self._here.others().items())
-                if number not in there
-            ]
-            logging.warning(
-                "%s: waiting for %.0f s for %s",
-                self._what,
-                now - self._start,
-                " and ".join(late[:4]) + (f" and {len(late) - 4} more" if len(late) > 4 else ""),
-            )
+def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) -> None:
+    """Names all processes but those that came."""
+    # What ails the connection is found out by the watch, which ends the process.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        late = [
+            f"process {number} ({state['name']}), which is at: {state['doing']}"
+            for number, state in sorted(here.others().items())
+            if number not in came
+        ]
+        names = " and ".join(late[:4]) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
+        logging.warning("%s: waiting for %.0f s for %s", what, waited, names)
 
 
-async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
+async def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
     """What each process has to say, on all of them, in their order.
 
     It runs no program on the devices, so that a thread may do this while another is in programs of
@@ -314,26 +273,30 @@ async def exchange(value: Any, what: str, seconds: float) -> list[Any]:
 
     Args:
         value: of this process; what JSON takes, and short.
-        what: names the exchange, in messages too; only one thread has those of a name.
+        what: names the exchange in messages.
         seconds: after which it logs for whom it waits, and again after as long.
+        place: names it for the service, by default ``what``; only one thread has those of a name.
     """
     here = _joined
     if here is None:
         return [value]
-    turn = here.told[what] = here.told.get(what, 0) + 1
-    place, pause = f"{_ROOT}/told/{what}/{turn}/", 0.01
-    patience = _Patience(here, what, seconds)
-    here.client.key_value_set(f"{place}{here.index}", json.dumps(value))
+    place = f"{_ROOT}/told/{place or what}"
+    turn = here.told[place] = here.told.get(place, 0) + 1
+    start, logged, pause = time.monotonic(), 1, 0.01
+    here.client.key_value_set(f"{place}/{turn}/{here.index}", json.dumps(value))
     while True:
-        entries = here.client.key_value_dir_get(place)
+        entries = here.client.key_value_dir_get(f"{place}/{turn}/")
         told = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
         if len(told) == here.count:
             break
-        patience.tell_of_the_late(told.keys)
+        waited = time.monotonic() - start
+        if waited > logged * seconds:
+            logged += 1
+            _log_late(here, what, waited, told)
         await asyncio.sleep(pause)
-        pause = min(2 * pause, 1.0)
+        pause = min(2 * pause, 0.2)
     if turn > 1:  # who has said this has read all that came before
-        here.client.key_value_delete(f"{_ROOT}/told/{what}/{turn - 1}/{here.index}")
+        here.client.key_value_delete(f"{place}/{turn - 1}/{here.index}")
     return [told[number] for number in range(here.count)]
 
 

@@ -5,9 +5,9 @@ r"""Reinforces the paper's web agent with live search (DAPO).
 Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
 Needs: the policy of configs/sft/web.py and, in a directory that all hosts share (here /mnt),
 questions with answers; the key of serper.dev in ``SERPER_API_KEY``; the judge, an OpenAI-compatible
-server, at ``graders.judge.chat.url``: all hosts ask it, so that it is no ``localhost``.  7b is for the 64 chips of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8;
-``python -m coa_jax.aot --topology=...`` says whether another slice will do, ``launch/`` has what
-starts it there.
+server, at ``graders.judge.chat.url``, which all hosts ask.  7b is for the 64 chips of a v5p:4x4x4,
+32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice
+will do, ``launch/`` has what starts it there.
 Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
 Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
 

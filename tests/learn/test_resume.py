@@ -113,3 +113,11 @@ def test_an_rl_run_that_goes_on_holds_its_state_once_before_its_engines_are_made
     policy = 3 * 4 * num_params(model.config)
     critic = policy - 3 * model.params["head"]["kernel"].nbytes
     assert 0.99 * (policy + critic) < found[0] < 1.15 * (policy + critic)
+
+
+@pytest.mark.slow
+def test_a_step_that_ends_long_after_the_last_checkpoint_has_one(folder):
+    changes = {"checkpoint_every": 100, "checkpoint_seconds": 1e-3, "keep_last": 3}
+    run_sft(folder / "run", settings(folder, 3, **changes))
+    saved = {path.name for path in (folder / "run" / "checkpoints" / "sft").iterdir()}
+    assert saved == {"1", "2", "3"}

@@ -19,7 +19,11 @@ CONFIG = ModelConfig("qwen2", 383, 48, 90, 3, 6, 2, 12, qkv_bias=True, tie_embed
 
 @pytest.mark.parametrize(
     ("processes", "devices", "sizes"),
-    [(4, 1, "1,2,2"), pytest.param(2, 4, "2,2,2", marks=pytest.mark.slow)],
+    [
+        (2, 2, "1,2,2"),
+        pytest.param(4, 1, "1,2,2", marks=pytest.mark.slow),
+        pytest.param(2, 4, "2,2,2", marks=pytest.mark.slow),
+    ],
 )
 def test_all_processes_together_read_the_bytes_of_a_model_once(tmp_path, processes, devices, sizes):
     params = init_params(CONFIG, jax.random.key(0))
