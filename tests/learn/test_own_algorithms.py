@@ -21,6 +21,7 @@ from coa_jax.learn.update import group_examples
 from tests.learn.packed import gradients, members
 from tests.learn.test_advantages import group
 from tests.learn.tiny_runs import rl_config
+from tests.own_files import install
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_algorithm"
 ADVANTAGES = """
@@ -79,6 +80,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "my_advantages.py").write_text(ADVANTAGES)
     (folder / "my_losses.py").write_text(LOSSES)
+    install(folder, "soft", "coa_jax.losses", "soft", "sapo:sapo")
+    install(folder, "likely", "coa_jax.advantages", "likely", "maxrl:maxrl")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.syspath_prepend(str(EXAMPLE))
@@ -197,6 +200,12 @@ def test_losses_with_other_options_are_other_programs():
     )
     assert one != two and one == dataclasses.replace(one)
     assert len({one, two, dataclasses.replace(one)}) == 2
+
+
+def test_an_installed_package_gives_short_names():
+    algorithm = chosen(advantage="likely", loss="soft", loss_options={"tau_neg": 2})
+    assert algorithm.loss_call(ratio=1.0, advantages=-1.0, logp=0.0)[0] == 1.0
+    assert [float(a) for _, a in advantages_of(algorithm, group([1.0, 0.0]))] == [1.0, -1.0]
 
 
 # --- mistakes -------------------------------------------------------------------------------
