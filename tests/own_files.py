@@ -1,5 +1,9 @@
 """A tool, a task source and rewards as somebody outside of the package writes them."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 SHOUT = '''
 import time
 from coa_jax.tools.base import Observation
@@ -67,3 +71,11 @@ def asks_for_more(answer, trajectry):
     return 0.0
 '''
 FILES = {"my_tools.py": SHOUT, "my_tasks.py": RIVERS, "my_rewards.py": ROUGE}
+
+
+def install(folder: Path, name: str, group: str, entry: str, value: str) -> None:
+    """Writes what pip writes of a distribution with one entry point."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {value}\n")

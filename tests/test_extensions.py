@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
@@ -23,7 +22,7 @@ from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools
 from coa_jax.tools.web_search import PROVIDERS
-from tests.own_files import FILES
+from tests.own_files import FILES, install
 from tests.tasks.finished import finished
 
 
@@ -182,14 +181,6 @@ def test_filters_keep_single_runs_or_compare_them(folder):
 
 
 # --- names of installed packages ------------------------------------------------------------
-
-
-def install(folder: Path, name: str, group: str, entry: str, value: str) -> None:
-    """Writes what pip writes of a distribution with one entry point."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {value}\n")
 
 
 def test_entry_points_give_short_names(folder):

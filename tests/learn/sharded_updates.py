@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from coa_jax.engine.config import EngineConfig
+from coa_jax.extensions import importable
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.losses import SFTLoss
@@ -40,6 +41,8 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests.learn.tiny_runs import rl_config
 
+importable(Path(__file__).parents[2] / "examples" / "own_algorithm")
+
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
 LENGTH, STEPS = 40, 3
@@ -59,6 +62,13 @@ KINDS: dict[str, dict[str, Any]] = {
     # Old log-probabilities by the trainer, which several updates need.
     "recomputed": {
         "algorithm": Algorithm("dapo", old_logp="trainer", tis_cap=1.5),
+        "mini_batch": 2,
+    },
+    # An advantage and a loss outside of the package.
+    "own": {
+        "algorithm": Algorithm(
+            "grpo", "maxrl:maxrl", loss="sapo:sapo", loss_options={"tau_neg": 2.0}
+        ),
         "mini_batch": 2,
     },
     "sft-lora": {"lora": LORA},

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+
 import numpy as np
 import pytest
 
+from coa_jax.errors import UserError
 from coa_jax.learn.admission import Composition
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.groups import assemble, describe, is_learned
+from coa_jax.learn.groups import assemble, completed, describe, graded, is_learned, masked_by
 from coa_jax.learn.metrics import rollout_metrics
-from coa_jax.learn.shaping import shape_reward
+from coa_jax.learn.shaping import StopRewards, shape_reward
+from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests.learn.tiny_runs import rl_config
+from tests.tasks.finished import finished
 
 
 def group(name, values, lengths):
@@ -66,3 +72,108 @@ def test_a_penalty_for_length_makes_no_group_pass_or_fail():
     assert figures["group/frac_all_pass"] == 2 / 4
     assert figures["group/frac_all_fail"] == 1 / 4
     assert describe(sampled)["group/frac_zero_std"] == 3 / 4
+
+
+# --- what stopped a trajectory --------------------------------------------------------------
+
+TASK = Task("t", "What?", "web", ("x",), "")
+BY_LOAD = (StopReason.DEADLINE, StopReason.TOOL_TIME)
+CUT = (*BY_LOAD, *map(StopReason, ("length", "turn_length", "turns", "eos", "violation")))
+
+
+def learned(tmp_path, group, graders=None, **changes):
+    """A group with the rewards that a run learns from."""
+    config = rl_config(tmp_path, tmp_path, **changes)
+    judge = Graders(graders or GradersConfig())
+
+    async def rewarded():
+        alone = [await graded(config, judge, TASK, trajectory) for trajectory in group]
+        return await completed(config, judge, TASK, alone)
+
+    return asyncio.run(rewarded())
+
+
+def test_only_what_the_load_of_the_machine_decides_is_masked(tmp_path):
+    group = [finished(None, stop=stop) for stop in CUT] + [finished("x"), finished("y")]
+    found = learned(tmp_path, group)
+    for trajectory in found[:2]:
+        assert trajectory.reward.value is None and trajectory.reward.parts["exact_match"] == 0
+    judge = Graders(GradersConfig())
+    for trajectory in found[2:]:
+        assert trajectory.reward == judge(TASK, trajectory)
+    assert [t.reward.value for t in found[2:]] == [0.0] * 5 + [1.0, 0.0]
+
+
+@pytest.mark.parametrize("stop", CUT)
+def test_a_setting_says_what_each_way_to_stop_means(tmp_path, stop):
+    group = [finished(None, stop=stop), finished("x")]
+    values = {}
+    for verdict in ("score", "mask", "-0.5"):
+        stops = StopRewards(**{str(stop): verdict})
+        cut, right = learned(tmp_path, group, stops=stops)
+        assert right.reward.value == 1.0
+        values[verdict] = cut.reward.value
+        assert cut.reward.parts.get("stop") == (-0.5 if verdict == "-0.5" else None)
+    assert values == {"score": 0.0, "mask": None, "-0.5": -0.5}
+
+
+def test_what_is_added_for_a_stop_counts_where_the_protocol_was_not_obeyed(tmp_path):
+    group = [finished("x", "nothing"), finished(None, stop=StopReason.LENGTH)]
+    group[0] = dataclasses.replace(group[0], protocol="web", text="no tags")
+    stops = StopRewards(length="-0.25")
+    found = learned(tmp_path, group, stops=stops, format_reward=True)
+    assert [t.reward.value for t in found] == [0.0, -0.25]
+
+
+def test_a_reward_of_the_group_does_not_see_what_is_masked(tmp_path, monkeypatch):
+    code = "def counted(trajectories): return [float(len(trajectories))] * len(trajectories)"
+    (tmp_path / "my_counted.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    graders = GradersConfig(rewards={"grader": {}, "count": {"path": "my_counted:counted"}})
+    cut, right = learned(
+        tmp_path, [finished(None, stop=StopReason.DEADLINE), finished("x")], graders
+    )
+    assert cut.reward.value is None
+    assert right.reward.parts["count"] == 1.0 and right.reward.value == 2.0
+
+
+@pytest.mark.parametrize("verdict", ["none", "1e3x", "nan", "inf", ""])
+def test_another_word_for_what_a_stop_means_is_refused(verdict):
+    with pytest.raises(UserError, match=r'give score, mask, or what is added, such as "-0\.5"'):
+        StopRewards(length=verdict)
+
+
+def test_parts_and_causes_are_figures_of_a_step():
+    def one(stop=StopReason.ANSWER, value=1.0, outcome=None, reason="", **parts):
+        trajectory = finished("x", stop=stop, outcome=outcome)
+        metadata = {"policy_versions": [[0, 0]]}
+        reward = Reward(value, parts, reason)
+        return dataclasses.replace(trajectory, reward=reward, metadata=metadata)
+
+    group = [
+        one(rouge=0.5, brief=1.0),
+        one(rouge=1.0, brief=0.0, stop=StopReason.LENGTH, overlong=-0.5, earned=1.0),
+        one(value=None, rouge=9.0, stop=StopReason.DEADLINE),
+        one(value=None, rouge=9.0, outcome="fault"),
+        one(value=None, stop=StopReason.FAULT, outcome="fault"),
+        one(value=None, reason="no verdict of judge", stop=StopReason.DEADLINE),
+        one(value=None, stop=StopReason.TURNS),
+        one(rouge=0.0, brief=0.5),
+    ]
+    causes = ["", "", "deadline", "tool_fault", "fault", "ungraded", "turns", ""]
+    assert [masked_by(trajectory) for trajectory in group] == causes
+    figures = describe(step_of([group], (0,)))
+    parts = {name: figures[f"reward/{name}"] for name in ("rouge", "brief", "overlong")}
+    assert parts == pytest.approx({"rouge": 0.5, "brief": 0.5, "overlong": -0.5 / 3})
+    assert "reward/earned" not in figures
+    shares = {k: v for k, v in figures.items() if k.startswith("masked/")}
+    assert shares == {
+        "masked/deadline": 1 / 8, "masked/fault": 1 / 8, "masked/tool_fault": 1 / 8,
+        "masked/tool_time": 0.0, "masked/turns": 1 / 8, "masked/ungraded": 1 / 8,
+    }  # fmt: skip
+    assert figures["reward/masked_frac"] == 5 / 8
+
+
+def test_a_reward_may_not_have_the_name_of_another_metric():
+    with pytest.raises(UserError, match=r"rewards.mean is the name of another metric; choose"):
+        GradersConfig(rewards={"mean": {"path": "my_rewards:mean"}})

@@ -20,7 +20,11 @@ from coa_jax.learn.watch import QUIET, Watch, warnings_of
         ({"tool/fail_frac": 0.75}, "75% of the tool calls failed"),
         ({"group/frac_all_pass": 1.0}, "harder tasks"),
         ({"group/frac_all_fail": 0.95}, "easier tasks"),
-        ({"reward/masked_frac": 0.06}, "6% of the trajectories have no grade"),
+        ({"reward/masked_frac": 0.06}, "6% of the trajectories are masked .* no verdict"),
+        (
+            {"reward/masked_frac": 0.4, "masked/ungraded": 0.1, "masked/deadline": 0.3},
+            "40% of the trajectories are masked .* rollout.max_seconds ran out",
+        ),
         ({"loss": None}, "not a number"),
     ],
 )
@@ -54,6 +58,34 @@ def steady(name: str, *values: float) -> list[dict[str, float]]:
 def test_what_is_bad_beside_the_beginning_is_warned_of(rows, step, words):
     ((_, found, text),) = warnings_of(rows)
     assert (found, words in text) == (step, True), text
+
+
+def masking(*shares: float) -> list[dict[str, float]]:
+    return [
+        {"reward/masked_frac": 0.0, "masked/tool_fault": share, "masked/fault": 0.0, "step": step}
+        for step, share in enumerate(shares, 1)
+    ]
+
+
+def test_a_share_of_masked_trajectories_that_rises_is_warned_of():
+    ((_, step, text),) = warnings_of(masking(0, 0.02, 0, 0.01, 0, 0.01, *[0.03, 0.1, 0.2] * 2))
+    assert step == 11
+    assert "9% of the trajectories of the last 5 steps are masked because of tool_fault" in text
+    assert "1% of the first 5" in text and "provoke what spares it a bad reward" in text
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [0.0] * 5 + [0.04] * 30,  # rare
+        [0.3] * 30,  # from the beginning on, which another rule tells
+        [0.0, 0.0, 0.5, 0.0, 0.0] + [0.4] * 30,  # it has been so before
+        [0.0] * 5 + [0.3, 0.3, 0.3, 0.3, 0.0] * 6,  # a server that was down
+        [0.0] * 9,
+    ],
+)
+def test_a_share_of_masked_trajectories_that_does_not_rise_is_not_warned_of(shares):
+    assert warnings_of(masking(*shares)) == []
 
 
 def test_rows_without_a_metric_are_no_sign_that_all_is_well_again():
