@@ -36,7 +36,7 @@ from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory, format_valid
 
 METRICS = ("eval/pass_at_1", "eval/reward")
-"""Figures of an evaluation whose best checkpoint may stay; of each the highest value is the best."""
+"""Figures of an evaluation whose best checkpoint may stay, that with the highest value."""
 
 Key = tuple[int, int]
 """Index of a task among those that are held out, and number of its sample."""
@@ -192,10 +192,11 @@ class HeldOut:
         if requests and not self._abandoned:
             whole = asyncio.run(self._sample(requests, path, tokenizer, engines(), done))
         mine = [_row(key, trajectory) for key, trajectory in done.items()] if whole else None
-        rows = processes.gather([mine], "gathering of an evaluation", self._wait_seconds)
-        if any(part is None for part in rows) or self._abandoned:
+        parts = processes.gather([mine], "gathering of an evaluation", self._wait_seconds)
+        rows = [row for part in parts for row in part or ()]
+        if self._abandoned or None in parts:
             return {}
-        return self._figures(sorted((row for part in rows for row in part), key=lambda row: row[:2]))
+        return self._figures(sorted(rows, key=lambda row: (row[0], row[1])))
 
     def abandon(self) -> None:
         """Ends an evaluation that is running; signal handlers may call it."""
