@@ -15,11 +15,13 @@ from coa_jax.learn import sft
 from coa_jax.learn.command import define_flags, run_fit
 from coa_jax.run_dir import RunDir
 from coa_jax.small.augment import renaming
+from coa_jax.tools.make import make_tools
 
 
 def train(config: sft.SFTConfig, run: RunDir, output: Path) -> None:
     """See `learn.sft.train`."""
-    sft.train(config, run, output, renaming(config.rename_share))
+    live = make_tools(config.tools) if config.evaluate_every else ()
+    sft.train(config, run, output, renaming(config.rename_share), live)
 
 
 def main(argv: list[str]) -> None:

@@ -1,8 +1,8 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
-#                                               endpoint distill tfds notebook wandb docs test testjax dev
-#                                               cuda tpu
+#                                               endpoint distill hub tfds notebook wandb docs test testjax
+#                                               dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
@@ -147,7 +147,7 @@ coa_install() {
   hash="$(coa_hash)" || return 1
   [ -z "$constraints" ] || pip+=(-c "$constraints")
   # What setup.py includes in these two, so that a later request for a part installs nothing.
-  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf maths mcp notebook serve tasks test testjax tfds web" ;; esac
+  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf hub maths mcp notebook serve tasks test testjax tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
     sort -u | grep . | paste -sd ' ' -)"

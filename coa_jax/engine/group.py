@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -70,6 +71,33 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
         raise ValueError(f"{len(parts)} copies for {len(engines)} engines")
     for index, engine in enumerate(engines):
         engine.publish(parts[index // count])
+
+
+def sharing(
+    engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0
+) -> list[Engine]:
+    """Further engines on the same parameters, each with a cache of its own.
+
+    Args:
+        engines: that `make_engines` made; they may be decoding.
+        parts: parameters in their layout, one for each group, see `take_copies`.
+        slots: of the new engines together; 0 for as many as the others have.
+
+    Raises:
+        UserError: there is no memory for another cache.
+    """
+    each = -(-slots // len(engines)) if slots else 0
+    count = len(engines) // len(parts)
+    return [
+        Engine(
+            parts[index // count],
+            engine.model,
+            dataclasses.replace(engine.config, slots=each or engine.config.slots),
+            engine.stop_tokens,
+            engine.constraint,
+        )
+        for index, engine in enumerate(engines)
+    ]
 
 
 def publish_all(engines: Sequence[Engine], params: Params) -> None:

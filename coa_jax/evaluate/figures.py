@@ -14,7 +14,10 @@ from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
 
 FORMAT = 1
-FIELDS = ("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source")
+FIELDS = (
+    *("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source"),
+    "source",
+)
 """Fields of the metadata by which results are broken down."""
 
 _MOST_GROUPS = 6

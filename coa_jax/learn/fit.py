@@ -66,6 +66,8 @@ def fit(
     longest: int,
     phase: str = "sft",
     validate: Callable[[TrainState], float] | None = None,
+    evaluate: Callable[[TrainState, int], dict[str, float]] | None = None,
+    hurry: Callable[[], None] = lambda: None,
 ) -> None:
     """Updates, metrics and checkpoints, and in the end the model.
 
@@ -86,6 +88,8 @@ def fit(
         longest: tokens of the longest sequence, whose positions begin anew in every one of a row.
         phase: name in metrics and checkpoints.
         validate: a figure of held-out data.
+        evaluate: figures of the policy after an update, by its number; {} after most.
+        hurry: cuts an evaluation short when the run shall end; signal handlers may call it.
     """
     warn_of_positions(model.config, longest, "row_length")
     state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)
@@ -96,7 +100,7 @@ def fit(
     with (
         contextlib.closing(checkpoints),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-        stop_on_sigterm() as stop,
+        stop_on_sigterm(hurry) as stop,
         progress(phase.upper(), total=total, initial=step) as bar,
     ):
         clock, stopping = Clock(*_PARTS), False
@@ -126,6 +130,10 @@ def fit(
             if validate is not None and (step % config.validate_every == 0 or step == total):
                 with clock("validation"):
                     stats["validation/loss"] = validate(state)
+            if evaluate is not None:
+                processes.doing(f"evaluation after update {step}")
+                with clock("evaluation"):
+                    stats |= evaluate(state, step)
             run.metrics(step, phase, **stats, **memory(), **clock.report())
             profile.after(step)
             for text in watch.see({**stats, "step": step}):

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import sharing
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
@@ -33,10 +35,12 @@ from coa_jax.learn.groups import (
     rewards,
     score,
 )
+from coa_jax.learn.held_out import HeldOut
 from coa_jax.learn.learner import Learner, group_rows
 from coa_jax.learn.losses import check_loss
 from coa_jax.learn.metrics import memory, rollout_metrics, sampling_metrics, train_speed
-from coa_jax.learn.pool import Pool, with_pass_rates
+from coa_jax.learn.pool import Pool
+from coa_jax.learn.questions import measured_by, questions
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
 from coa_jax.learn.replay import Repeated, replay
 from coa_jax.learn.rl_config import RLConfig
@@ -46,6 +50,7 @@ from coa_jax.learn.stream import Share, Stream
 from coa_jax.learn.update import update
 from coa_jax.learn.watch import Watch
 from coa_jax.model.card import CARD
+from coa_jax.model.params import DecodeParams
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.progress import Bar, progress
@@ -54,9 +59,8 @@ from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
-from coa_jax.tasks.base import with_level
-from coa_jax.tasks.mixture import load_parts, stream_of
-from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
+from coa_jax.tasks.mixture import stream_of
+from coa_jax.tasks.prompts import make_card
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
 
@@ -74,7 +78,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     SIGTERM abandons the rollouts in flight, saves, and ends with exit code 0.
     """
     check_loss(config.chosen)
-    parts, prompt, graders = _questions(config)
+    parts, prompt, graders = questions(config)
     tasks = [task for part in parts.values() for task in part]
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
@@ -88,14 +92,16 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             wait_seconds=config.mesh.wait_seconds,
         )
     ) as checkpoints:
-        learner = Learner(config, (task.protocol for task in tasks), checkpoints)
+        held_out = measured_by(config, run, tasks, prompt, graders, tools)
+        everything = [*tasks, *(held_out.tasks if held_out else ())]
+        learner = Learner(config, (task.protocol for task in everything), checkpoints)
         run.rewind("rl", learner.step)
         stream = stream_of(config, parts, config.seed)
         pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
         with contextlib.closing(
             Source(config, learner, run, stream, pool, prompt, graders, tools)
         ) as source:
-            _loop(config, learner, run, source)
+            _loop(config, learner, run, source, held_out)
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
@@ -104,28 +110,9 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
     """Repeats a run from its record; see `learn.replay`."""
-    parts, prompt, _ = _questions(config)
+    parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)
-
-
-def _questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]:
-    """The tasks of each source, how they are put to the policy, and what grades the answers."""
-    parts = load_parts(config, "train", config.num_tasks, config.seed)
-    parts = {
-        name: with_pass_rates(config.pool, tasks, name or config.tasks)
-        for name, tasks in parts.items()
-    }
-    graders = Graders(config.graders)
-    graders.check([task for tasks in parts.values() for task in tasks])
-    parts = {
-        name: with_level(tasks, config.rollout.level, config.rollout.format)
-        for name, tasks in parts.items()
-    }
-    prompt = load_prompt(config.rollout.prompt_style, config.model)
-    for tasks in parts.values():
-        warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
-    return parts, prompt, graders
 
 
 class Source:
@@ -158,6 +145,9 @@ class Source:
         )
         self._graders = graders
         self._stream: Stream | None = None
+        self._weights: list[
+            DecodeParams
+        ] = []  # that the engines had last, if samples are in flight
         self._saved: tuple[int, list[list[int]]] | None = None
         self._abandoned = False
 
@@ -256,16 +246,33 @@ class Source:
         self._learner.pool = self._pool.known
         return self._pool.figures(composition.step)
 
-    def learned(self) -> None:
-        """Publishes the parameters of a step that was learned, for the rollouts to go on."""
-        learner = self._learner
+    def publish(self) -> None:
+        """Gives the engines the parameters of a step that was learned."""
         if self._stream is None:
             return  # the engines get the policy when the stream starts
         if self._config.max_staleness:
-            self._stream.publish(learner.weights(), learner.step)
+            self._weights = self._learner.weights()
+            self._stream.publish(self._weights, self._learner.step)
         else:
+            self._learner.publish()
+
+    def go_on(self) -> None:
+        """Lets the rollouts go on that wait for what `publish` has given."""
+        if self._stream is not None and not self._config.max_staleness:
+            self._stream.publish(None, self._learner.step)
+
+    def engines(self, slots: int) -> Sequence[Engine]:
+        """Engines with the parameters that `publish` gave, whose slots are free.
+
+        Args:
+            slots: of engines that are made because rollouts go on; 0 for as many as these have.
+        """
+        learner = self._learner
+        if self._stream is None:
             learner.publish()
-            self._stream.publish(None, learner.step)
+        if self._stream is None or not self._config.max_staleness:
+            return learner.engines
+        return sharing(learner.engines, self._weights, slots)
 
     def saved(self) -> None:
         """Removes the trajectories that no step after the newest complete checkpoint needs."""
@@ -289,11 +296,13 @@ class Source:
             self._spool.prune(self._learner.total + 1, ())
 
 
-def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> None:
+def _loop(
+    config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
+) -> None:
     """Steps until there are enough, or until somebody asks for the end."""
     watch, saved, stopping = Watch(run.rows("rl")), learner.step, False
     clock, row = Clock(*_PARTS), dict[str, float]()
-    with _around(config, learner, run, source) as (profile, stop, bar):
+    with _around(config, learner, run, source, held_out) as (profile, stop, bar):
         while learner.step < learner.total and not stopping:
             profile.before(learner.step + 1)
             processes.doing(f"rollouts of step {learner.step + 1}")
@@ -319,13 +328,28 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
             learner.step, learner.ledger = learner.step + 1, sampled.composition.state
             figures |= source.count(sampled.composition)
             error = check_updates(stats, config.optimizer)
+            due = held_out is not None and held_out.due(learner.step) and not error
+            with clock("traces"):
+                parameters = digest(fingerprint(learner.state.model))
+            if (learner.step < learner.total or due) and not error:
+                with clock("publish"):
+                    source.publish()
+            if held_out is not None and due:
+                processes.doing(f"evaluation after step {learner.step}")
+                with clock("evaluation"):
+                    figures |= held_out.measure(
+                        learner.step,
+                        parameters,
+                        learner.model.tokenizer,
+                        functools.partial(source.engines, config.held_out.slots),
+                    )
             if learner.step < learner.total and not error:
                 with clock("publish"):
-                    source.learned()
+                    source.go_on()
             processes.doing(f"rows of step {learner.step}")
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             with clock("traces"):
-                source.log.learned(learner.step, digest(fingerprint(learner.state.model)))
+                source.log.learned(learner.step, parameters)
                 rows = group_rows(config.traces.kept(sampled.everything))
                 run.traces(learner.step, "rl", rows, config.traces.format)
             figures |= describe_sources(config, sampled)
@@ -351,12 +375,18 @@ def _loop(config: RLConfig, learner: Learner, run: RunDir, source: Source) -> No
 
 @contextlib.contextmanager
 def _around(
-    config: RLConfig, learner: Learner, run: RunDir, source: Source
+    config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
 ) -> Iterator[tuple[Profile, Stop, Bar]]:
     """The profiler, the request to stop, and the progress bar of a run."""
+
+    def abandon() -> None:
+        source.abandon()
+        if held_out is not None:
+            held_out.abandon()
+
     with (
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-        stop_on_sigterm(source.abandon) as stop,
+        stop_on_sigterm(abandon) as stop,
         progress("RL", total=learner.total, initial=learner.step) as bar,
     ):
         yield profile, stop, bar

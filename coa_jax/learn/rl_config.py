@@ -12,6 +12,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.held_out import METRICS, HeldOutConfig, check_best
 from coa_jax.learn.pool import PoolConfig
 from coa_jax.learn.shaping import StopRewards
 from coa_jax.learn.teacher import TeacherConfig
@@ -22,7 +23,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.mixture import parts_of
 
-BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass")
+BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass", *METRICS)
 """Metrics of a step whose best checkpoint may stay; of each the highest value is the best."""
 
 
@@ -77,7 +78,10 @@ class RLConfig(TrainingConfig):
         lora: adapters to train in place of the whole model.
         keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
             for none.  What a step says of its rollouts is about the policy before its updates; the
-            checkpoint of that step has the parameters after them.
+            checkpoint of that step, and its evaluation, have the parameters after them.
+        evaluate_every: steps between two evaluations on ``held_out``; 0 for none.
+        held_out: what is measured then; without sources the validation split of those that are
+            trained on.
         traces: which trajectories are written, and in which format.
         probe_s: seconds that each server which the run needs (judge, tools) has to answer before
             the first step; 0 begins without asking them.
@@ -109,6 +113,8 @@ class RLConfig(TrainingConfig):
     late_samples: Literal["drop_group", "leave_out"] = "drop_group"
     in_flight_weights: Literal["keep", "recompute"] = "keep"
     keep_best: Annotated[str, OneOf("", *BEST)] = ""
+    evaluate_every: Natural = 0
+    held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
     traces: TracesConfig = dataclasses.field(default_factory=TracesConfig)
     probe_s: Annotated[float, Between(0, 600)] = 10.0
 
@@ -154,6 +160,7 @@ class RLConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         parts_of(self)
+        check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
         if self.rollout.cut_context:
             raise UserError(
                 "rollout.cut_context is True: what was sampled from a context that was cut cannot "

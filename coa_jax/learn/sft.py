@@ -12,24 +12,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.bounds import OneOf, Place, Share
+from coa_jax.bounds import Natural, OneOf, Place, Share
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.learn.data import Augmentation, example_stream, fitting_records, next_batches
+from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.fit import FitConfig, fit
+from coa_jax.learn.held_out import METRICS, HeldOut, HeldOutConfig, check_best
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import TrainState
-from coa_jax.model.api import describe_model, load_weights
+from coa_jax.model.api import Model, describe_model, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import Params
+from coa_jax.model.params import Params, merge_adapters, without_adapters
+from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import put_batch, training_mesh
-from coa_jax.protocol import FormatName, Level
+from coa_jax.protocol import FormatName, Level, Prompt
 from coa_jax.records import ProtocolName, read_records
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
+from coa_jax.tasks import Graders, GradersConfig
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
+from coa_jax.tools.base import Tool
+from coa_jax.tools.make import ToolsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +48,7 @@ class SFTConfig(FitConfig):
     """A fine-tuning run; see `FitConfig` for what is not named here.
 
     An example is a record (an update of the paper, §3.1, has 256); ``keep_best`` may be
-    ``validation/loss``.
+    ``validation/loss``, or a figure of the evaluation.
 
     Attributes:
         data: files of records to learn: one path, several with commas, a pattern or a folder;
@@ -52,20 +63,37 @@ class SFTConfig(FitConfig):
         rename_share: share of the records whose names and numbers are replaced by random ones, see
             `small.augment`; 0 unless the policy starts from nothing.
         lora: adapters to train in place of the whole model.
+        evaluate_every: updates between two evaluations on ``held_out``, with live tools; 0 for
+            none.
+        held_out: tasks that are asked then, and how.
+        engine, rollout, graders, tools: of the evaluation; its prompts have ``prompt_style`` and
+            ``level`` of the records.
     """
 
     data: Place
     validation: Place
     prompt_style: Place
     rename_share: Share
-    keep_best: Annotated[str, OneOf("", "loss", "validation/loss")] = ""
+    keep_best: Annotated[str, OneOf("", "loss", "validation/loss", *METRICS)] = ""
     protocol: ProtocolName = ""
     level: Level = ""
     format: FormatName = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    evaluate_every: Natural = 0
+    held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
+        if self.evaluate_every and not (self.held_out.tasks or self.held_out.mixture):
+            raise UserError(
+                f"evaluate_every is {self.evaluate_every}, and held_out.tasks is empty; name a "
+                "source of tasks"
+            )
         if self.keep_best.startswith("validation/") and (
             not self.validation or self.checkpoint_every % self.validate_every
         ):
@@ -77,7 +105,11 @@ class SFTConfig(FitConfig):
 
 
 def train(
-    config: SFTConfig, run: RunDir, output: Path, augmentation: Augmentation | None = None
+    config: SFTConfig,
+    run: RunDir,
+    output: Path,
+    augmentation: Augmentation | None = None,
+    tools: Sequence[Tool] = (),
 ) -> None:
     """Fine-tunes and writes the model as a Hugging Face directory to ``output``.
 
@@ -90,6 +122,7 @@ def train(
         output: directory of the model.
         augmentation: how records change from epoch to epoch; ``rename_share`` needs
             `small.augment.renaming`.
+        tools: live tools of the evaluation.
     """
     if config.rename_share and augmentation is None:
         raise ValueError("rename_share needs an augmentation that renames")
@@ -136,6 +169,18 @@ def train(
     def validate(state: TrainState) -> float:
         return mean_loss(state, validation, config, model.config, compute)
 
+    measured = _held_out(config, run, prompt, tools) if config.evaluate_every else None
+
+    def evaluate(state: TrainState, step: int) -> dict[str, float]:
+        if measured is None or not measured.due(step):
+            return {}
+        return measured.measure(
+            step,
+            digest(fingerprint(state.model)),
+            model.tokenizer,
+            lambda: _engines(config, model, state, [task.protocol for task in measured.tasks]),
+        )
+
     fit(
         config,
         run,
@@ -148,7 +193,50 @@ def train(
         epoch=len(kept),
         longest=longest,
         validate=validate if validation else None,
+        evaluate=evaluate if measured else None,
+        hurry=measured.abandon if measured else lambda: None,
     )
+
+
+def _held_out(config: SFTConfig, run: RunDir, prompt: Prompt, tools: Sequence[Tool]) -> HeldOut:
+    graders = Graders(config.graders)
+    held_out = HeldOut(
+        config.held_out,
+        config.evaluate_every,
+        config.optimizer.total_steps,
+        run,
+        "sft",
+        rollout=dataclasses.replace(
+            config.rollout,
+            prompt_style=config.prompt_style,
+            level=config.level,
+            format=config.format,
+        ),
+        graders=graders,
+        prompt=prompt,
+        tools=tools,
+        wait_seconds=config.mesh.wait_seconds,
+    )
+    warn_of_prompts(held_out.tasks, prompt, "tasks", "config.prompt_style")
+    return held_out
+
+
+def _engines(
+    config: SFTConfig, model: Model, state: TrainState, protocols: Sequence[str]
+) -> list[Engine]:
+    """Engines with the parameters of now; they and their copy of these end with the evaluation."""
+    tokenizer = model.tokenizer
+    engines: list[Engine] = make_engines(
+        merge_adapters(model.config, state.model),
+        without_adapters(model.config),
+        config.engine,
+        eos_ids(tokenizer),
+        constraint_for(config.rollout, tokenizer, model.config.vocab_size, protocols),
+        config.mesh.decode_tensor,
+    )
+    for engine in engines if config.rollout.max_seconds else ():
+        engine.warm_up()  # or the first trajectories would spend their time on compilation
+    return engines
 
 
 def mean_loss(

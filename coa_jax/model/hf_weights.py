@@ -166,8 +166,8 @@ def _read_parts(
         count, *rest = source.shapes[name]
         each = -(-count // mesh.size)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            start = index[0].start or 0
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            start = (index[0].start or 0) if index else 0
             first = min(start, count - 1)  # beyond the last row a device has padding only
             values = source.read(name, slice(first, min(first + each, count)))[start - first :]
             if values.itemsize >= dtype.itemsize:  # others are sent as they are stored

@@ -6,6 +6,7 @@ wrote so far.  The page is one file, works offline, and may be sent to somebody.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -39,10 +40,14 @@ from coa_jax.report.traces import (
 TRACES_PER_STAGE = 60
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
-# (title, metrics in one chart); a name that ends in "/" takes every metric under it.
+# (title, metrics in one chart); a star stands for any text.
 _CHARTS = (
     ("Loss", ("loss",)),
+    ("Evaluation while training: pass@1", ("eval/pass_at_1", "eval/*/pass_at_1")),
     ("Mean reward", ("reward/mean",)),
+    ("Mean reward by source", ("source/*/reward",)),
+    ("Solved by source (share)", ("source/*/solved",)),
+    ("Tasks that rest", ("pool/resting",)),
     ("Groups without a signal (share)", ("group/frac_zero_std",)),
     ("Entropy of the policy (nats)", ("policy/entropy",)),
     ("Clipped tokens (share)", ("policy/clip_low", "policy/clip_high")),
@@ -51,10 +56,10 @@ _CHARTS = (
     ("Tool calls per episode", ("tool/calls",)),
     ("Failed tool calls (share)", ("tool/fail_frac",)),
     ("Episodes that obey the protocol (share)", ("format/valid",)),
-    ("Why episodes end", ("stop/",)),
+    ("Why episodes end", ("stop/*",)),
     ("Gradient norm", ("optim/grad_norm",)),
     ("Learning rate", ("optim/lr",)),
-    ("Seconds per step", ("time/",)),
+    ("Seconds per step", ("time/*",)),
 )
 _STAGE_TITLES = {
     "teacher": "Teacher (multi-agent system)",
@@ -211,8 +216,7 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
     series = {name: series_of(name, rows) for name in names}
     charts, used = [], set()
     for title, wanted in _CHARTS:
-        group = [n for n in names if n in wanted or any(w[-1] == "/" and n.startswith(w)
-                                                        for w in wanted)]  # fmt: skip
+        group = [n for n in names if any(fnmatch.fnmatchcase(n, w) for w in wanted)]
         used.update(group)
         if group:
             charts.append(line_chart(title, [_short_name(series[n], wanted) for n in group]))

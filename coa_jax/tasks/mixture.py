@@ -79,7 +79,8 @@ def load_parts(
 ) -> dict[str, list[Task]]:
     """The tasks of each part by its name.
 
-    A task of a mixture has the name of its part as its source, and before its id.
+    A task of a mixture has the name of its part as its source (also in its metadata, by which
+    results are broken down), and before its id.
 
     Args:
         sources: the settings.
@@ -92,11 +93,13 @@ def load_parts(
     for name, part in parts_of(sources).items():
         number = part.num_tasks or n
         tasks = load_tasks(part.tasks, part.split or split, number, seed, protocol, part.options)
-        found[name] = [
-            dataclasses.replace(task, id=f"{name}/{task.id}", source=name) if name else task
-            for task in tasks
-        ]
+        found[name] = [_of_part(task, name) if name else task for task in tasks]
     return found
+
+
+def _of_part(task: Task, name: str) -> Task:
+    metadata = {**task.metadata, "source": name}
+    return dataclasses.replace(task, id=f"{name}/{task.id}", source=name, metadata=metadata)
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:

@@ -7,7 +7,8 @@ Takes: as long as the stage ``rl`` in the ``timings_s`` of a quickstart's summar
 Gives: runs/rl/model.  Read in metrics.jsonl: ``reward/mean`` (share of right answers in training,
 rises), ``group/frac_zero_std`` (tasks whose samples are all right or all wrong and teach nothing),
 ``format/valid`` (rises; if it falls, the learning rate is too high) and
-``mismatch/abs_logp_max`` (sampler against trainer: below 1e-4 with float32 on a CPU).
+``mismatch/abs_logp_max`` (sampler against trainer: below 1e-4 with float32 on a CPU).  The debug
+form mixes two sources and measures the policy on both (``eval/*``).
 """
 
 from __future__ import annotations
@@ -27,4 +28,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
     config.tools = complete(ToolsConfig, quickstart.tools)
-    return in_small(config, "rl") if debug else config
+    if not debug:
+        return config
+    config = in_small(config, "rl")
+    # Two sources, of which the first is asked twice as often, and an evaluation of both.
+    questions, config.tasks = config.tasks, ""
+    config.mixture = {
+        "questions": {"tasks": questions, "weight": 2.0},
+        "facts": {"tasks": "factbook:hops=1"},
+    }
+    config.evaluate_every, config.held_out.num_tasks = 1, 2
+    return config

@@ -15,6 +15,7 @@ from coa_jax.learn import metrics
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack
 from coa_jax.learn.experience import _distilled, _explained_variance
+from coa_jax.learn.held_out import HeldOutConfig
 from coa_jax.learn.metrics import mfu, sequence_lengths, train_speed
 from coa_jax.learn.objectives import policy_objective, value_objective
 from coa_jax.learn.preference import dpo_objective
@@ -25,7 +26,7 @@ from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import KINDS
 from coa_jax.trajectory import read_trajectories, write_records
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
+from tests.learn.tiny_runs import pooled, rl_config, rows, run_rl, run_sft, sft_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +63,9 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
             folder / "base", folder / "data.jsonl", validate_every=1, profile_steps=(2, 3)
         )
         run_sft(folder / "sft", config)
-        run_rl(folder / "rl", rl_config(folder / "model", folder / "tasks.jsonl"))
+        held_out = HeldOutConfig(split="train", samples=2, temperature=0.7, num_tasks=2)
+        more = {**pooled(folder / "tasks.jsonl"), "evaluate_every": 2, "held_out": held_out}
+        run_rl(folder / "rl", rl_config(folder / "model", folder / "tasks.jsonl", **more))
     profiles = list((folder / "sft" / "profile").rglob("*.xplane.pb"))
     assert len(profiles) == 1 and profiles[0].stat().st_size > 0
     names = {
@@ -92,7 +95,13 @@ def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:
     explained = set(_explained_variance([batch]))
     distilled = set(_distilled([batch], 1.0)[1])
     final = set(quotients(dict.fromkeys(policy, 1.0)))
-    return {"rl": final | critic | explained | distilled, "dpo": set(preference) - {"loss"}}
+    # The same code evaluates in both.
+    evaluated = {name for name in written["rl"] if name.startswith(("eval/", "time/evaluation"))}
+    return {
+        "sft": evaluated,
+        "rl": final | critic | explained | distilled,
+        "dpo": set(preference) - {"loss"},
+    }
 
 
 def test_the_sequences_of_packed_rows_are_found_again():

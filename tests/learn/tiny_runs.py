@@ -1,6 +1,6 @@
 """Short SFT and RL runs of the tiny policy; as a program, a run that may be killed.
 
-python -m tests.learn.tiny_runs {sft,rl,stream} FOLDER RUN
+python -m tests.learn.tiny_runs {sft,rl,stream,pool} FOLDER RUN
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.learn import rl, sft
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.pool import PoolConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -101,11 +102,25 @@ STREAM = {
 """Settings of a run whose rollouts go on while it learns."""
 
 
+def pooled(tasks: Path) -> dict[str, object]:
+    """Settings of a run that asks two sources, and lets tasks rest."""
+    return {
+        "tasks": "",
+        "mixture": {
+            "many": {"tasks": str(tasks), "weight": 2.0},
+            "few": {"tasks": str(tasks), "num_tasks": 2},
+        },
+        "pool": PoolConfig(rest_steps=1, rest_most=4, rest_above=0.7, memory=0.5),
+    }
+
+
 def config_of(kind: str, folder: Path) -> sft.SFTConfig | RLConfig:
-    """The run of a kind: SFT, RL, or RL that streams."""
+    """The run of a kind: SFT, RL, RL that streams, or a stream that lets tasks rest."""
     if kind == "sft":
         return sft_config(folder / "base", folder / "data.jsonl")
-    changes = STREAM if kind == "stream" else {}
+    changes: dict[str, object] = STREAM if kind in ("stream", "pool") else {}
+    if kind == "pool":
+        changes = {**changes, **pooled(folder / "tasks.jsonl")}
     return rl_config(folder / "model", folder / "tasks.jsonl", **changes)
 
 

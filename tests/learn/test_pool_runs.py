@@ -1,0 +1,116 @@
+"""Runs that mix sources and let tasks rest: repeated and resumed exactly."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.learn import rl
+from coa_jax.learn.pool import Pool
+from coa_jax.learn.record import StepLog
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import Model, save_model
+from coa_jax.run_dir import RunDir
+from coa_jax.tasks.mixture import load_parts, stream_of
+from coa_jax.trajectory import read_trajectories
+from tests import tiny_policy
+from tests.learn.test_kill import kill_once
+from tests.learn.tiny_runs import config_of, pooled, rl_config, rows, run_rl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pool")
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def train(folder, name):
+    optimizer = OptimizerConfig(1e-3, total_steps=4, final_ratio=1.0, weight_decay=0.0)
+    changes = {**pooled(folder / "tasks.jsonl"), "optimizer": optimizer}
+    config = rl_config(folder / "model", folder / "tasks.jsonl", **changes)
+    run_rl(folder / name, config)
+    return config
+
+
+def known_after(config, run):
+    """What a pool learns from the record of a run."""
+    parts = load_parts(config, "train", config.num_tasks, config.seed)
+    tasks = [task for part in parts.values() for task in part]
+    pool = Pool(config.pool, stream_of(config, parts, config.seed), tasks)
+    records = StepLog(run / "steps.jsonl", active=False).read()
+    for record in records:
+        pool.learn(record.step, dict(zip(record.examined, record.scores, strict=True)))
+    return pool, records
+
+
+def saved(run):
+    """What the newest checkpoint has of the pool."""
+    newest = max((run / "checkpoints" / "rl").iterdir(), key=lambda path: int(path.name))
+    (file,) = (path for path in (newest / "extra").iterdir() if path.is_file())
+    return {id: tuple(known) for id, known in json.loads(file.read_text())["pool"].items()}
+
+
+def test_a_run_with_a_pool_is_a_function_of_its_seed(folder):
+    config = train(folder, "whole")
+
+    class Stopped(Exception):
+        pass
+
+    def stop(self, step, phase, **scalars):
+        original(self, step, phase, **scalars)
+        if step == 2:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = RunDir.metrics
+        patch.setattr(RunDir, "metrics", stop)
+        with pytest.raises(Stopped):
+            train(folder, "parts")
+    train(folder, "parts")
+    left, right = (
+        load_file(folder / name / "model/model.safetensors") for name in ("whole", "parts")
+    )
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+    asked = [
+        [(t.metadata["step"], t.task_id) for t in read_trajectories(folder / n / "traces.jsonl")]
+        for n in ("whole", "parts")
+    ]
+    assert asked[0] == asked[1]
+    pool, records = known_after(config, folder / "whole")
+    assert saved(folder / "whole") == saved(folder / "parts") == pool.known
+    # Some index was passed over, or the test would say nothing.
+    examined = [index for record in records for index in record.examined]
+    assert examined == sorted(examined) and examined != list(range(len(examined)))
+    for row in rows(folder / "whole", "rl"):
+        mine = [t for step, t in asked[0] if step == row["step"]]
+        for source in ("many", "few"):
+            groups = len([t for t in mine if t.startswith(source + "/")]) / 4
+            assert row.get(f"source/{source}/groups", 0.0) == groups
+        assert row["pool/asked"] <= 5 and 0 <= row["pool/solve_rate"] <= 1
+
+
+@pytest.mark.slow
+def test_a_stream_with_a_pool_that_is_killed_goes_on_with_the_same_pool(folder):
+    chance, name = random.Random(3), "pool-killed"
+    (folder / "pool-compiled").mkdir()
+    kills = sum(kill_once("pool", folder, name, chance) for _ in range(4))
+    assert kills >= 2
+    config = config_of("pool", folder)
+    run_rl(folder / name, config)
+    pool, records = known_after(config, folder / name)
+    assert [record.step for record in records] == list(range(1, 9))
+    assert saved(folder / name) == pool.known
+    found = rl.repeat(config, folder / name)
+    assert found.steps == 8 and found.identical, str(found)

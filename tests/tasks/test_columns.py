@@ -1,0 +1,73 @@
+"""Rows of any data set become tasks by a mapping of their columns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.tasks import load_tasks
+
+ROWS = [
+    {"problem": f" {i}+1? ", "solution": f"So it is. #### {i + 1}", "answers": {"text": ["x", "y"]},
+     "level": i, "unique_id": f"n{i}", "track": "web", "other": None}
+    for i in range(4)
+]  # fmt: skip
+MAPPING = {"question": "problem", "answer": "solution", "id": "unique_id", "hops": "level"}
+
+
+def write(path, rows, suffix):
+    path = path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_mapping_reads_a_file(tmp_path, suffix):
+    options = {"columns": MAPPING, "answer_after": "####", "grader": "math"}
+    path = write(tmp_path, ROWS, suffix)
+    tasks = load_tasks(path, "train", options=options)
+    assert [(t.id, t.question, t.gold, t.metadata) for t in tasks] == [
+        (f"n{i}", f"{i}+1?", (str(i + 1),), {"hops": i, "grader": "math"}) for i in range(4)
+    ]
+    assert tasks[0].protocol == "generalist"
+    nested = {"columns": {**MAPPING, "answer": "answers.text", "protocol": "track"}}
+    task = load_tasks(path + ":protocol=code", "train", options=nested)[1]
+    assert (task.gold, task.protocol) == (("x", "y"), "web")
+    drawn = load_tasks(path + ":protocol=code", "train", 2, 5, options=options)
+    assert len(drawn) == 2 and drawn[0].protocol == "code"
+
+
+def test_usual_columns_need_no_entry(tmp_path):
+    path = write(tmp_path, [{"problem": "Who?", "answer": 3}], ".jsonl")
+    (task,) = load_tasks(path, "train", options={"grader": "exact_match"})
+    assert (task.id, task.question, task.gold) == ("1", "Who?", ("3",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": {"answer": "solutoin"}}, r"no such column; did you mean 'solution'\?"),
+        ({"columns": {"hops": "level"}, "answer_after": ""}, "answer must be a text, a number"),
+        ({"columns": {**MAPPING, "answer": "answers.txt"}}, "row 1: there is no 'answers.txt'"),
+        ({"columns": {**MAPPING, "answer": "other"}}, "row 1: an answer must be"),
+        ({"columns": {**MAPPING, "id": 3}}, "columns.id is 3; give a column"),
+        ({"columns": MAPPING, "grader": "own:grade"}, "the grader 'own:grade' is unknown"),
+        ({"colums": MAPPING}, "no option 'colums'; did you mean 'columns'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path, options, message):
+    path = write(tmp_path, ROWS, ".jsonl")
+    with pytest.raises(UserError, match=message) as refused:
+        load_tasks(path, "train", options=options)
+    assert "\n" not in str(refused.value)
