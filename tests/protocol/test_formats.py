@@ -19,8 +19,8 @@ from coa_jax.protocol import (
     in_format,
     make_parser,
     messages_of,
-    part_violations,
     parse,
+    part_violations,
 )
 from coa_jax.protocol.arguments import from_text, read_call, schemas, to_text
 from coa_jax.protocol.spec import protocol_with_tools
@@ -260,11 +260,13 @@ class Half(Format):
 
 
 def test_a_format_of_ones_own_has_a_path():
-    protocol = get_protocol(f"web:{__name__}:Shout")
+    with pytest.raises(UserError, match="code that no setting names"):  # a record may say anything
+        get_protocol(f"web:{__name__}:Shout")
+    protocol = get_protocol(at_level("web", "", f"{__name__}:Shout"))
     assert in_format(get_protocol("web"), protocol, TAGS[2:]) == (("policy", "UME"),)
     assert parse(protocol, "UME").segments[0].role == "answer"
     with pytest.raises(UserError, match="a format gives a subclass of"):
-        get_protocol(f"web:{__name__}:Half")
+        at_level("web", "", f"{__name__}:Half")
 
 
 class Row:

@@ -8,6 +8,7 @@ import functools
 import numpy as np
 import pytest
 
+from coa_jax import jsonl
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example, trajectory_example
@@ -78,7 +79,7 @@ def test_a_trajectory_says_what_was_called_and_comes_back_from_json(form):
         (seen,) = [s for s in trajectory.segments if s.author == Author.ENVIRONMENT]
         assert seen.body == call.observation
         assert trajectory.text.count(call.observation) == 1
-        again = Trajectory.from_json(trajectory.to_json())
+        again = Trajectory.from_json(jsonl.loads(jsonl.dumps(trajectory.to_json())))
         assert again.segments == trajectory.segments
         assert again.answer == trajectory.answer
 
