@@ -117,13 +117,13 @@ def policy() -> Model:
     return learn(records())
 
 
-def learn(episodes: Sequence[DistilledRecord]) -> Model:
+def learn(episodes: Sequence[DistilledRecord], steps: int = 90) -> Model:
     """A policy that knows episodes by heart."""
     with tempfile.TemporaryDirectory() as folder:
         model = load_model(write_untrained(Path(folder) / "model", episodes))
     examples = [record_example(model.tokenizer, record, Prompt("brief")) for record in episodes]
     batches = split_rows(pack(examples, ROW_LENGTH), 1)
-    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=90, warmup_steps=5)
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=steps, warmup_steps=5)
     static = {"loss": SFTLoss(), "model": model.config, "compute": local_compute()}
     state = init_state(model.params, optimizer)
     for _ in range(optimizer.total_steps):

@@ -22,7 +22,7 @@ from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
 from coa_jax.installed import missing
-from coa_jax.protocol import get_protocol, quote_tool_text
+from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
 from coa_jax.tools.base import Tool, call, unavailable
@@ -122,6 +122,11 @@ def endpoint_policy(
                 f"config.rollout.{name}: a policy behind an endpoint cannot be watched token by "
                 "token; leave it False"
             )
+    if config.format not in ("", TAGS):
+        raise UserError(
+            f"config.rollout.format: a policy behind an endpoint is asked in {TAGS}, not in "
+            f"{config.format}"
+        )
     try:
         import openai
     except ImportError:
@@ -185,6 +190,8 @@ class _Episode:
         self.seed, self.config, self.wanted, self.number = seed, config, wanted, number
         self.tools = {tool.name: tool for tool in tools}
         self.protocol = get_protocol(wanted.task.protocol)
+        if self.protocol.format is not None:
+            raise UserError(f"a policy behind an endpoint is asked in {TAGS}; give a task of tags")
         self.chain = Chain(self.protocol)
         self.secret = Secret(endpoint.key_env)
         self.usage = _Usage()

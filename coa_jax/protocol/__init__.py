@@ -25,7 +25,7 @@ from coa_jax.protocol.bodies import (
     split_answers,
 )
 from coa_jax.protocol.convert import in_format
-from coa_jax.protocol.formats import BAD_CALL, FORMATS, TAGS, Format, Reader, Step
+from coa_jax.protocol.formats import BAD_CALL, FORMATS, TAGS, Format, Reader, Step, find_format
 from coa_jax.protocol.made import find_protocols, write_protocols
 from coa_jax.protocol.monitor import Monitor
 from coa_jax.protocol.parser import (
@@ -102,6 +102,7 @@ __all__ = [
     "allowed_next",
     "at_level",
     "check",
+    "find_format",
     "find_protocols",
     "format_code",
     "format_double_check",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.extensions import Kind, find, refuse_result
+from coa_jax.extensions import Kind, find, is_path, refuse_result
 
 if typing.TYPE_CHECKING:
     from coa_jax.protocol.parser import Segment, Violation
@@ -130,13 +130,31 @@ class Format:
         return text
 
 
-@functools.cache
-def find_format(name: str) -> Format:
+_named: set[str] = set()  # by path, in a setting of this process
+
+
+def find_format(name: str, by_setting: bool = False) -> Format:
     """The format of a name: built in, of an installed package, or ``package.module:name``.
 
+    Args:
+        name: the name.
+        by_setting: whether a setting has it.  A path in a file of data, or in the card of a model,
+            imports nothing that no setting has named.
+
     Raises:
-        UserError: there is none, or it is no `Format`.
+        UserError: there is none, it is no `Format`, or no setting names its path.
     """
+    if by_setting:
+        _named.add(name)
+    if is_path(name) and name not in _named:
+        raise UserError(
+            f"the format {name} is code that no setting names; give it as the setting 'format'"
+        )
+    return _made(name)
+
+
+@functools.cache
+def _made(name: str) -> Format:
     try:
         found: Any = find(FORMATS, name, "format")()
     except TypeError as error:

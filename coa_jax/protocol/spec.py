@@ -263,7 +263,7 @@ def at_level(name: str, level: str, form: str = "") -> str:
         raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
     family, own = split_level(name)
     if form not in ("", TAGS):
-        find_format(form)
+        find_format(form, by_setting=True)
         own = form
     elif form == TAGS and own not in LEVELS:
         own = LEVELS[0]

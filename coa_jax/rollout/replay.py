@@ -42,7 +42,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.progress import progress
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import find_format, get_protocol
 from coa_jax.rollout.compare import (
     STOPPED_FROM_OUTSIDE,
     Comparison,
@@ -323,6 +323,7 @@ def define_flags() -> None:
     flags.DEFINE_string("model", None, "the model that produced the traces", required=True)
     flags.DEFINE_string("phase", "", "phase of the run to replay, e.g. evaluate-sft or rl")
     flags.DEFINE_integer("step", None, "step of the phase; needed where it has several")
+    flags.DEFINE_string("format", "", "package.module:name, where a format of your own wrote them")
     flags.DEFINE_integer("limit", 200, "trajectories to replay, 0 for all", lower_bound=0)
     for name, text in _SHAPES.items():
         least = 0 if name == "pages" else 1
@@ -356,6 +357,8 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError("give one file: python -m coa_jax.rollout.replay TRACES --model=DIR")
     shapes = given_shapes(values)
+    if values.format:
+        find_format(values.format, by_setting=True)
     recordings = read_recordings(argv[1], values.phase, values.step, values.limit)
     model = load_model(values.model)
     with progress("replay", total=len(recordings)) as bar:
