@@ -119,7 +119,9 @@ class Columns:
         asked = read_messages(value["prompt"]) if value.get("prompt") else Messages("")
         id = value.get("id")
         id = str(number if id is None else id)
-        return Task(id, question.strip(), protocol, gold, self.where, metadata, asked.user, asked.context)
+        return Task(
+            id, question.strip(), protocol, gold, self.where, metadata, asked.user, asked.context
+        )
 
 
 def _at(row: Row, column: str) -> Any:

@@ -171,8 +171,8 @@ def _commands() -> str:
         [
             "# Commands",
             "",
-            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. `--help` shows the",
-            "flags of a command.",
+            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. `--help` shows",
+            "the flags of a command.",
             "",
             "| command | purpose |",
             "|---|---|",
