@@ -51,12 +51,11 @@ def advantages_of(
         return []
     name, where = algorithm.advantage, "algorithm.advantage"
     values = [t.reward.value for t in graded if t.reward is not None]
-    rewards = np.array(values, np.float64)
     found = tried(
         algorithm.advantage_call,
         name,
         where,
-        rewards=rewards.copy(),
+        rewards=np.array(values, np.float64),
         lengths=np.array([t.num_policy_tokens for t in graded]),
         trajectories=graded,
     )
