@@ -23,6 +23,7 @@ from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags, open_run
 from coa_jax.learn.rl import repeat, train
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.protocol import find_protocols
 from coa_jax.settings import build
 from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
     """Entry point."""
     if flags.FLAGS.replay:
         run_path = Path(flags.FLAGS.replay)
+        find_protocols(run_path)
         found = repeat(build(Command, files.read_json_object(run_path / "config.json")), run_path)
         print(found)
         return 0 if found.identical else 1

@@ -51,12 +51,11 @@ def advantages_of(
         return []
     name, where = algorithm.advantage, "algorithm.advantage"
     values = [t.reward.value for t in graded if t.reward is not None]
-    rewards = np.array(values, np.float64)
     found = tried(
         algorithm.advantage_call,
         name,
         where,
-        rewards=rewards.copy(),
+        rewards=np.array(values, np.float64),
         lengths=np.array([t.num_policy_tokens for t in graded]),
         trajectories=graded,
     )
@@ -92,9 +91,9 @@ def less_mean(rewards: np.ndarray) -> np.ndarray:
     return rewards - rewards.mean() if has_signal(rewards) else np.zeros_like(rewards)
 
 
-def standard_scores(rewards: np.ndarray) -> np.ndarray:
-    """``(R - mean) / (std + 1e-6)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
-    return less_mean(rewards) / (rewards.std() + 1e-6)
+def standard_scores(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
+    """``(R - mean) / (std + eps)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
+    return less_mean(rewards) / (rewards.std() + eps)
 
 
 def less_others(rewards: np.ndarray) -> np.ndarray:

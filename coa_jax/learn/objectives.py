@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,23 +175,31 @@ def surrogate(
             f"{where}: {name} gave {given}; a loss gives an array of a number a token, here "
             f"{logp.dtype}{[*shape]}, or a pair of such an array and a dictionary of metrics"
         )
-    wrong = [
-        key
-        for key, value in (metrics.items() if isinstance(metrics, dict) else [(metrics, 0)])
-        if not (isinstance(key, str) and re.fullmatch(r"[a-z]\w*(?<!max|are)", key))
-        or key in _OURS
-        or jnp.shape(value) not in ((), shape)
-    ]
-    if wrong:
+    wrong = _misfit(metrics, shape)
+    if wrong is not None:
         raise UserError(
-            f"{where}: {name} gave the metric {shown(wrong[0])}; metrics are a dictionary of "
-            "numbers, or arrays of one a token, by names of small letters, digits and _ that do "
-            f"not end in max, square or share; {', '.join(_OURS)} are there"
+            f"{where}: {name} gave the metric {shown(wrong)}; metrics are a dictionary of numbers, "
+            "or arrays of one a token, by names of small letters, digits and _ that do not end in "
+            f"max, _square or _share; {', '.join(_OURS)} are there"
         )
     return loss, metrics
 
 
 _OURS = ("entropy", "kl_old", "kl_ref")
+_NUMBERS = jax.Array | np.ndarray | float | int
+
+
+def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
+    """The first metric of a loss that cannot be one; None if all can."""
+    if not isinstance(metrics, dict):
+        return metrics
+    for name, value in metrics.items():
+        good = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
+        if not good or name in _OURS or name.endswith(("max", "_square", "_share")):
+            return name
+        if not isinstance(value, _NUMBERS) or jnp.shape(value) not in ((), shape):
+            return name
+    return None
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
