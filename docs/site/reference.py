@@ -25,7 +25,7 @@ from absl import flags
 
 import coa_jax
 from coa_jax.__main__ import COMMANDS
-from coa_jax.bounds import MAX_INT, Bounded, Text, annotation_of, declared, parts, present
+from coa_jax.bounds import MAX_INT, Bounded, OneOf, Text, annotation_of, declared, parts, present
 
 API = {
     "trajectories": ("Trajectories and records", "trajectory", "records"),
@@ -171,8 +171,7 @@ def _commands() -> str:
         [
             "# Commands",
             "",
-            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. `--help` shows",
-            "the flags of a command.",
+            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code.",
             "",
             "| command | purpose |",
             "|---|---|",
@@ -207,6 +206,7 @@ def _command(command: str, shown: set[type[Any]]) -> str:
 def _flag(flag: flags.Flag[Any]) -> tuple[str, str]:
     kind = _KINDS.get(flag.flag_type(), flag.flag_type())
     about = prose(" ".join((flag.help or "").split()))
+    about = about[:1].upper() + about[1:]
     if known := [value for value in getattr(flag.parser, "enum_values", None) or () if value]:
         about += ". One of " + ", ".join(f"`{value}`" for value in known) + "."
     if flag.name == "config":
@@ -266,12 +266,14 @@ def _group(
             continue
         needed = "required" if given is dataclasses.MISSING else f"default {_value(given)}"
         key = path + field.name
-        about = " ".join(filter(None, [prose(told.get(field.name, "")), allowed(annotation)]))
+        about = _sentences(prose(told.get(field.name, "")), annotation)
         lines += _definition(key, place + key, f"{type_name(annotation)}, {needed}", about)
     for name, kind, given in groups:
         key = f"{path}{name}"
         lines += [f"{'#' * min(level + 1, 6)} `{key}` {{ #{place}{key} }}", ""]
-        lines += [prose(told[name][:1].upper() + told[name][1:]), ""] if name in told else []
+        meaning = prose(told.get(name, ""))
+        again = (kind.__doc__ or "").lower().startswith(meaning.rstrip(".").lower())
+        lines += [] if again else [f"{meaning[:1].upper()}{meaning[1:]}", ""]
         lines += _group(kind, f"{key}.", given, shown, level + 1, place)
     return lines
 
@@ -283,7 +285,16 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
     term = f'<span id="{anchor}"></span>`{name}` <span class="kind">{about}</span>'
-    return [term, f":   {meaning[:1].upper()}{meaning[1:]}", ""]
+    return [term, f":   {meaning}", ""]
+
+
+def _sentences(meaning: str, annotation: Any) -> str:
+    """The meaning of a setting as sentences, with its bounds where the meaning lacks them."""
+    _, bounds = parts(present(annotation))
+    names = [name for bound in bounds if isinstance(bound, OneOf) for name in bound.names()]
+    if names and all(name in meaning for name in names):
+        return meaning
+    return f"{meaning[:1].upper()}{meaning[1:]} {allowed(annotation)}".strip()
 
 
 def type_name(annotation: Any) -> str:
