@@ -130,7 +130,7 @@ def test_a_required_setting_a_default_and_a_bound_are_told(reference):
     rl = next(c for c in reference.config_classes() if c.__name__ == "RLConfig")
     lines = "\n".join(reference._group(rl, "", None, set(), 2))
     assert re.search(r"`groups`.*whole number, required", lines)
-    assert "Allowed: one of completion, task_order." in lines
+    assert "Allowed: one of float32, bfloat16." in lines
 
 
 # --- figures and site ----------------------------------------------------------------------

@@ -115,8 +115,9 @@ def entry_point(command: str) -> types.ModuleType:
 def _argument(module: types.ModuleType, function: str, index: int) -> Any:
     """Returns the value of an argument where a module calls a function; None if it does not."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
-        called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == function
-        if called and len(node.args) > index:
+        if not isinstance(node, ast.Call) or len(node.args) <= index:
+            continue
+        if getattr(node.func, "id", "") == function:
             code = compile(ast.Expression(node.args[index]), module.__name__, "eval")
             return eval(code, vars(module))
     return None
@@ -241,7 +242,7 @@ def _other_settings(shown: set[type[Any]]) -> str:
 
 
 def _group(
-    cls: type[Any], path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
+    cls: Any, path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
 ) -> list[str]:
     """The settings of a dataclass: first its own ones, then each group inside it.
 
@@ -279,8 +280,8 @@ def _group(
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
