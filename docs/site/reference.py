@@ -58,7 +58,7 @@ def pages() -> dict[str, str]:
     shown: set[type[Any]] = set()
     for command in COMMANDS:
         found[f"commands/{command}.md"] = _command(command, shown)
-    found["settings.md"] = _other_settings(shown)
+    found["commands/settings.md"] = _other_settings(shown)
     for name, (title, *modules) in API.items():
         blocks = [f"::: coa_jax.{module}" for module in modules]
         found[f"api/{name}.md"] = "\n\n".join([f"# {title}", *blocks, ""])
@@ -331,5 +331,5 @@ def _value(value: Any) -> str:
 
 
 def prose(text: str) -> str:
-    """Returns a docstring as Markdown: page names become links, and each name is code."""
-    return re.sub(r"(?<![\w/(])docs/([\w-]+)\.md", r"[\1](../\1.md)", text)
+    """Returns a docstring as Markdown, in which names of pages are links from ``commands/``."""
+    return re.sub(r"(?<![\w/(])docs/([\w-]+)\.md(#[\w-]+)?", r"[\1](../\1.md\2)", text)
