@@ -2,14 +2,14 @@ r"""Writes distilled records in the forms that other trainers read.
 
     python -m coa_jax.distill.export --data=runs/distill/train.jsonl --out=runs/distill/export
 
-========== ============================================= ======================================
-form       files                                         read by
-========== ============================================= ======================================
-alpaca     ``NAME_alpaca.json``, ``dataset_info.json``   LLaMA-Factory, and the paper's fork
-sharegpt   ``NAME_sharegpt.json``, ``dataset_info.json`` LLaMA-Factory
-messages   ``NAME_messages.jsonl``                       TRL, ``datasets``
-tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
-========== ============================================= ======================================
+    ========== ============================================= ======================================
+    form       files                                         read by
+    ========== ============================================= ======================================
+    alpaca     ``NAME_alpaca.json``, ``dataset_info.json``   LLaMA-Factory, and the paper's fork
+    sharegpt   ``NAME_sharegpt.json``, ``dataset_info.json`` LLaMA-Factory
+    messages   ``NAME_messages.jsonl``                       TRL, ``datasets``
+    tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
+    ========== ============================================= ======================================
 
 Every form says who wrote what, so that other trainers and our own readers (`coa_jax.records`) find
 the loss mask of our SFT; docs/data.md shows the fields.  The user message is that of our SFT with

@@ -25,7 +25,7 @@ from absl import flags
 
 import coa_jax
 from coa_jax.__main__ import COMMANDS
-from coa_jax.bounds import MAX_INT, Bounded, Text, annotation_of, declared, parts, present
+from coa_jax.bounds import MAX_INT, Bounded, OneOf, Text, annotation_of, declared, parts, present
 
 API = {
     "trajectories": ("Trajectories and records", "trajectory", "records"),
@@ -58,7 +58,7 @@ def pages() -> dict[str, str]:
     shown: set[type[Any]] = set()
     for command in COMMANDS:
         found[f"commands/{command}.md"] = _command(command, shown)
-    found["settings.md"] = _other_settings(shown)
+    found["commands/settings.md"] = _other_settings(shown)
     for name, (title, *modules) in API.items():
         blocks = [f"::: coa_jax.{module}" for module in modules]
         found[f"api/{name}.md"] = "\n\n".join([f"# {title}", *blocks, ""])
@@ -115,8 +115,9 @@ def entry_point(command: str) -> types.ModuleType:
 def _argument(module: types.ModuleType, function: str, index: int) -> Any:
     """Returns the value of an argument where a module calls a function; None if it does not."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
-        called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == function
-        if called and len(node.args) > index:
+        if not isinstance(node, ast.Call) or len(node.args) <= index:
+            continue
+        if getattr(node.func, "id", "") == function:
             code = compile(ast.Expression(node.args[index]), module.__name__, "eval")
             return eval(code, vars(module))
     return None
@@ -171,8 +172,7 @@ def _commands() -> str:
         [
             "# Commands",
             "",
-            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code. `--help` shows",
-            "the flags of a command.",
+            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code.",
             "",
             "| command | purpose |",
             "|---|---|",
@@ -207,6 +207,7 @@ def _command(command: str, shown: set[type[Any]]) -> str:
 def _flag(flag: flags.Flag[Any]) -> tuple[str, str]:
     kind = _KINDS.get(flag.flag_type(), flag.flag_type())
     about = prose(" ".join((flag.help or "").split()))
+    about = about[:1].upper() + about[1:]
     if known := [value for value in getattr(flag.parser, "enum_values", None) or () if value]:
         about += ". One of " + ", ".join(f"`{value}`" for value in known) + "."
     if flag.name == "config":
@@ -241,7 +242,7 @@ def _other_settings(shown: set[type[Any]]) -> str:
 
 
 def _group(
-    cls: type[Any], path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
+    cls: Any, path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
 ) -> list[str]:
     """The settings of a dataclass: first its own ones, then each group inside it.
 
@@ -266,24 +267,35 @@ def _group(
             continue
         needed = "required" if given is dataclasses.MISSING else f"default {_value(given)}"
         key = path + field.name
-        about = " ".join(filter(None, [prose(told.get(field.name, "")), allowed(annotation)]))
+        about = _sentences(prose(told.get(field.name, "")), annotation)
         lines += _definition(key, place + key, f"{type_name(annotation)}, {needed}", about)
     for name, kind, given in groups:
         key = f"{path}{name}"
         lines += [f"{'#' * min(level + 1, 6)} `{key}` {{ #{place}{key} }}", ""]
-        lines += [prose(told[name][:1].upper() + told[name][1:]), ""] if name in told else []
+        meaning = prose(told.get(name, ""))
+        again = (kind.__doc__ or "").lower().startswith(meaning.rstrip(".").lower())
+        lines += [] if again else [f"{meaning[:1].upper()}{meaning[1:]}", ""]
         lines += _group(kind, f"{key}.", given, shown, level + 1, place)
     return lines
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
     term = f'<span id="{anchor}"></span>`{name}` <span class="kind">{about}</span>'
-    return [term, f":   {meaning[:1].upper()}{meaning[1:]}", ""]
+    return [term, f":   {meaning}", ""]
+
+
+def _sentences(meaning: str, annotation: Any) -> str:
+    """The meaning of a setting as sentences, with its bounds where the meaning lacks them."""
+    _, bounds = parts(present(annotation))
+    names = [name for bound in bounds if isinstance(bound, OneOf) for name in bound.names()]
+    if names and all(name in meaning for name in names):
+        return meaning
+    return f"{meaning[:1].upper()}{meaning[1:]} {allowed(annotation)}".strip()
 
 
 def type_name(annotation: Any) -> str:
@@ -319,5 +331,5 @@ def _value(value: Any) -> str:
 
 
 def prose(text: str) -> str:
-    """Returns a docstring as Markdown: page names become links, and each name is code."""
-    return re.sub(r"(?<![\w/(])docs/([\w-]+)\.md", r"[\1](../\1.md)", text)
+    """Returns a docstring as Markdown, in which names of pages are links from ``commands/``."""
+    return re.sub(r"(?<![\w/(])docs/([\w-]+)\.md(#[\w-]+)?", r"[\1](../\1.md\2)", text)
