@@ -156,7 +156,7 @@ flag_of() {
 
 # needed: fills `extras` with those of setup.py that the command in `words` needs, by its config, and
 # `needs` with the command that checks all of it on a host.  Keys that the config names are added to
-# `secrets`.
+# `secrets`.  COA_JAX_PYTHON names a Python with this package, by default that of .venv.
 needed() {
   local python="${COA_JAX_PYTHON:-$COA_ROOT/.venv/bin/python}" told name word given=() follows=no
   local there=" ${secrets[*]-} "

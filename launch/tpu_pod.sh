@@ -21,7 +21,8 @@
 #   --preset KIND      variables for the compiler: tpu (default), v6e or none
 #   --env NAME=VALUE   a variable of the run; may be repeated
 #   --secret-env NAME  the same, with its value here; keys that the config names need no flag
-#   --detach           run: return at once, the command goes on after this shell ends
+#   --detach           run: return at once, the command goes on after this shell ends; nobody starts it
+#                      again then
 #   --dry-run          print the commands, run nothing
 #
 # The work directory must be one that all hosts share (a mounted file share or bucket): the first
