@@ -269,7 +269,10 @@ class Source:
             learner.publish()
         if self._stream is None or not self._config.max_staleness:
             return learner.engines
-        return sharing(learner.engines, self._weights, slots)
+        engines = sharing(learner.engines, self._weights, slots)
+        for engine in engines if self._config.budgets.max_seconds else ():
+            engine.warm_up()
+        return engines
 
     def saved(self) -> None:
         """Removes the trajectories that no step after the newest complete checkpoint needs."""

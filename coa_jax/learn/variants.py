@@ -19,9 +19,10 @@ _SMALL: Mapping[str, Sequence[str]] = {
     ),
     "rl": (
         "model", "tasks", "task_options", "mixture", "num_tasks", "groups", "group_size",
-        "max_sampled", "mini_batch", "epochs", "rows", "row_length", "checkpoint_every", "optimizer.total_steps",
-        "optimizer.warmup_steps", "engine", "rollout.max_tokens", "rollout.max_turn_tokens",
-        "rollout.max_tool_calls", "rollout.max_observation_tokens", "rollout.prompt_style", "mesh",
+        "max_sampled", "mini_batch", "epochs", "rows", "row_length", "checkpoint_every",
+        "optimizer.total_steps", "optimizer.warmup_steps", "engine", "rollout.max_tokens",
+        "rollout.max_turn_tokens", "rollout.max_tool_calls", "rollout.max_observation_tokens",
+        "rollout.prompt_style", "mesh",
     ),
     "evaluate": (
         "model", "num_tasks", "samples", "engine", "rollout.max_tokens", "rollout.max_turn_tokens",
