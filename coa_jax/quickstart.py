@@ -151,7 +151,8 @@ class Pipeline:
     def sft(self) -> None:
         """Fine-tunes the untrained policy on the distilled trajectories."""
         config = self.sft_config
-        sft.train(config, self.run, self.models / "sft", renaming(config.rename_share))
+        output = self.models / "sft"
+        sft.train(config, self.run, output, renaming(config.rename_share), self.tools)
 
     def rl(self) -> None:
         """Reinforces the fine-tuned policy with live tools."""
