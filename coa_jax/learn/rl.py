@@ -143,9 +143,8 @@ class Source:
         )
         self._graders = graders
         self._stream: Stream | None = None
-        self._weights: list[
-            DecodeParams
-        ] = []  # that the engines had last, if samples are in flight
+        # What the engines got last, while samples may be in flight.
+        self._weights: list[DecodeParams] = []
         self._saved: tuple[int, list[list[int]]] | None = None
         self._abandoned = False
 
