@@ -30,7 +30,7 @@ from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate
 from coa_jax.evaluate.metrics import student_t
-from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
+from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
 from coa_jax.learn import sft
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.progress import Bar, progress
@@ -137,10 +137,7 @@ class Ablation:
         self.arms = self.command.filters()
         self.command.sft_config(workdir, UNFILTERED, 0)  # refused now, not after the data are made
         self.tools: list[Tool] = make_tools(self.command.tools)
-        evaluation = self.evaluation
-        self.held_out = load_tasks(
-            evaluation.tasks, evaluation.split, evaluation.num_tasks or None, evaluation.seed
-        )
+        self.held_out = load(self.evaluation)
 
     def data(self, seed: int) -> dict[str, dict[str, Any]]:
         """Distils for one seed and writes every arm's records; returns figures of the sets."""

@@ -24,7 +24,7 @@ from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.evaluate.figures import shown_rate, table
-from coa_jax.evaluate.run import EvaluateConfig, evaluate_model
+from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
 from coa_jax.installed import warn_untested
 from coa_jax.learn import rl, sft
 from coa_jax.learn.rl_config import RLConfig
@@ -39,7 +39,7 @@ from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
-from coa_jax.tasks import load_splits, load_tasks
+from coa_jax.tasks import load_splits
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -131,15 +131,8 @@ class Pipeline:
         if form := self.config.format:
             budgets = dataclasses.replace(self.evaluation.rollout, format=form)
             self.evaluation = dataclasses.replace(self.evaluation, rollout=budgets)
-        held_out = load_tasks(
-            self.evaluation.tasks,
-            self.evaluation.split,
-            self.evaluation.num_tasks or None,
-            self.evaluation.seed,
-        )
-        self.held_out = with_level(
-            held_out, self.evaluation.rollout.level, self.evaluation.rollout.format
-        )
+        rollout = self.evaluation.rollout
+        self.held_out = with_level(load(self.evaluation), rollout.level, rollout.format)
 
     def distill(self) -> None:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
@@ -179,7 +172,8 @@ class Pipeline:
     def sft(self) -> None:
         """Fine-tunes the untrained policy on the distilled trajectories."""
         config = self.sft_config
-        sft.train(config, self.run, self.models / "sft", renaming(config.rename_share))
+        output = self.models / "sft"
+        sft.train(config, self.run, output, renaming(config.rename_share), self.tools)
 
     def rl(self) -> None:
         """Reinforces the fine-tuned policy with live tools."""

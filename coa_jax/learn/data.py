@@ -12,6 +12,7 @@ from absl import logging
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
 from coa_jax.protocol import Prompt
+from coa_jax.tasks.mixture import alternate
 from coa_jax.trajectory import DistilledRecord
 
 Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
@@ -50,21 +51,23 @@ def fitting_records(
 
 def example_stream(
     tokenizer: Any,
-    records: Sequence[DistilledRecord],
+    parts: Sequence[Sequence[DistilledRecord]],
     *,
     prompt: Prompt,
     length: int,
     seed: int,
+    weights: Sequence[float] = (1.0,),
     change: Change | None = None,
 ) -> grain.MapDataset:
-    """All records, epoch after epoch, each epoch in another order.
+    """All records of each part, epoch after epoch, each epoch in another order.
 
     Args:
         tokenizer: tokenizer of the policy.
-        records: records of at most ``length`` tokens.
+        parts: records of at most ``length`` tokens; one part for most runs.
         prompt: how the records' questions are put to the policy.
         length: tokens of a row; a record that is longer once it is changed is used as it was.
         seed: seed of the order and of the changes.
+        weights: how often records of each part come, in proportion to the others.
         change: see `Change`; None to leave the records as they are.
     """
 
@@ -75,8 +78,7 @@ def example_stream(
                 return changed
         return record_example(tokenizer, record, prompt)
 
-    stream = grain.MapDataset.source(list(records)).seed(seed).shuffle().repeat()
-    return stream.random_map(example)
+    return alternate([list(part) for part in parts], weights, seed).random_map(example)
 
 
 def next_batches(

@@ -13,7 +13,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from absl import logging
@@ -34,6 +34,8 @@ from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import Sources, load_parts, parts_of
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory, format_valid
+
+T = TypeVar("T")
 
 METRICS = ("eval/pass_at_1", "eval/reward")
 """Figures of an evaluation whose best checkpoint may stay, that with the highest value."""
@@ -181,23 +183,31 @@ class HeldOut:
             step: the step.
             parameters: a checksum of the parameters: samples of others are void.
             tokenizer: of the policy.
-            engines: gives engines with these parameters, whose slots are free; called where a
-                sample is missing.
+            engines: gives engines with these parameters, whose slots are free; called in all
+                processes if a sample is missing in one.
         """
         path = self._folder / f"{self._phase}-{step:08d}-{processes.index()}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         mark = {"parameters": parameters, "settings": self._settings}
         done = dict(self._finished(path, mark))
         requests = list(self._requests(done, {**mark, "step": step}, tokenizer))
-        whole = True
-        if requests and not self._abandoned:
-            whole = asyncio.run(self._sample(requests, path, tokenizer, engines(), done))
-        mine = [_row(key, trajectory) for key, trajectory in done.items()] if whole else None
-        parts = processes.gather([mine], "gathering of an evaluation", self._wait_seconds)
-        rows = [row for part in parts for row in part or ()]
-        if self._abandoned or None in parts:
+        found = self._gather((bool(requests), self._abandoned))
+        if any(abandoned for _, abandoned in found):
             return {}
+        whole = True
+        if any(missing for missing, _ in found):
+            # All processes take part in making the engines, those with nothing to run too.
+            ready = engines()
+            whole = asyncio.run(self._sample(requests, path, tokenizer, ready, done))
+        mine = [_row(key, trajectory) for key, trajectory in done.items()]
+        parts = self._gather((mine, whole))
+        if not all(whole for _, whole in parts):
+            return {}
+        rows = [row for part, _ in parts for row in part]
         return self._figures(sorted(rows, key=lambda row: (row[0], row[1])))
+
+    def _gather(self, told: T) -> list[T]:
+        return processes.gather([told], "an evaluation", self._wait_seconds)
 
     def abandon(self) -> None:
         """Ends an evaluation that is running; signal handlers may call it."""
@@ -261,12 +271,17 @@ class HeldOut:
 
         async def run() -> None:
             stream = rollout(engines, tokenizer, requests, self._tools, self._budgets)
-            async with asyncio.TaskGroup() as grading, contextlib.aclosing(stream):
-                async for trajectory in stream:
-                    grading.create_task(finish(trajectory))
+            try:
+                async with asyncio.TaskGroup() as grading, contextlib.aclosing(stream):
+                    async for trajectory in stream:
+                        grading.create_task(finish(trajectory))
+            except ExceptionGroup as group:  # its first error may be one that the user can mend
+                raise group.exceptions[0] from None
 
         task = asyncio.ensure_future(run())
         self._running = asyncio.get_running_loop(), task
+        if self._abandoned:
+            task.cancel()
         try:
             await task
         except asyncio.CancelledError:

@@ -145,9 +145,8 @@ class Source:
         )
         self._graders = graders
         self._stream: Stream | None = None
-        self._weights: list[
-            DecodeParams
-        ] = []  # that the engines had last, if samples are in flight
+        # What the engines got last, while samples may be in flight.
+        self._weights: list[DecodeParams] = []
         self._saved: tuple[int, list[list[int]]] | None = None
         self._abandoned = False
 
@@ -272,7 +271,10 @@ class Source:
             learner.publish()
         if self._stream is None or not self._config.max_staleness:
             return learner.engines
-        return sharing(learner.engines, self._weights, slots)
+        engines = sharing(learner.engines, self._weights, slots)
+        for engine in engines if self._config.budgets.max_seconds else ():
+            engine.warm_up()
+        return engines
 
     def saved(self) -> None:
         """Removes the trajectories that no step after the newest complete checkpoint needs."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.bounds import Natural, OneOf, Place, Share
+from coa_jax.bounds import Natural, OneOf, Place, Positive, Share
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
@@ -53,6 +53,8 @@ class SFTConfig(FitConfig):
     Attributes:
         data: files of records to learn: one path, several with commas, a pattern or a folder;
             docs/data.md shows the forms that are read.
+        weights: how often records of each path in ``data`` are learned, in proportion to the
+            others; empty to learn all records equally often.
         validation: files of records whose loss is measured; empty for none.
         protocol: protocol of the records that name none; empty to tell it by their tags.
         prompt_style: how questions are put to the policy, see `tasks.prompts`.
@@ -75,6 +77,7 @@ class SFTConfig(FitConfig):
     prompt_style: Place
     rename_share: Share
     keep_best: Annotated[str, OneOf("", "loss", "validation/loss", *METRICS)] = ""
+    weights: tuple[Positive, ...] = ()
     protocol: ProtocolName = ""
     level: Level = ""
     format: FormatName = ""
@@ -86,8 +89,18 @@ class SFTConfig(FitConfig):
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
 
+    @property
+    def parts(self) -> list[str]:
+        """The paths whose records are mixed; all of ``data`` in one where it has no weights."""
+        return self.data.split(",") if self.weights else [self.data]
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.weights and len(self.weights) != len(self.parts):
+            raise UserError(
+                f"weights has {len(self.weights)} numbers, and data {len(self.parts)} paths; give"
+                " one for each, or none"
+            )
         check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
         if self.evaluate_every and not (self.held_out.tasks or self.held_out.mixture):
             raise UserError(
@@ -128,8 +141,11 @@ def train(
         raise ValueError("rename_share needs an augmentation that renames")
     mesh = training_mesh(config.mesh, config.rows)
     prompt = load_prompt(config.prompt_style, config.model)
-    records = read_records(config.data, config.protocol)
-    records = with_level(records, config.level, config.format)
+    parts = [
+        with_level(read_records(path, config.protocol), config.level, config.format)
+        for path in config.parts
+    ]
+    records = [record for part in parts for record in part]
     held_out = read_records(config.validation, config.protocol) if config.validation else []
     held_out = with_level(held_out, config.level, config.format)
     warn_of_prompts(records, prompt, "records", "config.prompt_style")
@@ -141,7 +157,8 @@ def train(
     fitting = functools.partial(
         fitting_records, model.tokenizer, prompt=prompt, length=config.row_length
     )
-    kept, longest = fitting(records, source=config.data)
+    found = [fitting(part, source=path) for path, part in zip(paths, parts, strict=True)]
+    kept, longest = [r for part, _ in found for r in part], max(size for _, size in found)
     validation: Sequence[Example] = ()
     if held_out:
         held_out, _ = fitting(held_out, source=config.validation)
@@ -150,10 +167,11 @@ def train(
     compute = config.compute(model.config, mesh)
     stream = example_stream(
         model.tokenizer,
-        kept,
+        [part for part, _ in found],
         prompt=prompt,
         length=config.row_length,
         seed=config.seed,
+        weights=config.weights or (1.0,),
         change=augmentation and augmentation(model.tokenizer, kept, prompt),
     )
 

@@ -103,10 +103,7 @@ def _of_part(task: Task, name: str) -> Task:
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
-    """Tasks without end, in the order in which they are asked.
-
-    Each part comes again and again, every time in another order; the parts alternate by their
-    weights.  An index has the same task in every run with the same settings.
+    """Tasks without end, in the order in which they are asked; see `alternate`.
 
     Args:
         sources: the settings.
@@ -114,7 +111,22 @@ def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) 
         seed: of the orders.
     """
     parts = parts_of(sources)
-    orders = [grain.MapDataset.source(tasks[name]).seed(seed).shuffle().repeat() for name in parts]
-    if len(orders) == 1:
-        return orders[0]
-    return grain.MapDataset.mix(orders, [part.weight for part in parts.values()])
+    weights = [part.weight for part in parts.values()]
+    return alternate([tasks[name] for name in parts], weights, seed)
+
+
+def alternate(parts: Sequence[Sequence[Any]], weights: Sequence[float], seed: int) -> Any:
+    """Items without end: each part again and again, the parts in proportion to their weights.
+
+    A part has another order in every pass.  An index has the same item in every run.
+
+    Args:
+        parts: none of them empty.
+        weights: one for each part; they have no effect where there is only one.
+        seed: of the orders.
+
+    Returns:
+        A ``grain.MapDataset``.
+    """
+    orders = [grain.MapDataset.source(part).seed(seed).shuffle().repeat() for part in parts]
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights).seed(seed)

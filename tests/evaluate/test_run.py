@@ -10,13 +10,14 @@ import re
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.evaluate.figures import blocks, table
-from coa_jax.evaluate.run import load
+from coa_jax.evaluate.figures import blocks, figures, table
+from coa_jax.evaluate.run import load, settings
+from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.trajectory import Author, SegmentSpan, read_trajectories
+from coa_jax.trajectory import Author, Reward, SegmentSpan, read_trajectories
 from tests.distill.chat_server import serving
 from tests.evaluate.made import trajectory
 from tests.evaluate.tiny_evaluation import CONFIG, policy_of, results, run
@@ -393,3 +394,26 @@ def test_the_last_suggestion_counts_as_an_answer_if_that_is_wanted(tmp_path):
     (first, *_) = read_trajectories(tmp_path / "traces.jsonl")
     assert first.answer is None and first.reward.value == 1.0  # the record stays what it is
     assert run(tmp_path, one, refuse)["figures"]["pass_at_1"] == 0.0
+
+
+def test_several_sources_are_measured_together_and_by_source(tmp_path):
+    path = tmp_path / "q.jsonl"
+    lines = [json.dumps({"id": t.id, "question": t.question, "answer": t.gold[0]}) for t in TASKS]
+    path.write_text("\n".join(lines) + "\n")
+    parts = {"all": {"tasks": str(path)}, "one": {"tasks": str(path), "num_tasks": 1}}
+    config = dataclasses.replace(CONFIG, tasks="", mixture=parts, num_tasks=0, samples=1)
+    tasks = load(config)
+    assert [task.id for task in tasks][: len(TASKS)] == [f"all/{task.id}" for task in TASKS]
+    made = [
+        trajectory(identity=task.id, reward=Reward(float(i > 0))) for i, task in enumerate(tasks)
+    ]
+    by = figures([Measured(t, (sample_of(m),)) for t, m in zip(tasks, made, strict=True)], 1)["by"]
+    rates = {name: found["pass_at_1"] for name, found in by["source"].items()}
+    assert rates == {"all": pytest.approx(1 - 1 / len(TASKS)), "one": 1.0}
+    # A weight changes no sample, another source does.
+    weighted = {**parts, "one": {**parts["one"], "weight": 9.0}}
+    known = [
+        settings(dataclasses.replace(config, mixture=mixture), "p", {})
+        for mixture in (parts, weighted, {"all": parts["all"]})
+    ]
+    assert known[0] == known[1] != known[2]

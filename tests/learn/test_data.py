@@ -36,7 +36,7 @@ def tokenizer():
 def stream(seed=0, change=None):
     return example_stream(
         tokenizer(),
-        RECORDS,
+        [RECORDS],
         prompt=Prompt("brief"),
         length=200,
         seed=seed,
@@ -46,6 +46,19 @@ def stream(seed=0, change=None):
 
 def epoch(of, number):
     return [tuple(of[number * 12 + i].tokens.tolist()) for i in range(12)]
+
+
+def test_parts_are_mixed_by_their_weights():
+    def text(example):
+        return tokenizer().decode(example.tokens)
+
+    parts = [RECORDS[:4], RECORDS[4:]]
+    mixed = example_stream(
+        tokenizer(), parts, prompt=Prompt("brief"), length=200, seed=0, weights=(3.0, 1.0)
+    )
+    numbers = [int(text(mixed[i]).partition("number ")[2].partition("?")[0]) for i in range(40)]
+    assert sum(number < 4 for number in numbers) == 30
+    assert sorted(set(numbers)) == list(range(12))
 
 
 def test_each_epoch_has_every_record_once_in_another_order():

@@ -122,8 +122,14 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
 def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
     from coa_jax.learn.rl import repeat
 
-    changes = {**STREAM, "evaluate_every": 2, "held_out": HeldOutConfig(slots=2)}
-    run = train(folder, "stream", **changes, keep_best="eval/pass_at_1", checkpoint_every=4)
+    changes = {
+        **STREAM,
+        "evaluate_every": 2,
+        "held_out": HeldOutConfig(slots=2),
+        "keep_best": "eval/pass_at_1",
+        "checkpoint_every": 4,
+    }
+    run = train(folder, "stream", **changes)
     history = rows(run, "rl")
     assert [row["step"] for row in history if "eval/pass_at_1" in row] == [2, 4, 6, 8]
     config = rl_config(folder / "model", folder / "tasks.jsonl", **changes)

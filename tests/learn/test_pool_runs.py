@@ -57,8 +57,8 @@ def known_after(config, run):
 def saved(run):
     """What the newest checkpoint has of the pool."""
     newest = max((run / "checkpoints" / "rl").iterdir(), key=lambda path: int(path.name))
-    (file,) = (path for path in (newest / "extra").iterdir() if path.is_file())
-    return {id: tuple(known) for id, known in json.loads(file.read_text())["pool"].items()}
+    extra = json.loads((newest / "extra" / "metadata").read_text())
+    return {id: tuple(known) for id, known in extra["pool"].items()}
 
 
 def test_a_run_with_a_pool_is_a_function_of_its_seed(folder):

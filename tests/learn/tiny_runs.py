@@ -46,7 +46,7 @@ def sft_config(model: Path, data: Path, **changes: object) -> sft.SFTConfig:
     return sft.SFTConfig(**{**values, **changes})
 
 
-def rl_config(model: Path, tasks: Path, **changes: object) -> RLConfig:
+def rl_config(model: Path, tasks: Path, /, **changes: object) -> RLConfig:
     values = {
         "model": str(model),
         "tasks": str(tasks),
