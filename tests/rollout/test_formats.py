@@ -194,7 +194,5 @@ def test_what_knows_tags_only_is_refused(name):
 
 
 def test_a_constraint_of_another_format_is_refused():
-    model = tiny_policy.policy()
-    config = RolloutConfig(constrain=True)
     with pytest.raises(UserError, match="constrain is for the format tags"):
-        constraint_for(config, model.tokenizer, model.config.vocab_size, ["code:hermes"])
+        constraint_for(RolloutConfig(constrain=True), None, 8, ["code:hermes"])
