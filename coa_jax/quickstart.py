@@ -32,7 +32,7 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.progress import Bar, progress
-from coa_jax.protocol import FormatName, Level
+from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
@@ -164,8 +164,11 @@ class Pipeline:
         """Measures the teacher, unfiltered, on the held-out tasks."""
         tokenizer = load_model(self.models / "base").tokenizer
         named = {tool.name: tool for tool in self.tools}
+        tasks = self.held_out
+        if self.config.format:  # the teacher is a chain of agents, whatever the policy is
+            tasks = with_level(tasks, "", TAGS)
         block = evaluate_teacher(
-            self.held_out, named, self.teacher, lambda text: len(encode_plain(tokenizer, text))
+            tasks, named, self.teacher, lambda text: len(encode_plain(tokenizer, text))
         )
         self.run.summary({"teacher": block})
 

@@ -328,8 +328,9 @@ def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
     Raises:
         UserError: the trajectory's protocol is unknown.
     """
-    if not trajectory.segments:
-        return text_violations(get_protocol(trajectory.protocol), trajectory.text)
+    rules = get_protocol(trajectory.protocol)
+    if not trajectory.segments and rules.format is None:
+        return text_violations(rules, trajectory.text)
     parts = [
         ("policy" if span.author == Author.POLICY else "environment", span.text)
         for span in trajectory.segments

@@ -85,5 +85,6 @@ def test_exported_turns_are_in_the_format(pipeline, tmp_path):
     records = with_level(read_records(path / "data" / "train.jsonl"), "", form)
     assert not [r.id for r in records if part_violations(r.protocol, r.parts)]
     export(records, tmp_path, "set", ("sharegpt", "messages"), Prompt("brief"))
-    (first, *_) = json.loads((tmp_path / "set_sharegpt.json").read_text())["conversations"][1:]
-    assert first["value"].startswith("<think>" if form == "hermes" else "Thought: ")
+    (row, *_) = json.loads((tmp_path / "set_sharegpt.json").read_text())
+    opening = "<think>" if form == "hermes" else "Thought: "
+    assert row["conversations"][1]["value"].startswith(opening)

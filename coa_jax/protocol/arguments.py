@@ -46,6 +46,8 @@ def _named(protocol: Protocol, tool: str) -> dict[str, str]:
 def describe(protocol: Protocol, tool: str) -> str:
     """What a tool does."""
     said = protocol.described.get(tool) or _DOES[tool]
+    if tool in protocol.schemas:  # what is said of the body is in the schema
+        said = said.partition(" The body is ")[0]
     return " ".join(filter(None, (said, protocol.notes.get(tool, ""))))
 
 

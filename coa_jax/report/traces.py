@@ -189,6 +189,11 @@ def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, b
     if not trajectory.segments:
         yield from _parsed(protocol, trajectory.text, assume_observations=True)
         return
+    if protocol.format is not None:
+        for span in trajectory.segments:
+            if span.text.strip():
+                yield span.role, span.author, span.text if span.body is None else span.body, True
+        return
     said = ""
     for span in trajectory.segments:
         if span.author == Author.POLICY:

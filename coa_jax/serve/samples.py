@@ -86,7 +86,8 @@ class Completion(Episode):
             task_id=visit.task.id,
             sample_id=sample,
             question="",
-            protocol=get_protocol(visit.task.protocol),
+            # No format: a token that ends a turn ends the text, whatever is in it.
+            protocol=dataclasses.replace(get_protocol(visit.task.protocol), format=None),
             prompt=visit.prompt,
             table=table,
             end_tokens=ends,

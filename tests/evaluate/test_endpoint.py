@@ -219,9 +219,11 @@ def test_a_request_ends_with_the_time_of_its_trajectory(tmp_path):
     assert trace.stop_reason == StopReason.DEADLINE and trace.metadata["seconds"] < 1.5
 
 
-@pytest.mark.parametrize("name", ["constrain", "strict"])
-def test_what_only_a_policy_on_this_machine_can_do_is_refused(tmp_path, name):
-    rollout = dataclasses.replace(CONFIG.rollout, **{name: True})
+@pytest.mark.parametrize(
+    ("name", "value"), [("constrain", True), ("strict", True), ("format", "hermes")]
+)
+def test_what_only_a_policy_on_this_machine_can_do_is_refused(tmp_path, name, value):
+    rollout = dataclasses.replace(CONFIG.rollout, **{name: value})
     with pytest.raises(UserError, match=f"config.rollout.{name}"):
         ask("http://localhost:1/v1", tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
 

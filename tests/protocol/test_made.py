@@ -130,3 +130,13 @@ def test_a_policy_from_nothing_knows_the_tags_and_passes_them_on(made, tmp_path)
     assert len(tokenizer.encode("<dice>", add_special_tokens=False)) == 1
     left = json.loads((tmp_path / "scratch" / "protocols.json").read_text())
     assert left["gambling"]["described"] == SAYS
+
+
+def test_schemas_of_arguments_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(spec, "_PROTOCOLS", dict(spec._PROTOCOLS))
+    schema = {"type": "object", "properties": {"sides": {"type": "integer"}}}
+    add_protocol(protocol_with_tools("gambling", ("dice",), SAYS, {"dice": schema}))
+    write_protocols(tmp_path)
+    forget(monkeypatch)
+    find_protocols(tmp_path)
+    assert get_protocol("gambling:hermes").schemas == {"dice": schema}

@@ -17,6 +17,7 @@ import pytest
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.protocol.arguments import schemas
 from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
 from coa_jax.tools import doctor, reach
@@ -155,6 +156,9 @@ def test_a_new_tool_is_a_tag_a_description_and_a_schema():
     prompt = render_prompt(protocol, "How high?")
     assert '- <tides>: Tells the tide. The body is a JSON object with "port"' in prompt
     assert "After <tides> and its <observation> comes" in prompt
+    function = schemas(get_protocol("seaside:hermes"))[1]["function"]
+    assert function["description"] == "Tells the tide."
+    assert function["parameters"] == json.loads(schema)
 
 
 @pytest.mark.slow
