@@ -157,7 +157,7 @@ def train(
     fitting = functools.partial(
         fitting_records, model.tokenizer, prompt=prompt, length=config.row_length
     )
-    found = [fitting(part, source=path) for path, part in zip(paths, parts, strict=True)]
+    found = [fitting(part, source=path) for path, part in zip(config.parts, parts, strict=True)]
     kept, longest = [r for part, _ in found for r in part], max(size for _, size in found)
     validation: Sequence[Example] = ()
     if held_out:
