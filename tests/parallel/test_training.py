@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.learn.record import versions_of
+from coa_jax.learn.record import StepLog, versions_of
 from coa_jax.model.api import Model, save_model
 from coa_jax.trajectory import read_trajectories, write_records
 from tests import tiny_policy
@@ -104,6 +104,22 @@ def test_rl_is_the_same_with_one_process_and_with_two(folder):
     close_metrics(one, two, "rl", ["loss", "optim/grad_norm", "tokens", "reward/mean"])
     assert all(row["mismatch/abs_logp_max"] < 1e-4 for row in rows(two, "rl"))
     close_weights(two / "model", one / "model", folder / "model")
+
+
+def test_two_processes_ask_the_same_tasks_of_a_pool_and_measure_the_same(folder):
+    one, two = (trained(folder, f"measured{n}", "measured", n, "2,1,1", devices=2) for n in (1, 2))
+    assert same_samples(one, two) == {1, 2, 3}
+    names = [name for name in rows(one, "rl")[0] if name.split("/")[0] in ("eval", "pool")]
+    assert len(names) > 10
+    close_metrics(one, two, "rl", names)
+    # Each has sampled its share.
+    files = sorted(path.name for path in (two / "evaluations").iterdir())
+    assert files == [f"rl-{step:08d}-{process}.jsonl" for step in (1, 2, 3) for process in (0, 1)]
+    asked = [
+        [(record.examined, record.scores) for record in StepLog(run / "steps.jsonl", False).read()]
+        for run in (one, two)
+    ]
+    assert asked[0] == asked[1]
 
 
 def test_sft_goes_on_on_other_meshes_with_other_processes_and_fewer_devices(folder):

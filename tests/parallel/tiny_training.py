@@ -20,6 +20,7 @@ from absl import flags
 
 from coa_jax.cli import run_main
 from coa_jax.learn import rl, sft
+from coa_jax.learn.held_out import HeldOutConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
@@ -28,7 +29,7 @@ from coa_jax.run_dir import RunDir
 from coa_jax.small.augment import renaming
 from coa_jax.tools.base import Observation, ToolContext
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config, sft_config
+from tests.learn.tiny_runs import pooled, rl_config, sft_config
 
 
 class BadTool:
@@ -119,7 +120,11 @@ def main(argv: list[str]) -> None:
             note_steps(run.path)
             if processes.index() == 1:
                 tools = [StopTool(tool, run.path, case[4:]) for tool in tools]
-        steps = 3 if case == "ahead" else 2
+        steps = 3 if case in ("ahead", "measured") else 2
+        more: dict[str, Any] = {}
+        if case == "measured":
+            held_out = HeldOutConfig(split="train", samples=2, temperature=0.7)
+            more = {**pooled(folder / "tasks.jsonl"), "evaluate_every": 1, "held_out": held_out}
         constrained = RolloutConfig(192, 3, 48, constrain=True, strict=True)
         config = rl_config(
             folder / "model",
@@ -134,6 +139,7 @@ def main(argv: list[str]) -> None:
             ),
             max_staleness=2 * int(case == "ahead"),
             **({"rollout": constrained, "temperature": 1.6} if case == "constrained" else {}),
+            **more,
         )
         rl.train(config, run, folder / name / "model", tools)
 
