@@ -111,7 +111,7 @@ def test_an_extra_that_there_is_not_gets_one_line(tree, extra):
     result = tree("setup_env.sh", "gguf", extra)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"[setup] error: no extra is named {extra}; there are: gguf tasks web ")
+    assert line.startswith(f"[setup] error: no extra is named {extra}; there are: gguf tasks hub web ")
 
 
 def test_an_old_python_is_not_taken(tree):
@@ -186,7 +186,7 @@ def test_torch_comes_first_for_the_tests(tree):
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
     assert calls[1].endswith(
-        "[distill,endpoint,gguf,maths,mcp,notebook,serve,tasks,test,testjax,tfds,web]"
+        "[distill,endpoint,gguf,hub,maths,mcp,notebook,serve,tasks,test,testjax,tfds,web]"
     )
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0

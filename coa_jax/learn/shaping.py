@@ -20,6 +20,16 @@ class StopRewards(Bounded):
     """What becomes of the reward of a trajectory without an answer, by why it stopped.
 
     What depends on the load of the machine is no verdict on the policy, and masks by default.
+    ``score`` keeps the reward, ``mask`` removes it, and a number is added to it.
+
+    Attributes:
+        length: the token budget ran out.
+        turn_length: the budget of tokens that the policy may write in a row ran out.
+        turns: the policy made as many tool calls as it may.
+        eos: the policy ended its turn without an answer.
+        violation: the policy broke a rule of the protocol.
+        deadline: the time of the trajectory ran out.
+        tool_time: the time in which the trajectory may wait for tools ran out.
     """
 
     length: Verdict = "score"
