@@ -111,16 +111,16 @@ def train_sft(
     Raises:
         UserError: what the caller can mend.
     """
-    values, path = {**_values(config), **changes}, Path(workdir)
+    values, path = {**_values(config), **_plain(changes)}, Path(workdir)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
-    settings = build(SFTConfig, values)
+    found = build(SFTConfig, values)
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
             if records is not None:
                 write_records(values["data"], records)
-            sft.train(settings, run, output, renaming(settings.rename_share))
+            sft.train(found, run, output, renaming(found.rename_share))
 
     return _trained(train, path, "sft")
 
@@ -149,14 +149,14 @@ def train_rl(
     Raises:
         UserError: what the caller can mend.
     """
-    values = {**_given(config, tasks, rewards, tools), **changes}
-    settings, path = build(RLRun, values), Path(workdir)
+    values = {**_given(config, tasks, rewards, tools), **_plain(changes)}
+    found, path = build(RLRun, values), Path(workdir)
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
-            live = make_tools(settings.tools)
-            check_ready(settings.probe_s, graders=settings.graders, tools=settings.tools)
-            rl.train(settings, run, output, live)
+            live = make_tools(found.tools)
+            check_ready(found.probe_s, graders=found.graders, tools=found.tools)
+            rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
 
@@ -279,7 +279,7 @@ def evaluate_policy(
     Raises:
         UserError: what the caller can mend; what is finished is kept.
     """
-    values = {"stage": "policy", **_given(config, tasks, rewards, tools), **changes}
+    values = {"stage": "policy", **_given(config, tasks, rewards, tools), **_plain(changes)}
     values |= {"model": str(policy)} if policy is not None else {}
     found, path = build(EvaluateRun, values), Path(workdir)
 
@@ -317,7 +317,15 @@ def _values(config: Any) -> dict[str, Any]:
         return found
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.asdict(config)
-    return dict(config)
+    return _plain(config)
+
+
+def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, in which those that are dataclasses are groups by name, too."""
+    return {
+        name: _values(value) if dataclasses.is_dataclass(value) else value
+        for name, value in changes.items()
+    }
 
 
 def _given(

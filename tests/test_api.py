@@ -191,7 +191,14 @@ def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
 
     def measure() -> Evaluation:
         return coa_jax.evaluate_policy(
-            CONFIG, tmp_path, policy=saved, tasks=lambda n: TASKS[:n], tools=tools, rewards=exact
+            CONFIG,
+            tmp_path,
+            policy=saved,
+            tasks=lambda n: TASKS[:n],
+            tools=tools,
+            rewards=exact,
+            stage="tiny",
+            rollout=BUDGET,
         )
 
     found = measure()
@@ -202,6 +209,7 @@ def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
     }
     assert all(row["value"] == 1.0 and row["hops"] == 1 for row in found.rows)
     assert "pass@1" in str(found) and found.page.is_file()
+    assert found.page.parent.name == "tiny"
     kept = found.trajectories()
     assert len(kept) == 6 and {one.answer for one in kept} == {task.gold[0] for task in TASKS}
     assert measure().outcome == found.outcome and len(found.trajectories()) == 6
