@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def saved(tmp_path_factory) -> Path:
 def agent(saved) -> coa_jax.Agent:
     tools = list(tiny_policy.tools().values())
     return coa_jax.Agent(saved, tools, protocol=tiny_policy.PROTOCOL, rollout=BUDGET)
+
+
+def test_the_names_of_the_package_load_what_they_need_on_first_use():
+    code = "import coa_jax, sys; sys.exit(len({'jax', 'numpy'} & {*sys.modules}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {*coa_jax.__all__} <= {*dir(coa_jax)}
+    for name in coa_jax.__all__:
+        assert getattr(coa_jax, name) is not None
 
 
 # --- agents --------------------------------------------------------------------------------
