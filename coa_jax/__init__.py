@@ -41,12 +41,9 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        (
-            *("Agent", "Evaluation", "Trained"),
-            *("evaluate_policy", "load_policy", "train_rl", "train_sft"),
-        ),
-        "coa_jax.api",
+        ("Evaluation", "Trained", "evaluate_policy", "train_rl", "train_sft"), "coa_jax.api"
     ),
+    **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
     "load_config": "coa_jax.cli",
 }

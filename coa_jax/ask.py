@@ -23,13 +23,13 @@ from typing import IO
 from absl import flags
 from ml_collections import ConfigDict
 
-from coa_jax.api import Agent
 from coa_jax.bounds import MAX_INT
 from coa_jax.cli import config_flag, run_main
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.protocol import LEVELS, get_protocol
 from coa_jax.report.terminal import Screen, Show
+from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig
