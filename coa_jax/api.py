@@ -86,7 +86,11 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLRun(RLConfig):
-    """The settings of a run of RL and of its tools."""
+    """The settings of a run of RL and of its tools.
+
+    Attributes:
+        tools: tools of the policy.
+    """
 
     tools: ToolsConfig
 

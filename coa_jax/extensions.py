@@ -65,8 +65,9 @@ class Kind:
     given: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def names(self) -> tuple[str, ...]:
-        """The short names, those of installed packages behind the built-in ones."""
-        return tuple(dict.fromkeys((*self.built_in, *sorted(self._installed().names))))
+        """The short names: built-in ones, then those of this process and of installed packages."""
+        installed = sorted(self._installed().names)
+        return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
 
     def knows(self, name: str) -> bool:
         """Whether a text is a short name."""
@@ -116,7 +117,7 @@ class Named(OneOf):
 
     def holds(self, value: Any) -> bool:
         """Whether a value of the annotated type is allowed."""
-        return is_path(value) or self.kind.knows(value) or value in self.names()  # type: ignore[attr-defined]
+        return is_path(value) or value in self.kind.built_in or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
         """Completes "give ..." in the error for a value of type ``kind``."""
