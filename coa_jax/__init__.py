@@ -10,16 +10,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coa_jax.api import (
+        Agent,
+        Evaluation,
+        Trained,
+        evaluate_policy,
+        load_config,
+        load_policy,
+        train_rl,
+        train_sft,
+    )
     from coa_jax.model.api import load_model, logits, save_model
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load_model", "logits", "save_model"]
+__all__ = [
+    "Agent",
+    "Evaluation",
+    "Trained",
+    "__version__",
+    "evaluate_policy",
+    "load_config",
+    "load_model",
+    "load_policy",
+    "logits",
+    "save_model",
+    "train_rl",
+    "train_sft",
+]
 
 _HOMES = {
-    "load_model": "coa_jax.model.api",
-    "logits": "coa_jax.model.api",
-    "save_model": "coa_jax.model.api",
+    **dict.fromkeys(
+        ("Evaluation", "Trained", "evaluate_policy", "train_rl", "train_sft"), "coa_jax.api"
+    ),
+    **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
+    **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
+    "load_config": "coa_jax.cli",
 }
 
 

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from absl import flags
@@ -25,132 +25,14 @@ from ml_collections import ConfigDict
 
 from coa_jax.bounds import MAX_INT
 from coa_jax.cli import config_flag, run_main
-from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.engine.engine import Engine
+from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, load_model
-from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import (
-    LEVELS,
-    Prompt,
-    Protocol,
-    at_level,
-    get_protocol,
-    protocol_names,
-)
+from coa_jax.protocol import LEVELS, get_protocol
 from coa_jax.report.terminal import Screen, Show
-from coa_jax.rollout.constrain import constraint_for
-from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.agent import Agent
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
-from coa_jax.tasks import Task
-from coa_jax.tasks.prompts import load_prompt, protocol_of_model
-from coa_jax.tools.base import Tool
-from coa_jax.tools.make import ToolsConfig, tools_for
-from coa_jax.trajectory import Trajectory
-
-# --- the policy ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Agent:
-    """A policy that is ready to be asked."""
-
-    model: Model
-    engine: Engine
-    tools: Sequence[Tool]
-    protocol: Protocol
-    prompt: Prompt
-    sampling: SamplingParams
-    seed: int
-    rollout: RolloutConfig
-
-
-def make_agent(
-    path: str,
-    protocol: str,
-    tools: ToolsConfig,
-    sampling: SamplingParams,
-    seed: int,
-    config: RolloutConfig,
-) -> Agent:
-    """Loads a policy and compiles its programs, so that no question waits for that.
-
-    Args:
-        path: model directory or GGUF file.
-        protocol: name of the protocol; "" for one that has the tools, see `protocol_of`.
-        tools: settings of the tools; those that the protocol lacks are left out.
-        sampling: how tokens are drawn.
-        seed: seed of the samples.
-        config: budgets and prompt.
-
-    Raises:
-        UserError: the protocol or the prompt is unknown, the model cannot be loaded, or a tool
-            cannot be made.
-    """
-    prompt = load_prompt(config.prompt_style, path)
-    if not protocol:
-        protocol, tools = protocol_of(tools, protocol_of_model(path))
-    live = tools_for(protocol, tools)  # before the lookup: tools may make the protocol
-    rules = get_protocol(at_level(protocol, config.level, config.format))
-    model = load_model(path)
-    length = config.max_tokens
-    buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
-    shapes = EngineConfig(slots=1, max_length=length, chunk=8, extend_buckets=buckets)
-    constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, [rules.name])
-    engine = Engine(model.params, model.config, shapes, eos_ids(model.tokenizer), constraint)
-    engine.warm_up()
-    return Agent(model, engine, live, rules, prompt, sampling, seed, config)
-
-
-def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
-    """A protocol in which all of some tools can be called.
-
-    Args:
-        tools: settings of the tools.
-        trained: protocol of the policy's training, "" if that is not known.
-
-    Returns:
-        The protocol that the settings name, else ``trained`` if it has a tag for one of the tools,
-        else one that is built in (``generalist``, or one of just these tools), else a new one over
-        these tools; and the settings, which then name it.
-    """
-    names = set(tools.names)
-    if tools.protocol:
-        return tools.protocol, tools
-    if trained and names & set(get_protocol(trained).tools):
-        return trained, tools
-    if names <= set(get_protocol("generalist").tools):
-        return "generalist", tools
-    same = [name for name in protocol_names() if set(get_protocol(name).tools) == names]
-    if same:
-        return same[0], tools
-    return "asked", dataclasses.replace(tools, protocol="asked")
-
-
-async def ask(agent: Agent, question: str, on_text: Callable[[Arrival], None]) -> Trajectory:
-    """The trajectory in which the policy answers a question.
-
-    Args:
-        agent: the policy.
-        question: in plain text.
-        on_text: called with text as it arrives.
-
-    Raises:
-        UserError: the question leaves no room for an answer.
-    """
-    tokenizer, budget = agent.model.tokenizer, agent.rollout.max_tokens
-    task = Task("ask", question, agent.protocol.name, (), "ask")
-    prompt = prompt_ids(tokenizer, task, agent.prompt)
-    if len(prompt) >= budget:
-        raise UserError(f"the prompt has {len(prompt)} tokens; give --max_tokens more than that")
-    request = Request(task, prompt, agent.seed, 0, (0,), agent.sampling)
-    stream = rollout(agent.engine, tokenizer, [request], agent.tools, agent.rollout, on_text)
-    async with contextlib.aclosing(stream) as trajectories:
-        return await anext(trajectories)
-
-
-# --- the command ---------------------------------------------------------------------------
+from coa_jax.tools.make import ToolsConfig
 
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
@@ -237,13 +119,13 @@ def main(argv: list[str]) -> None:
             )
     if sys.stderr.isatty():
         print(f"loading {values.model} ...", file=sys.stderr)
-    agent = make_agent(
+    agent = Agent(
         values.model,
-        protocol,
         tools,
-        SamplingParams(values.temperature, values.top_p),
-        values.seed,
-        RolloutConfig(
+        protocol=protocol,
+        sampling=SamplingParams(values.temperature, values.top_p),
+        seed=values.seed,
+        rollout=RolloutConfig(
             max_tokens=values.max_tokens,
             max_turn_tokens=values.max_turn_tokens,
             max_tool_calls=values.max_tool_calls,
@@ -262,7 +144,7 @@ def main(argv: list[str]) -> None:
                 screen.begin("question")
                 screen.write(question)
             show, start = Show(screen, agent.protocol), time.monotonic()
-            trajectory = runner.run(ask(agent, question, show.arrive))
+            trajectory = runner.run(agent.ask_async(question, show.arrive))
             show.finish(trajectory, time.monotonic() - start)
 
 

@@ -54,6 +54,7 @@ class Kind:
         built_in: short name -> a function or class, or the ``package.module:name`` of one.
         offers: what a function may ask for by the name of a parameter.
         needs: of those, at least one that it has to ask for; empty for none.
+        given: short name -> a function or class of this process, see `name_of`.
     """
 
     noun: str
@@ -61,14 +62,36 @@ class Kind:
     built_in: Mapping[str, Any]
     offers: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    given: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def names(self) -> tuple[str, ...]:
-        """The short names, those of installed packages behind the built-in ones."""
-        return tuple(dict.fromkeys((*self.built_in, *sorted(self._installed().names))))
+        """The short names: built-in ones, then those of this process and of installed packages."""
+        installed = sorted(self._installed().names)
+        return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
 
     def knows(self, name: str) -> bool:
         """Whether a text is a short name."""
-        return name in self.built_in or name in self._installed().names
+        return name in self.built_in or name in self.given or name in self._installed().names
+
+    def name_of(self, found: Callable[..., Any], short: str) -> str:
+        """The name by which a config calls a function or class that Python code has at hand.
+
+        Args:
+            found: the function or class.
+            short: a word of the caller's for it.
+
+        Returns:
+            ``package.module:name`` if that leads to the function, else ``given.SHORT``, which this
+            process alone knows: nothing else leads to a lambda or a function inside another.
+        """
+        name = getattr(found, "__qualname__", type(found).__qualname__)
+        inside: Any = sys.modules.get(getattr(found, "__module__", None) or "")
+        for part in name.split("."):
+            inside = getattr(inside, part, None)
+        if inside is found:
+            return f"{found.__module__}:{name}"
+        self.given[f"given.{short}"] = found
+        return f"given.{short}"
 
     def path_of(self, name: str) -> str:
         """The ``package.module:name`` that an installed package means by a short name; else ""."""
@@ -158,7 +181,7 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
     Raises:
         UserError: nothing has the name, its module cannot be imported, or it cannot be called.
     """
-    found = kind.built_in.get(name)
+    found = kind.given.get(name, kind.built_in.get(name))
     if found is None:
         path = name if is_path(name) else kind.path_of(name)
         if not path:

@@ -13,46 +13,30 @@ parameters after each step.  Exit code 0: all bits are the same.  1: some differ
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from absl import flags
 
 from coa_jax import files
+from coa_jax.api import RLRun, train_rl
 from coa_jax.cli import run_main
-from coa_jax.learn.command import define_flags, open_run
-from coa_jax.learn.rl import repeat, train
-from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.command import define_flags
+from coa_jax.learn.rl import repeat
 from coa_jax.protocol import find_protocols
 from coa_jax.settings import build
-from coa_jax.tasks.ready import check_ready
-from coa_jax.tools.make import ToolsConfig, make_tools
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command(RLConfig):
-    """The settings of the command: the settings of the run and of its tools.
-
-    Attributes:
-        tools: tools of the policy.
-    """
-
-    tools: ToolsConfig
 
 
 def main(argv: list[str]) -> int:
     """Entry point."""
-    if flags.FLAGS.replay:
-        run_path = Path(flags.FLAGS.replay)
+    values = flags.FLAGS
+    if values.replay:
+        run_path = Path(values.replay)
         find_protocols(run_path)
-        found = repeat(build(Command, files.read_json_object(run_path / "config.json")), run_path)
+        found = repeat(build(RLRun, files.read_json_object(run_path / "config.json")), run_path)
         print(found)
         return 0 if found.identical else 1
-    config = build(Command, flags.FLAGS.config)
-    with open_run() as (run, output):
-        live = make_tools(config.tools)
-        check_ready(config.probe_s, graders=config.graders, tools=config.tools)
-        train(config, run, output, live)
+    run = train_rl(values.config, values.workdir, wandb_project=values.wandb_project)
+    print(f"model -> {run.model}")
     return 0
 
 

@@ -8,25 +8,19 @@ Writes metrics and checkpoints to the work directory and the model to ``WORKDIR/
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
+from absl import flags
+
+from coa_jax.api import train_sft
 from coa_jax.cli import run_main
-from coa_jax.learn import sft
-from coa_jax.learn.command import define_flags, run_fit
-from coa_jax.run_dir import RunDir
-from coa_jax.small.augment import renaming
-from coa_jax.tools.make import make_tools
-
-
-def train(config: sft.SFTConfig, run: RunDir, output: Path) -> None:
-    """See `learn.sft.train`."""
-    live = make_tools(config.tools) if config.evaluate_every else ()
-    sft.train(config, run, output, renaming(config.rename_share), live)
+from coa_jax.learn.command import define_flags
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    run_fit(sft.SFTConfig, train)
+    values = flags.FLAGS
+    run = train_sft(values.config, values.workdir, wandb_project=values.wandb_project)
+    print(f"model -> {run.model}")
 
 
 if __name__ == "__main__":

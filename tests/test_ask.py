@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import io
@@ -18,15 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.ask import (
-    Agent,
-    ask,
-    define_flags,
-    make_agent,
-    protocol_of,
-    questions,
-    tools_of,
-)
+from coa_jax.ask import define_flags, questions, tools_of
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig, distill_tasks
 from coa_jax.engine.config import SamplingParams
@@ -34,6 +25,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.sft import SFTConfig, train
 from coa_jax.protocol import Prompt, get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
+from coa_jax.rollout.agent import Agent, protocol_of
 from coa_jax.rollout.request import Arrival, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -85,7 +77,7 @@ def learnt(tmp_path_factory) -> Learnt:
 def agent_of(learnt: Learnt, config: RolloutConfig = BUDGET, temperature: float = 0.0) -> Agent:
     tools = ToolsConfig(("wiki_search", "code"), top_k=1)
     sampling = SamplingParams(temperature)
-    return make_agent(str(learnt.path), "generalist", tools, sampling, 0, config)
+    return Agent(learnt.path, tools, protocol="generalist", sampling=sampling, rollout=config)
 
 
 def command(*arguments: str) -> list[str]:
@@ -102,7 +94,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def test_the_chain_is_shown_as_it_was_learnt(learnt):
     arrivals: list[Arrival] = []
-    trajectory = asyncio.run(ask(agent_of(learnt), learnt.question, arrivals.append))
+    trajectory = agent_of(learnt).ask(learnt.question, arrivals.append)
     assert "".join(a.text for a in arrivals) == trajectory.text == learnt.text
     assert trajectory.answer == learnt.answer
     assert [a.call is not None for a in arrivals] == [
@@ -203,7 +195,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
 def test_a_question_without_room_for_an_answer_is_refused(learnt):
     agent = agent_of(learnt, dataclasses.replace(BUDGET, max_tokens=30))
     with pytest.raises(UserError, match=r"the prompt has \d+ tokens; give --max_tokens more"):
-        asyncio.run(ask(agent, "why? " * 50, lambda arrival: None))
+        agent.ask("why? " * 50)
 
 
 def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeypatch):
@@ -252,7 +244,7 @@ def test_questions_come_from_the_command_line_or_the_pipe():
 
 def test_the_footer_names_what_is_wrong(learnt):
     agent = agent_of(learnt, dataclasses.replace(BUDGET, max_tokens=80))
-    trajectory = asyncio.run(ask(agent, learnt.question, lambda arrival: None))
+    trajectory = agent.ask(learnt.question)
     lines = [line for line, _ in footer(trajectory, 2.0)]
     assert lines[0] == "no answer"
     assert "stop: length" in lines[1]

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import coa_jax.distill.__main__ as distill
-import coa_jax.evaluate.__main__ as evaluate
 import coa_jax.serve.__main__ as serve
-from coa_jax import ablation, economy, quickstart, rl, scratch, synthesize
+from coa_jax import ablation, economy, quickstart, scratch, synthesize
 from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
+from coa_jax.api import EvaluateRun, RLRun
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.learn.preference import DPOConfig
@@ -71,8 +71,8 @@ COMMANDS = {
     "sft": SFTConfig,
     "rft": RFTConfig,
     "dpo": DPOConfig,
-    "rl": rl.Command,
-    "evaluate": evaluate.Command,
+    "rl": RLRun,
+    "evaluate": EvaluateRun,
     "serve": serve.Command,
     "scratch": scratch.Command,
     "distill": distill.Command,

@@ -38,6 +38,7 @@ ROOMS = (
     ("distill",),
     ("learn", "small"),
     ("evaluate", "report", "serve", "bench", "aot"),
+    ("api",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 LINES = 450

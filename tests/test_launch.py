@@ -111,7 +111,9 @@ def test_an_extra_that_there_is_not_gets_one_line(tree, extra):
     result = tree("setup_env.sh", "gguf", extra)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"[setup] error: no extra is named {extra}; there are: gguf tasks hub web ")
+    assert line.startswith(
+        f"[setup] error: no extra is named {extra}; there are: gguf tasks hub web "
+    )
 
 
 def test_an_old_python_is_not_taken(tree):

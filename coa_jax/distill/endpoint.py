@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,9 @@ from coa_jax import jsonl
 from coa_jax.bounds import SecondsOrNone, Temperature, Times, Variable
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
-from coa_jax.tools.net.budget import Spent, check_budget
-from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.net.budget import Purse, Spent, counts_of
+from coa_jax.tools.net.chat import ChatConfig, Client
+from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.secrets import Secret
 
 T = TypeVar("T")
@@ -42,9 +41,7 @@ class EndpointConfig(ChatConfig):
     """The model that writes: a `ChatConfig` whose budget counts earlier processes, too.
 
     Attributes:
-        key_env: a local server needs no key.
-        timeout_s: seconds for one attempt.
-        backoff_s: longest wait before the second attempt; doubles with each, up to a minute.
+        key_env: a local server needs no key, and none is sent if the variable is not set.
     """
 
     key_env: Variable = "OPENAI_API_KEY"
@@ -117,30 +114,23 @@ class Endpoint:
             UserError: openai is not installed, the settings cannot be used (see
                 `EndpointConfig.check`), or the record is malformed.
         """
-        try:
-            import openai
-        except ImportError:
-            raise missing("a teacher behind an endpoint", "openai", "endpoint") from None
         config.check(where)
-        self.config, self.record, self.spent, self._where = config, record, Spent(), where
-        self._openai, self._secret = openai, Secret(config.key_env)
-        self._client = openai.AsyncOpenAI(
-            base_url=config.url,
-            api_key=self._secret.reveal() if self._secret else "none",
-            max_retries=0,
-            timeout=config.timeout_s,
-        )
+        self.config, self.record, self.spent = config, record, Spent()
+        self._purse = Purse(config, config.model, where)
+        asked = config if Secret(config.key_env) else dataclasses.replace(config, key_env="")
+        self._client = Client(asked, self._purse)
         jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
-        self._inside, self._stopping = 0, False
+        self._stopping = False
         self._answered = False  # by this process: an earlier one may have had other settings
         self._trial: asyncio.Future[str] | None = None
         self._replies: dict[str, str] = {}
-        self._total = Spent()
         for other in filter(Path.exists, beside):
             rows = {row["key"]: row for row in jsonl.read_lines(other, _exchange, growing=True)}
             for row in rows.values():
-                self._total.add(row, config.price)
+                self._purse.spent.add(row, self._purse.price)
         for row in jsonl.read_lines(record, _exchange):
+            if row["key"] not in self._replies:
+                self._purse.spent.add(row, self._purse.price)
             self._account(row)
 
     async def complete(self, chat: Chat, episode: str, turn: str) -> str:
@@ -159,8 +149,6 @@ class Endpoint:
         key = self._key(chat, episode, turn)
         if key in self._replies:
             return self._replies[key]
-        check_budget(self.config, self._total, self._inside, self._where)
-        self._inside += 1
         call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
         try:
             return await asyncio.shield(call)
@@ -178,11 +166,8 @@ class Endpoint:
             return await self._exchange(key, chat, episode, turn)
         except RequestRefusedError:
             if not self._answered and not self._stopping:
-                await self._try_settings(chat)  # in the place of this call: the budget holds
+                await self._try_settings(chat)
             raise
-        finally:
-            # Not where the call is waited for: until that runs, it would count twice.
-            self._inside -= 1
 
     async def _try_settings(self, chat: Chat) -> None:
         """Asks a plain question, once for all that wait for it.
@@ -207,7 +192,16 @@ class Endpoint:
     async def _exchange(self, key: str, chat: Chat, episode: str, turn: str) -> str:
         """Asks, and records the exchange."""
         began = time.monotonic()
-        reply, prompt, completion = await self._ask(chat)
+        # One half of a surrogate pair, from an earlier reply, could not be sent at all.
+        messages = [{name: clean(text) for name, text in message.items()} for message in chat]
+        try:
+            reply, counts = await self._client.ask(
+                {**self.config.options, "messages": messages},
+                _reply,
+                go_on=lambda: not self._stopping,
+            )
+        except FetchError as error:
+            raise self._meaning(error) from error
         self._answered = True
         row = {
             "key": key,
@@ -216,8 +210,7 @@ class Endpoint:
             "model": self.config.model,
             "chat": [dict(message) for message in chat],
             "reply": reply,
-            "prompt": prompt,
-            "completion": completion,
+            **counts,
             "seconds": round(time.monotonic() - began, 3),
         }
         jsonl.append_lines(self.record, [row])
@@ -241,43 +234,21 @@ class Endpoint:
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _account(self, row: Mapping[str, Any]) -> None:
-        if row["key"] in self._replies:
-            return
-        self._replies[row["key"]] = row["reply"]
-        for spent in (self.spent, self._total):
-            spent.add(row, self.config.price)
+        if row["key"] not in self._replies:
+            self._replies[row["key"]] = row["reply"]
+            self.spent.add(row, self._purse.price)
 
-    async def _ask(self, chat: Chat) -> tuple[str, int | None, int | None]:
-        openai, problem = self._openai, ""
-        for attempt in range(self.config.attempts):
-            wait = min(60.0, self.config.backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
-            try:
-                return await self._once(chat)
-            except openai.APIStatusError as error:
-                problem = self._secret.redact(f"{error.status_code}: {error.message}")
-                self._check_refusal(error, problem)
-                asked = error.response.headers.get("retry-after", "")
-                wait = max(wait, min(60.0, float(asked)) if asked.isdigit() else 0.0)
-            except (openai.APIConnectionError, openai.APIResponseValidationError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            except (ValueError, TypeError, AttributeError, IndexError) as error:
-                problem = f"a response without a reply ({error})"
-            if self._stopping:
-                break
-            if attempt + 1 < self.config.attempts:
-                await asyncio.sleep(wait)
-        raise UserError(
-            f"{self.config.url} gave no reply in {attempt + 1} attempts "
-            f"({problem}); what is finished is kept: run the same command again to continue"
-        )
-
-    def _check_refusal(self, error: Any, problem: str) -> None:
-        """Raises what a status means that further attempts would not change; returns else."""
-        if error.status_code in (408, 409, 425, 429) or error.status_code >= 500:
-            return
-        if error.status_code in REFUSED_REQUEST:
-            raise RequestRefusedError(problem) from error
-        raise self._refusal(problem) from error
+    def _meaning(self, error: FetchError) -> Exception:
+        """What a request without a reply says of the request, of who asks, or of the server."""
+        problem = f"{error.status}: {error.said}" if error.status else error.message
+        if error.status is None or error.transient:
+            return UserError(
+                f"{self.config.url} gave no reply in {self.config.attempts} attempts ({problem}); "
+                "what is finished is kept: run the same command again to continue"
+            )
+        if error.status in REFUSED_REQUEST:
+            return RequestRefusedError(problem)
+        return self._refusal(problem)
 
     def _refusal(self, problem: str) -> UserError:
         return UserError(
@@ -285,18 +256,13 @@ class Endpoint:
             "settings of the endpoint and run the same command again"
         )
 
-    async def _once(self, chat: Chat) -> tuple[str, int | None, int | None]:
-        response = await self._client.chat.completions.create(
-            # One half of a surrogate pair, from an earlier reply, could not be sent at all.
-            messages=[{name: clean(text) for name, text in m.items()} for m in chat],  # type: ignore[misc]
-            **self.config.options,
-        )
-        content = response.choices[0].message.content
-        # Null is a reply that was paid for (all tokens went into thinking, or a refusal).
-        reply = self._secret.redact("" if content is None else content)
-        if not isinstance(reply, str):
-            raise ValueError("its content is not text")
-        usage = response.usage
-        if usage is None:
-            return reply, None, None
-        return reply, usage.prompt_tokens, usage.completion_tokens
+
+def _reply(answer: dict[str, Any]) -> tuple[str, dict[str, int | None]]:
+    """Text and token counts of an answer.
+
+    Null is a text that was paid for (all tokens went into thinking, or a refusal).
+    """
+    content = answer["choices"][0]["message"]["content"]
+    if not isinstance(content, str | None):
+        raise TypeError("its content is not text")
+    return content or "", counts_of(answer.get("usage"))

@@ -38,8 +38,9 @@ from coa_jax.distill.team import solve
 from coa_jax.distill.together import gather
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.graders import grade, run_blocking
+from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
+from coa_jax.tools.turns import run_blocking
 from coa_jax.trajectory import DistilledRecord
 
 

@@ -19,7 +19,7 @@ from coa_jax.distill.smol import REFUSED, smolagents_package, solve_with_smolage
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
-from coa_jax.tools.net.budget import Spent, check_budget
+from coa_jax.tools.net.budget import Purse, Spent
 from coa_jax.tools.net.secrets import redact_all
 
 
@@ -119,14 +119,15 @@ def run_smolagents(
             too; finished runs are kept.
     """
     jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
-    spent, total, lock = Spent(), Spent(), threading.Lock()
+    spent, lock = Spent(), threading.Lock()
+    purse = Purse(limits, limits.model, "config.endpoint")
     usable = False  # known of this process: an earlier one may have had other settings
     done: set[str] = set()
     asked = {task.id: task.question for task in tasks}
 
     def account(dump: dict[str, Any]) -> None:
-        for each in (spent, total):
-            _add(each, dump, limits.price)
+        for each in (spent, purse.spent):
+            _add(each, dump, purse.price)
         if asked.get(dump["task_id"]) == dump["question"]:
             done.add(dump["task_id"])
 
@@ -134,7 +135,7 @@ def run_smolagents(
         account(row)
     for other in filter(Path.exists, beside):
         for row in jsonl.read_lines(other, _dump, growing=True):
-            _add(total, row, limits.price)
+            _add(purse.spent, row, purse.price)
     lost = _connection_errors()
     waiting = iter([task for task in tasks if task.id not in done])
     stop = threading.Event()
@@ -161,7 +162,7 @@ def run_smolagents(
             if task is None:
                 return
             try:
-                check_budget(limits, total)
+                purse.check()
                 dump = solve(task, config.max_steps)
                 with lock:  # one trial is enough
                     if dump["state"] == REFUSED and not usable:

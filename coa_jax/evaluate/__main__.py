@@ -10,36 +10,10 @@ and its result file is that of an evaluation that nobody killed.  Two result fil
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-from typing import Any
-
 from absl import flags
 
-from coa_jax.bounds import Name, Place
+from coa_jax.api import evaluate_policy
 from coa_jax.cli import config_flag, run_main, workdir_flag
-from coa_jax.evaluate.endpoint import endpoint_policy
-from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load, settings
-from coa_jax.report.benchmark import write_page
-from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
-from coa_jax.tools.make import ToolsConfig, make_tools
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command(EvaluateConfig):
-    """The settings of the command.
-
-    Attributes:
-        model: Hugging Face directory of the policy; not used with an endpoint.
-        stage: name of the results in the work directory.
-        tools: tools of the policy.
-    """
-
-    model: Place
-    stage: Name
-    tools: ToolsConfig
 
 
 def define_flags() -> None:
@@ -51,33 +25,10 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    config = build(Command, flags.FLAGS.config)
-    tools, path, stage = config.tools, config.model, config.stage
-    with RunDir(Path(flags.FLAGS.workdir)) as run:
-        run.write_config(flags.FLAGS.config)
-        live = make_tools(tools)  # first: they may bring the protocol that tasks name
-        tasks = load(config)
-        described, fresh = _on_answers(tools), flags.FLAGS.fresh
-        if config.endpoint:
-            policy = endpoint_policy(
-                config.endpoint, config.sampling, config.seed, config.rollout, live
-            )
-            about = settings(config, f"{config.endpoint.model} (endpoint)", described)
-            outcome = evaluate(policy, tasks, config, run, stage, about, servers=tools, fresh=fresh)
-        else:
-            outcome = evaluate_model(
-                Path(path), tasks, config, run, stage, live, described, servers=tools, fresh=fresh
-            )
-        page = write_page(outcome, run.path / "evaluate" / stage / "index.html")
-    print(table(outcome))
-    print(f"page -> {page}")
-
-
-def _on_answers(tools: ToolsConfig) -> dict[str, Any]:
-    """Settings of the tools on which their answers depend: not where they are kept."""
-    values = dataclasses.asdict(tools)
-    values.pop("store")
-    return values
+    values = flags.FLAGS
+    evaluation = evaluate_policy(values.config, values.workdir, fresh=values.fresh)
+    print(evaluation)
+    print(f"page -> {evaluation.page}")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Address, Bounded, Count, Place, Prose, Seconds, Times, Variable
+from coa_jax.bounds import Count, Prose, Seconds, Times
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
-from coa_jax.installed import missing
 from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
 from coa_jax.tools.base import Tool, call, unavailable
-from coa_jax.tools.net.chat import ChatConfig, trusting
+from coa_jax.tools.net.budget import Spent, counts_of
+from coa_jax.tools.net.chat import ChatConfig, Client, ServedModel, check_client
+from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
@@ -43,40 +44,22 @@ _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyEndpoint(Bounded):
-    """Where a policy is served; the names are those of `ChatConfig`.
+class PolicyEndpoint(ServedModel):
+    """Where a policy is served, and how it is asked; without ``url`` it is on this machine.
 
     Attributes:
-        url: base address, ``http://localhost:8000/v1``; "" for a policy on this machine.
-        model: name of the model there.
-        key_env: environment variable with the key; "" for an endpoint that asks for none.
         concurrency: samples at a time.
         opening: what each turn of the policy is begun with; the release writes ``<think>``, which
             suits protocols that think before every action (web, mhqa) and not the code agent's.
         observation_chars: an observation is cut to so many characters; here tokens are counted by
             the server only.
-        timeout_s: seconds for one answer.
-        attempts: tries, where a failure may pass (no connection, 429, 5xx).
     """
 
-    url: Address = ""
-    model: Place = ""
-    key_env: Variable = ""
+    timeout_s: Seconds = 600.0
+    attempts: Times = 6
     concurrency: Times = 32
     opening: Prose = ""
     observation_chars: Count = 16_000
-    timeout_s: Seconds = 600.0
-    attempts: Times = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.url and not self.model:
-            raise UserError(f"model is missing; name the model at {self.url}")
-        if self.url:
-            trusting(self.url)
-
-    def __bool__(self) -> bool:
-        return bool(self.url)
 
     @property
     def chat(self) -> ChatConfig:
@@ -85,15 +68,11 @@ class PolicyEndpoint(Bounded):
 
 
 @dataclasses.dataclass
-class _Usage:
-    """Tokens as the server counts them."""
+class _Usage(Spent):
+    """Tokens as the server counts them; those of the context, and how often it was cut."""
 
-    calls: int = 0
-    prompt: int = 0
-    completion: int = 0
     length: int = 0
-    unmetered: int = 0
-    cuts: int = 0  # of the context
+    cuts: int = 0
 
 
 def endpoint_policy(
@@ -127,22 +106,15 @@ def endpoint_policy(
             f"config.rollout.format: a policy behind an endpoint is asked in {TAGS}, not in "
             f"{config.format}"
         )
-    try:
-        import openai
-    except ImportError:
-        raise missing("a policy behind an endpoint", "openai", "endpoint") from None
-    key = Secret(endpoint.key_env).reveal() if endpoint.key_env else "none"
+    check_client()
+    if endpoint.key_env:
+        Secret(endpoint.key_env).reveal()
 
     async def run(
         wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
     ) -> AsyncGenerator[Trajectory, None]:
         left = iter([(one, number) for one in wanted for number in one.numbers])
-        client = openai.AsyncOpenAI(
-            base_url=endpoint.url,
-            api_key=key,
-            max_retries=endpoint.attempts - 1,
-            timeout=endpoint.timeout_s,
-        )
+        client = Client(endpoint)
 
         def start() -> asyncio.Task[Trajectory] | None:
             pair = next(left, None)
@@ -177,7 +149,7 @@ class _Episode:
 
     def __init__(
         self,
-        client: Any,
+        client: Client,
         endpoint: PolicyEndpoint,
         sampling: SamplingParams,
         seed: int,
@@ -193,7 +165,6 @@ class _Episode:
         if self.protocol.format is not None:
             raise UserError(f"a policy behind an endpoint is asked in {TAGS}; give a task of tags")
         self.chain = Chain(self.protocol)
-        self.secret = Secret(endpoint.key_env)
         self.usage = _Usage()
         asked = "".join(said for _, said in wanted.messages.turns)
         self._prompt = len(asked.encode()) // _BYTES  # tokens, until the server counts
@@ -265,42 +236,35 @@ class _Episode:
         Raises:
             UserError: the endpoint refuses or cannot be reached.
         """
-        import openai
-
-        options = {"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}
-        extra: dict[str, Any] = {"top_k": self.sampling.top_k} if self.sampling.top_k else {}
         turns = self.wanted.messages.turns
         messages = [{"role": role, "content": text} for role, text in turns]
+        body: dict[str, Any] = {
+            "messages": messages,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "seed": self._seed(),
+            "stop": list(self.protocol.stops),
+        }
+        if self.sampling.top_k:
+            body["top_k"] = self.sampling.top_k
         if self.chain.text:
             messages.append({"role": "assistant", "content": self.chain.text})
-            extra |= {"continue_final_message": True, "add_generation_prompt": False}
-        for more in (options, {}):
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        url = self.endpoint.url
+        for more in ({"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}, {}):
             # What the prompt takes is unknown at first, and what an observation takes is estimated:
             # the server may have room where it has none for as many tokens as were asked for.  Of
             # what it has, which is less than any limit of ours, it then takes all.
             try:
-                answer = await self.client.chat.completions.create(
-                    model=self.endpoint.model,
-                    messages=messages,
-                    temperature=self.sampling.temperature,
-                    top_p=self.sampling.top_p,
-                    seed=self._seed(),
-                    stop=list(self.protocol.stops),
-                    extra_body=extra,
-                    **more,
-                )
-                return *self._read(answer), bool(more)
-            except openai.APIStatusError as error:
-                if error.status_code == 400 and _TOO_LONG.search(error.message):
+                return *await self.client.ask(body | more, self._read), bool(more)
+            except FetchError as error:
+                if error.status == 400 and _TOO_LONG.search(error.said):
                     continue
-                why = self.secret.redact(error.message)
+                if error.status and not error.transient:
+                    raise UserError(f"{url} refuses: {error.status}: {error.said}") from error
                 raise UserError(
-                    f"{self.endpoint.url} refuses: {error.status_code}: {why}"
-                ) from None
-            except openai.APIConnectionError as error:
-                raise UserError(
-                    f"{self.endpoint.url} gives no answer ({error}); what is finished is kept: run "
-                    "the same command again to continue"
+                    f"{url} gives no answer ({error.message}); what is finished is kept: run the "
+                    "same command again to continue"
                 ) from error
         return None
 
@@ -309,28 +273,20 @@ class _Episode:
         name = f"{seed}/{self.wanted.index}/{self.number}/{self.usage.calls}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
 
-    def _read(self, answer: Any) -> tuple[str, str]:
-        usage, choice = answer.usage, answer.choices[0] if answer.choices else None
-        if choice is None:
-            raise UserError(f"{self.endpoint.url} answered without a choice")
-        self.usage.calls += 1
-        if usage is None:
-            self.usage.unmetered += 1
-        else:
-            self.usage.prompt += usage.prompt_tokens
-            self.usage.completion += usage.completion_tokens
-            self.usage.length = usage.prompt_tokens + usage.completion_tokens
-            if self.usage.calls == 1:
-                self._prompt = usage.prompt_tokens
-        text, finish = choice.message.content or "", str(choice.finish_reason)
-        if usage is None:
+    def _read(self, answer: dict[str, Any]) -> tuple[str, str]:
+        choice, counts = answer["choices"][0], counts_of(answer.get("usage"))
+        text, finish = choice["message"]["content"] or "", str(choice.get("finish_reason"))
+        self.usage.add(counts, self.endpoint.price)
+        if counts["prompt"] is None or counts["completion"] is None:
             asked = "".join(said for _, said in self.wanted.messages.turns)
             told = text if self.usage.calls > 1 else asked + text
             self.usage.length += len(told.encode()) // _BYTES
-        text = str(self.secret.redact(text))
-        extra = choice.model_extra or {}
-        stop = extra.get("stop_reason", extra.get("matched_stop"))  # vLLM's word, and SGLang's
-        if finish == "stop" and not extra.keys() & {"stop_reason", "matched_stop"}:
+        else:
+            self.usage.length = counts["prompt"] + counts["completion"]
+            if self.usage.calls == 1:
+                self._prompt = counts["prompt"]
+        stop = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word, and SGLang's
+        if finish == "stop" and not choice.keys() & {"stop_reason", "matched_stop"}:
             stop = self.chain.missing_stop(text)  # a server that does not say what ended the text
         if isinstance(stop, str) and stop in self.protocol.stops and not text.endswith(stop):
             text += stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -34,29 +34,33 @@ def define_flags(config: str, *, workdir_required: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def open_run() -> Iterator[tuple[RunDir, Path]]:
-    """The run that the flags name, with its config written, and where its model goes.
+def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
+    """The run of a directory, with its config written, and where its model goes.
 
-    Says where the model is when the block has ended without an error.  Of several processes the
-    first one writes.
+    Of several processes the first one writes.
+
+    Args:
+        workdir: the directory.
+        config: see `RunDir.write_config`.
+        wandb_project: project of W&B that gets the metrics too; "" for none.
     """
-    workdir = Path(flags.FLAGS.workdir)
-    active, project = processes.index() == 0, flags.FLAGS.wandb_project
+    active = processes.index() == 0
     if active:
         warn_untested()
-    with RunDir(workdir, active=active, wandb_project=project) as run:
-        run.write_config(flags.FLAGS.config)
+    with RunDir(workdir, active=active, wandb_project=wandb_project) as run:
+        run.write_config(config)
         yield run, workdir / "model"
-    print(f"model -> {workdir / 'model'}")
 
 
 def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
-    """Trains with the config of the flags.
+    """Trains with the config of the flags, and says where the model is.
 
     Args:
         kind: class of the settings.
         train: takes them, the run, and where the model goes.
     """
-    config = build(kind, flags.FLAGS.config)
-    with open_run() as (run, output):
+    values = flags.FLAGS
+    config = build(kind, values.config)
+    with run_at(Path(values.workdir), values.config, values.wandb_project) as (run, output):
         train(config, run, output)
+    print(f"model -> {output}")

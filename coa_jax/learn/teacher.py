@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,24 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.bounds import Address, Bounded, Place, Seconds, Times, Variable
+from coa_jax.bounds import Times
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Example
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
 from coa_jax.parallel import processes
-from coa_jax.tools.net.chat import trusting
+from coa_jax.tools.net.chat import Client, ServedModel
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch_json
-from coa_jax.tools.net.secrets import Secret
 
 _BYTES = 1024
 """Bound on the size of a token's part of a server's answer."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherConfig(Bounded):
+class TeacherConfig(ServedModel):
     """Who scores the student's tokens; both must have the same vocabulary.
 
     Attributes:
@@ -40,25 +37,11 @@ class TeacherConfig(Bounded):
             teacher.
         url: an OpenAI-compatible server whose ``/completions`` has ``prompt_logprobs``, such as
             that of vLLM or of ``coa_jax.serve``; "" for a local model.
-        key_env: environment variable with the server's key; "" for none.
-        timeout_s: seconds for the score of a sequence, all attempts included.
-        attempts: tries.
         concurrency: sequences that a process has scored at a time.
     """
 
-    model: Place = ""
-    url: Address = ""
-    key_env: Variable = ""
-    timeout_s: Seconds = 600.0
     attempts: Times = 5
     concurrency: Times = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.url and not self.model:
-            raise UserError(f"model is missing; name the model at {self.url}")
-        if self.url:
-            trusting(self.url)
 
     def check(self, opd_coef: float, temperature: float, constrained: bool) -> None:
         """Refuses settings of a run that do not go together with the teacher.
@@ -186,26 +169,10 @@ async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndar
     Raises:
         UserError: there was no answer within the limits, or one without the log-probabilities.
     """
-    body = {
-        "model": teacher.model,
-        "prompt": list(ids),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 1,
-    }
-    headers = {"Content-Type": "application/json"}
-    if teacher.key_env:
-        headers["Authorization"] = f"Bearer {Secret(teacher.key_env).reveal()}"
-    url = f"{teacher.url.rstrip('/')}/completions"
-    limits = Limits(
-        total_s=teacher.timeout_s,
-        read_s=teacher.timeout_s,
-        attempts=teacher.attempts,
-        max_bytes=(1 << 20) + _BYTES * len(ids),
-    )
-    request = Request(url, "POST", headers, json.dumps(body).encode())
+    body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
     try:
-        answer = await fetch_json(request, limits, trusting(url))
+        async with Client(teacher, max_bytes=(1 << 20) + _BYTES * len(ids)) as client:
+            answer = await client.ask(body, lambda answer: answer)
     except FetchError as error:
         raise UserError(
             f"the teacher at {teacher.url} gave no scores: {error.message}; look at the server and "

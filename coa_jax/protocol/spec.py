@@ -361,21 +361,21 @@ def protocol_with_tools(
 
     Args:
         name: name of the new protocol; `add_protocol` enters it in the table of names.
-        tools: tags from ``TOOL_FORMS`` or ``described``, at least one, no tag twice.
+        tools: tags from ``TOOL_FORMS`` or ``described``, no tag twice; none for a policy that
+            answers from memory.
         described: tags of tools that are known nowhere else, with what the policy is told of them;
             their bodies may be any text.
         schemas: see `Protocol`.
 
     Raises:
-        UserError: ``tools`` is empty, repeats a tag, or has an unknown one.
+        UserError: ``tools`` repeats a tag, or has an unknown one.
     """
     described = described or {}
     unknown = [tool for tool in tools if tool not in TOOL_FORMS and tool not in described]
-    if unknown or not tools or len(set(tools)) != len(tools):
+    if unknown or len(set(tools)) != len(tools):
         known = ", ".join((*TOOL_FORMS, *described))
         raise UserError(
-            f"protocol {name!r} cannot have the tools {tools!r}; use one or more, once each, of: "
-            f"{known}"
+            f"protocol {name!r} cannot have the tools {tools!r}; use any, once each, of: {known}"
         )
     made = _verifying(name, tools)
     return dataclasses.replace(made, described=dict(described), schemas=dict(schemas or {}))

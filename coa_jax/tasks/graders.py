@@ -21,8 +21,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from absl import logging
@@ -38,7 +37,7 @@ from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.rewards import NEEDS, opened
 from coa_jax.tools.net.budget import BudgetSpentError
-from coa_jax.tools.turns import Turns
+from coa_jax.tools.turns import Turns, run_blocking
 from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 
 T = TypeVar("T")
@@ -405,13 +404,3 @@ def _default() -> Graders:
 def grade(task: Task, trajectory: Trajectory) -> Reward:
     """The reward of a finished trajectory under the default settings; see `Graders.grade`."""
     return _default()(task, trajectory)
-
-
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, in a thread of its own where an event loop runs already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()

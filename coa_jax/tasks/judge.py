@@ -20,7 +20,7 @@ from absl import logging
 
 from coa_jax.bounds import Bounded, Count, Place, SecondsOrNone, Times
 from coa_jax.tools.base import Observation
-from coa_jax.tools.net.chat import ChatConfig, chat
+from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.store import Store, key_of
 from coa_jax.tools.turns import Turns
@@ -92,8 +92,10 @@ class Judge:
         """Opens the cache.
 
         Raises:
-            UserError: the cache cannot be used.
+            UserError: the cache cannot be used, or openai is not installed.
         """
+        if config:
+            check_client()
         self._config = config
         self._store = Store(config.cache) if config.cache else None
         self._turns = Turns(config.concurrency)

@@ -100,12 +100,12 @@ def split_message(message: str, question: str = "") -> tuple[str, str]:
 # --- the setting -----------------------------------------------------------------------------
 
 
-def load_prompt(style: str, model: str | Path = "") -> Prompt:
+def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Prompt:
     """Reads what the setting ``prompt_style`` names, once for a whole run.
 
     Args:
         style: see the module.
-        model: directory of the policy, for the style ``model``.
+        model: directory of the policy, or its card, for the style ``model``.
 
     Raises:
         UserError: the style is unknown, the file cannot be read, holds no instructions, or rows
@@ -228,27 +228,35 @@ def make_card(prompt: Prompt, asked: Sequence[Asked]) -> dict[str, Any]:
     }
 
 
-def protocol_of_model(model: str | Path) -> str:
+def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
     """Returns the protocol that the card of a model names; "" where there is none.
 
     Raises:
         UserError: the card cannot be read.
     """
-    name = read_card(model).get("protocol", "")
+    card, path = _card_of(model)
+    name = card.get("protocol", "")
     if not isinstance(name, str):
-        raise UserError(f"{Path(model) / CARD}: the field 'protocol' must be a text")
+        raise UserError(f"{path}: the field 'protocol' must be a text")
     return name
 
 
-def _prompt_of_model(model: str | Path) -> Prompt:
-    card = read_card(model) if model else {}
+def _card_of(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:
+    """A card that is given, or read from the directory of a model, and its path."""
+    if isinstance(model, Mapping):
+        return model, Path(CARD)
+    return read_card(model) if model else {}, Path(model) / CARD
+
+
+def _prompt_of_model(model: str | Path | Mapping[str, Any]) -> Prompt:
+    card, path = _card_of(model)
     if not card.get("prompt_style"):
-        if model and Path(model).exists():  # or it is refused when it is loaded
+        if model and path.parent.exists():  # or it is refused when it is loaded
             logging.warning(
-                "%s has no %s that names its prompt: prompt_style=full is taken", model, CARD
+                "%s has no %s that names its prompt: prompt_style=full is taken", path.parent, CARD
             )
         return Prompt("full")
-    return _prompt_of_card(card, Path(model) / CARD)
+    return _prompt_of_card(card, path)
 
 
 def _prompt_of_card(card: Mapping[str, Any], path: Path) -> Prompt:

@@ -24,7 +24,7 @@ from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
 from coa_jax.tools.net.address import Guard, host_of, parse_url
-from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.net.chat import ChatConfig, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.text import clip
@@ -100,6 +100,8 @@ class CrawlPage:
         packages = page_text.missing_packages()
         if packages:
             raise missing("crawl_page", ", ".join(packages), "web")
+        if config.summarizer:
+            check_client()
         for name in ("max_pages", "page_chars", "concurrency", "timeout_s"):
             if not getattr(config, name) > 0:
                 raise UserError(f"crawl_page: {name} must be positive")

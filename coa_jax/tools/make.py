@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from coa_jax.bounds import (
     Address,
@@ -45,11 +45,12 @@ from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
 from coa_jax.tools.encoder import EncoderConfig
-from coa_jax.tools.mcp_tool import McpConfig, McpTool, run_in_thread
+from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Mode, Recorded
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
+from coa_jax.tools.turns import run_blocking
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
@@ -195,6 +196,10 @@ class ToolsConfig(Bounded):
         return tuple(_tag(name) if is_path(name) else name for name in self.names)
 
 
+Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
+"""Settings of tools, or the tools themselves: built-in ones by name, others as objects."""
+
+
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
     """Refuses the name of a protocol that is neither built in nor made by the tools' settings."""
     made = (tools.protocol, f"{tools.protocol}:{LEVELS[1]}") if tools.protocol else ()
@@ -277,7 +282,7 @@ def _description(tool: Tool) -> str:
         UserError: there is neither.
     """
     if isinstance(tool, McpTool):
-        return run_in_thread(tool.describe())
+        return run_blocking(tool.describe())
     said = (
         getattr(tool, "description", None) or (type(tool).__doc__ or "").strip().partition("\n")[0]
     )
@@ -379,6 +384,25 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
     if is_path(name) or name in config.own:
         return json.dumps([name, dataclasses.asdict(_own(name, config))], default=str)
     return ""
+
+
+def named_tools(tools: Tools) -> dict[str, Any]:
+    """Settings of `ToolsConfig` by name; of tools that are objects, ``names`` and ``own``."""
+    if isinstance(tools, ToolsConfig):
+        return dataclasses.asdict(tools)
+    if not isinstance(tools, Sequence):
+        return dict(tools)
+    names, own = [], {}
+    for tool in tools:
+        names.append(tool if isinstance(tool, str) else tool.name)
+        if not isinstance(tool, str):
+            own[tool.name] = {"path": TOOLS.name_of(functools.partial(_same, tool), tool.name)}
+    return {"names": tuple(names), **({"own": own} if own else {})}
+
+
+def _same(tool: Tool, /) -> Tool:
+    """Makes a tool that is there already."""
+    return tool
 
 
 def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:

@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from coa_jax import reading
@@ -386,22 +386,3 @@ def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str
     if not shown and structured is not None:
         shown = [json.dumps(structured, ensure_ascii=False)]
     return "\n".join(shown) or "(no content)"
-
-
-def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, whether or not an event loop runs in this thread."""
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            result.append(asyncio.run(coroutine))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            failure.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]

@@ -22,7 +22,7 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
 from coa_jax.tools.base import Observation, Outcome, ToolContext, time_for
 from coa_jax.tools.net.address import Guard
-from coa_jax.tools.net.chat import ChatConfig, chat
+from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch
 from coa_jax.tools.net.text import clip
@@ -80,8 +80,10 @@ class VisualInspector:
         """Resolves the folder.
 
         Raises:
-            UserError: the folder is not there.
+            UserError: the folder is not there, or openai is not installed.
         """
+        if config.chat:
+            check_client()
         self._folder = Path(config.folder).expanduser().resolve() if config.folder else None
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")

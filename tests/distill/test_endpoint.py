@@ -100,7 +100,7 @@ def test_an_endpoint_that_stays_down_or_refuses_is_explained(tmp_path):
             ask(endpoint, "a")
         assert len(server.seen) == 3
     gone = Endpoint(config_of(server, attempts=1), tmp_path / "b.jsonl")
-    with pytest.raises(UserError, match="APIConnectionError"):
+    with pytest.raises(UserError, match="the server cannot be reached"):
         ask(gone, "a")
     with serving(lambda chat: 401) as server:
         endpoint = Endpoint(config_of(server), tmp_path / "c.jsonl")
@@ -309,7 +309,7 @@ def closing_into(closed):
 
     async def noted(self):
         await close(self)
-        closed.append(self._client.is_closed())
+        closed.append(self._client._client.is_closed())
 
     return noted
 

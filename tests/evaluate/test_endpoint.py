@@ -269,6 +269,14 @@ def test_a_server_that_stays_away_ends_the_run_and_keeps_what_is_finished(tmp_pa
     assert len(traces) == 2 and outcome["figures"]["samples"]["finished"] == 2
 
 
+def test_a_policy_is_asked_until_its_budget_is_spent_and_what_is_finished_is_kept(tmp_path):
+    with serving(search_then_answer) as server:
+        with pytest.raises(UserError, match=r"max_calls=3 is spent"):
+            ask(server.url, tmp_path, tasks=TASKS[:2], concurrency=1, max_calls=3)
+        assert len(server.seen) == 3  # a sample takes two
+    assert len(read_trajectories(tmp_path / "traces.jsonl")) == 1
+
+
 def test_no_more_samples_run_at_a_time_than_are_wanted(tmp_path):
     with serving(search_then_answer) as server:
         many = tuple(dataclasses.replace(TASKS[0], id=f"t{i}") for i in range(9))

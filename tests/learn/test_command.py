@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import types
 
 import pytest
 
@@ -14,11 +13,9 @@ from coa_jax.learn import command
 def test_the_first_line_of_a_run_says_that_its_versions_are_not_tested(
     monkeypatch, tmp_path, capsys, process, lines
 ):
-    flags = types.SimpleNamespace(workdir=str(tmp_path), wandb_project="", config={})
-    monkeypatch.setattr(command.flags, "FLAGS", flags)
     monkeypatch.setattr(command.processes, "index", lambda: process)
     monkeypatch.setattr(importlib.metadata, "version", {"jax": "0.99.0"}.__getitem__)
-    with command.open_run():
+    with command.run_at(tmp_path, {}):
         told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count(" with jax 0.99.0 is not tested ") == told.err.count("\n") == lines

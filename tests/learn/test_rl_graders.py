@@ -65,6 +65,7 @@ def test_a_run_grades_as_its_settings_say():
 
 @pytest.mark.slow
 def test_a_run_learns_from_the_verdicts_of_its_judge_and_masks_what_got_none(tmp_path):
+    pytest.importorskip("openai", reason="the client of a judge is an extra")
     save_model(tiny_policy.policy(), tmp_path / "model")
     tasks = [{"question": task.question, "answer": "no such"} for task in tiny_policy.TASKS]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))

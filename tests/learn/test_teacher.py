@@ -52,7 +52,7 @@ def opd(**changes):
     return config(
         "opd",
         **{"knobs": knobs, "groups": 24, "group_size": 1, "temperature": 1.0, "rows": 8,
-           "teacher": TeacherConfig("teacher"), **changes},
+           "teacher": TeacherConfig(model="teacher"), **changes},
     )  # fmt: skip
 
 
@@ -147,12 +147,12 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(tmp_path):
     policy = tiny_policy.policy()
     save_model(Model(policy.config, policy.params, policy.tokenizer), tmp_path / "same")
     found = load_teacher(
-        TeacherConfig(str(tmp_path / "same")), policy.tokenizer, "float32", mesh=None
+        TeacherConfig(model=str(tmp_path / "same")), policy.tokenizer, "float32", mesh=None
     )
     assert found is not None and found.config == policy.config
     other = train_bpe(["another language"], len(policy.tokenizer))
     with pytest.raises(UserError, match=r"teacher.model is '.*same', which has another vocab") as e:
-        load_teacher(TeacherConfig(str(tmp_path / "same")), other, "float32", mesh=None)
+        load_teacher(TeacherConfig(model=str(tmp_path / "same")), other, "float32", mesh=None)
     assert "\n" not in str(e.value)
     assert load_teacher(TeacherConfig(), other, "float32", mesh=None) is None
 
@@ -170,7 +170,7 @@ def test_a_constraint_fits_a_teacher_with_more_or_fewer_embeddings():
         ({"teacher": TeacherConfig()}, r"opd_coef is 1 and there is no teacher: name it in"),
         ({"algorithm": Algorithm("ppo")}, r"teacher.model is 'teacher', and the algorithm asks"),
         (
-            {"teacher": TeacherConfig("m", "http://localhost:1/v1"), "temperature": 0.7},
+            {"teacher": TeacherConfig("http://localhost:1/v1", "m"), "temperature": 0.7},
             r"temperature is 0.7, and a server scores at temperature 1",
         ),
     ],
@@ -219,6 +219,7 @@ def answer(ids):
 @contextlib.contextmanager
 def serving(*faults, change=lambda body: body):
     """A server and what it was asked; ``faults`` are statuses or texts that it answers first."""
+    pytest.importorskip("openai", reason="its client is an extra")
     asked, left = [], list(faults)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -252,7 +253,7 @@ def test_a_server_is_asked_for_the_log_probabilities_of_token_ids(monkeypatch):
     ids = [5, 9, 2, 14]
     with serving() as (url, asked):
         found = asyncio.run(
-            prompt_logprobs(TeacherConfig("large", url, key_env="TEACHER_KEY"), ids)
+            prompt_logprobs(TeacherConfig(url, "large", key_env="TEACHER_KEY"), ids)
         )
     assert found.dtype == np.float32
     assert found.tolist() == [0.0, *(np.float32(logp_of(ids, at)) for at in (1, 2, 3))]
@@ -263,7 +264,7 @@ def test_a_server_is_asked_for_the_log_probabilities_of_token_ids(monkeypatch):
 
 def test_what_fails_in_passing_is_asked_again():
     with serving(503, '{"choices": [') as (url, asked):
-        found = asyncio.run(prompt_logprobs(TeacherConfig("large", url), [1, 2]))
+        found = asyncio.run(prompt_logprobs(TeacherConfig(url, "large"), [1, 2]))
     assert found[1] == np.float32(logp_of([1, 2], 1)) and len(asked) == 3
 
 
@@ -296,7 +297,7 @@ def test_an_answer_without_the_scores_is_explained_in_one_line(change):
         serving(change=change) as (url, asked),
         pytest.raises(UserError, match=f"the teacher at {url} {said}") as e,
     ):
-        asyncio.run(prompt_logprobs(TeacherConfig("large", url), [1, 2, 3]))
+        asyncio.run(prompt_logprobs(TeacherConfig(url, "large"), [1, 2, 3]))
     assert "\n" not in str(e.value) and len(asked) == 1
 
 
@@ -304,9 +305,9 @@ def test_a_server_that_refuses_or_is_not_there_ends_the_run_with_one_line():
     example = trajectory_example(sampled(init_params(MODEL, jax.random.key(2)), 1, 0)[0][0], 0.0)
     said = r"gave no scores: .*status 400.*same command again"
     with serving(*[400] * 9) as (url, _), pytest.raises(UserError, match=said):
-        scored_by_server(TeacherConfig("large", url, attempts=2), [[example] * 3], 9.0)
+        scored_by_server(TeacherConfig(url, "large", attempts=2), [[example] * 3], 9.0)
     with pytest.raises(UserError, match="gave no scores: the server cannot be reached"):
-        scored_by_server(TeacherConfig("large", url, attempts=1), [[example]], 9.0)
+        scored_by_server(TeacherConfig(url, "large", attempts=1), [[example]], 9.0)
 
 
 def test_every_example_gets_its_own_scores_and_learns_from_them():
@@ -314,7 +315,7 @@ def test_every_example_gets_its_own_scores_and_learns_from_them():
     examples = [trajectory_example(t, 0.0) for t in trajectories]
     with serving() as (url, asked):
         found = scored_by_server(
-            TeacherConfig("large", url, concurrency=2), [examples[:2], examples[2:]], 9.0
+            TeacherConfig(url, "large", concurrency=2), [examples[:2], examples[2:]], 9.0
         )
     assert [len(group) for group in found] == [2, 3] and len(asked) == 5
     for example, scored in zip(examples, [e for group in found for e in group], strict=True):
@@ -323,7 +324,7 @@ def test_every_example_gets_its_own_scores_and_learns_from_them():
         assert scored.more["teacher_logp"].tolist() == wanted
 
     with serving() as (url, asked):
-        settings = opd(groups=4, mini_batch=2, epochs=2, teacher=TeacherConfig("large", url))
+        settings = opd(groups=4, mini_batch=2, epochs=2, teacher=TeacherConfig(url, "large"))
         state = init_state(init_params(MODEL, jax.random.key(2)), settings.optimizer)
         state, _, stats = update(settings, state, MODEL, [[t] for t in trajectories[:4]], COMPUTE)
     assert int(state.step) == 4 and len(asked) == 4  # once, whatever the number of updates
@@ -343,7 +344,7 @@ def test_the_server_of_this_package_scores_as_a_local_teacher_does(tmp_path: Pat
     rng = np.random.default_rng(0)
     ids = rng.integers(5, policy.config.vocab_size, 40).tolist()
     with server() as address:
-        found = asyncio.run(prompt_logprobs(TeacherConfig("tiny", f"{address}/v1"), ids))
+        found = asyncio.run(prompt_logprobs(TeacherConfig(f"{address}/v1", "tiny"), ids))
     z = logits(Model(policy.config, policy.params, None), [ids])[0]
     wanted = np.asarray(jax.nn.log_softmax(z))[np.arange(39), ids[1:]]
     np.testing.assert_allclose(found[1:], wanted, rtol=1e-4, atol=1e-4)

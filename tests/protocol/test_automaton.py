@@ -252,7 +252,10 @@ def test_protocols_over_other_tools():
     assert protocol.stops == ("</code>", "</web_search>", "</answer>")
     steps = f"think plan think web_search observation think code observation {CHECKED} answer"
     assert violations(protocol, write(protocol, steps)) == []
-    for tools in ((), ("teleport",), ("code", "code")):
+    alone = protocol_with_tools("alone", ())
+    assert alone.stops == ("</answer>",)
+    assert violations(alone, write(alone, f"think plan {CHECKED} answer")) == []
+    for tools in (("teleport",), ("code", "code")):
         with pytest.raises(UserError, match="cannot have the tools"):
             protocol_with_tools("mine", tools)
 

@@ -75,43 +75,46 @@ class Spent:
         self.money += (prompt * per_prompt + completion * per_completion) / 1e6
 
 
-def check_budget(
-    limits: Budget, spent: Spent, inside: int = 0, where: str = "config.endpoint"
-) -> None:
-    """Raises BudgetSpentError if a limit of `where` has been reached, or if nobody can tell.
-
-    Args:
-        limits: what may be spent.
-        spent: so far.
-        inside: calls that are under way.
-        where: what the error calls the settings.
-    """
-    metered = next((n for n in ("max_total_tokens", "max_money") if getattr(limits, n)), None)
-    if metered and spent.unmetered:
-        raise BudgetSpentError(
-            f"{where}.{metered} cannot be kept: {spent.unmetered} replies came without a count of "
-            f"tokens; set {where}.{metered}=0 and limit {where}.max_calls, or have the server "
-            "report usage"
-        )
-    for name, value, limit in (
-        ("max_calls", spent.calls + inside, limits.max_calls),
-        ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
-        ("max_money", spent.money, limits.max_money),
-    ):
-        if limit and value >= limit:
-            raise BudgetSpentError(
-                f"the budget {where}.{name}={limit:g} is spent ({value:g}); what is "
-                "finished is kept: raise it and run the same command again to continue"
-            )
-
-
 class Purse:
-    """What this process has spent on one model; may be used by several threads."""
+    """What has been spent on one model; may be used by several threads.
+
+    Attributes:
+        spent: the totals, to which calls of other processes may be added.
+        price: money per million tokens of prompts and of completions, if it is known.
+    """
 
     def __init__(self, limits: Budget, model: str, where: str):
-        self.spent = Spent()
-        self._limits, self._price, self._where = limits, limits.price_of(model), where
+        """An empty purse.
+
+        Args:
+            limits: what may be spent.
+            model: its name in the prices.
+            where: what errors call the settings.
+        """
+        self.spent, self.price = Spent(), limits.price_of(model)
+        self._limits, self._where = limits, where
         self._inside, self._lock = 0, threading.Lock()
+
+    def check(self) -> None:
+        """Raises BudgetSpentError if a limit has been reached, or if nobody can tell."""
+        limits, spent, where = self._limits, self.spent, self._where
+        metered = next((n for n in ("max_total_tokens", "max_money") if getattr(limits, n)), None)
+        if metered and spent.unmetered:
+            raise BudgetSpentError(
+                f"{where}.{metered} cannot be kept: {spent.unmetered} replies came without a count "
+                f"of tokens; set {where}.{metered}=0 and limit {where}.max_calls, or have the "
+                "server report usage"
+            )
+        for name, value, limit in (
+            ("max_calls", spent.calls + self._inside, limits.max_calls),
+            ("max_total_tokens", spent.prompt + spent.completion, limits.max_total_tokens),
+            ("max_money", spent.money, limits.max_money),
+        ):
+            if limit and value >= limit:
+                raise BudgetSpentError(
+                    f"the budget {where}.{name}={limit:g} is spent ({value:g}); what is "
+                    "finished is kept: raise it and run the same command again to continue"
+                )
 
     def begin(self) -> None:
         """To be called before a request.
@@ -120,16 +123,19 @@ class Purse:
             BudgetSpentError: there is nothing left for it.
         """
         with self._lock:
-            check_budget(self._limits, self.spent, self._inside, self._where)
+            self.check()
             self._inside += 1
 
     def end(self, usage: Any = None, answered: bool = False) -> None:
         """To be called after it, with the ``usage`` of the answer if there was one."""
-        counts = {
-            ours: value if isinstance(value := (usage or {}).get(theirs), int) else None
-            for ours, theirs in (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
-        }
         with self._lock:
             self._inside -= 1
             if answered:
-                self.spent.add(counts, self._price)
+                self.spent.add(counts_of(usage), self.price)
+
+
+def counts_of(usage: Any) -> dict[str, int | None]:
+    """``prompt`` and ``completion`` of the ``usage`` of an answer; None for what it lacks."""
+    told = usage if isinstance(usage, Mapping) else {}
+    named = {"prompt": told.get("prompt_tokens"), "completion": told.get("completion_tokens")}
+    return {name: count if type(count) is int else None for name, count in named.items()}

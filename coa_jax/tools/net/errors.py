@@ -43,6 +43,8 @@ class FetchError(Exception):
         status: the HTTP status, or None.
         retry_after: seconds that the server asked to wait, or None.
         account: whether the server speaks of the account that asks.
+        said: the words of the server, without the key, for the user of the package: they may hold
+            addresses, so no model reads them.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FetchError(Exception):
         status: int | None = None,
         retry_after: float | None = None,
         account: bool = False,
+        said: str = "",
     ):
         super().__init__(message)
         self.kind: Kind = kind
@@ -59,6 +62,7 @@ class FetchError(Exception):
         self.status = status
         self.retry_after = retry_after
         self.account = account
+        self.said = said
 
     @property
     def transient(self) -> bool:
@@ -66,7 +70,7 @@ class FetchError(Exception):
         if self.status is not None:
             # Also what is in no standard: 520 to 524 of Cloudflare, 529 of overloaded models.
             failed = self.status >= 500 and self.status not in (501, 505)
-            return failed or self.status in (408, 425, 429)
+            return failed or self.status in (408, 409, 425, 429)
         return self.kind in TRANSIENT
 
 

@@ -15,10 +15,11 @@ import ssl
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpcore2
 import httpx2
+import tenacity
 
 from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, GuardedBackend, parse_url, port_of
@@ -32,6 +33,7 @@ USER_AGENT = "coa_jax/0.1 (research; tool of a language model)"
 quieten("httpcore2", "httpx2")
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_LONGEST_WAIT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Limits:
         connect_s: seconds to resolve a name and open a connection.
         read_s: seconds without a byte.
         attempts: tries, where another may succeed.
-        backoff_s: seconds before the second try, doubled for each further one; the wait is drawn
-            evenly between half of that and all of it.
+        backoff_s: seconds before the second try, doubled for each further one up to a minute; the
+            wait is drawn evenly between half of that and all of it.
         max_bytes: bytes of a body, after decompression.
         redirects: how many are followed.
     """
@@ -148,30 +150,50 @@ async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
     return await attempts(attempt, limits)
 
 
-async def attempts(attempt: Callable[[], Awaitable[T]], limits: Limits) -> T:
+async def attempts(
+    attempt: Callable[[], Awaitable[T]],
+    limits: Limits,
+    go_on: Callable[[], bool] = lambda: True,
+) -> T:
     """Repeats an attempt that fails in passing, with waits that grow, within ``total_s``.
+
+    Args:
+        attempt: raises `FetchError` where it fails.
+        limits: number of attempts, waits and seconds.
+        go_on: whether another attempt may follow one that has failed.
 
     Raises:
         FetchError: of the last attempt; ``timeout`` when the time is over.
     """
-    end = time.monotonic() + limits.total_s
     last: FetchError | None = None
+
+    async def once() -> T:  # tenacity wants a function that is async by its definition
+        return await attempt()
+
+    def again(error: BaseException) -> bool:
+        return isinstance(error, FetchError) and error.transient and go_on()
+
+    def wait(state: tenacity.RetryCallState) -> float:
+        nonlocal last
+        assert state.outcome is not None
+        last = cast(FetchError, state.outcome.exception())
+        longest = min(_LONGEST_WAIT_S, limits.backoff_s * 2 ** (state.attempt_number - 1))
+        return max(longest * random.uniform(0.5, 1.0), last.retry_after or 0.0)
+
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(again),
+        stop=tenacity.stop_after_attempt(limits.attempts)
+        | tenacity.stop_before_delay(limits.total_s),
+        wait=wait,
+        reraise=True,
+    )
     try:
         async with asyncio.timeout(limits.total_s):
-            for tried in range(1, limits.attempts + 1):
-                try:
-                    return await attempt()
-                except FetchError as error:
-                    last = error
-                wait = limits.backoff_s * 2 ** (tried - 1) * random.uniform(0.5, 1.0)
-                wait = max(wait, last.retry_after or 0.0)
-                over = time.monotonic() + wait >= end
-                if not last.transient or tried == limits.attempts or over:
-                    raise last
-                await asyncio.sleep(wait)
+            return await retrying(once)
     except TimeoutError:
-        pass
-    raise last or FetchError("timeout", f"no answer within {limits.total_s:g} seconds")
+        raise last or FetchError(
+            "timeout", f"no answer within {limits.total_s:g} seconds"
+        ) from None
 
 
 async def _fetch_once(request: Request, limits: Limits, guard: Guard) -> Response:
@@ -259,7 +281,7 @@ async def _exchange(
 
 
 def _error_status(status: int, headers: Mapping[str, str], words: bytes) -> FetchError:
-    wait = _seconds(headers.get("retry-after", ""))
+    wait = seconds_of(headers.get("retry-after", ""))
     why = f"the server answered with status {status}"
     return FetchError("status", why, status, wait, speaks_of_account(words))
 
@@ -270,10 +292,10 @@ def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limi
         raise FetchError("type", f"content of the type {kind[:60]} cannot be read")
     size = headers.get("content-length", "")
     if size.isdecimal() and int(size[:18]) > limits.max_bytes:
-        raise _too_large(limits.max_bytes)
+        raise too_large(limits.max_bytes)
 
 
-def _seconds(text: str) -> float | None:
+def seconds_of(text: str) -> float | None:
     """Value of Retry-After: seconds or a date."""
     text = text.strip()
     if text.isdecimal():
@@ -284,7 +306,8 @@ def _seconds(text: str) -> float | None:
         return None
 
 
-def _too_large(limit: int) -> FetchError:
+def too_large(limit: int) -> FetchError:
+    """The error of a body of more than so many bytes."""
     size = f"{limit / 2**20:.3g} MiB" if limit >= 2**20 else f"{limit} bytes"
     return FetchError("too_large", f"the content is larger than {size}")
 
@@ -297,7 +320,7 @@ async def _read(chunks: AsyncIterator[bytes], headers: Mapping[str, str], limit:
     async for chunk in chunks:
         content += chunk if decoder is None else decoder.feed(chunk, limit + 1 - len(content))
         if len(content) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
     if decoder is not None and content and not decoder.ended:
         raise FetchError("malformed", "the compressed content is cut off")
     return bytes(content)

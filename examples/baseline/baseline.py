@@ -1,0 +1,37 @@
+"""Chain-of-agents against the same policy without tools: the same tasks, budgets and sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import coa_jax
+from coa_jax.tasks import load_tasks
+
+ALONE = {"names": (), "protocol": "alone"}
+"""Without tools the protocol has no tag for one, so that no token goes into a call."""
+
+
+def compare(config: Any, policy: str, workdir: str) -> tuple[coa_jax.Evaluation, ...]:
+    """Evaluations with and without tools; both may write only what their protocol allows."""
+    constrained = {**config.rollout, "constrain": True}
+    tasks = load_tasks(config.tasks, config.split, config.num_tasks or None, config.seed)
+    alone = [dataclasses.replace(task, protocol="alone") for task in tasks]
+    shared = {"policy": policy, "rollout": constrained}
+    return (
+        coa_jax.evaluate_policy(config, workdir, tasks=tasks, stage="chain", **shared),
+        coa_jax.evaluate_policy(
+            config, workdir, tasks=alone, tools=ALONE, stage="alone", protocol="", **shared
+        ),
+    )
+
+
+if __name__ == "__main__":
+    _, file, policy, workdir = sys.argv
+    chain, alone = compare(coa_jax.load_config(file), policy, workdir)
+    for name, one in (("chain of agents", chain), ("without tools", alone)):
+        tokens = one.figures["costs"]["tokens_per_sample"]
+        low, high = one.interval
+        print(f"{name:16} {one.pass_at_1:.3f} ({low:.3f} to {high:.3f}), {tokens:.0f} tokens")
+    print(f"difference: p = {chain.compared_to(alone).p:.2g}")

@@ -1,0 +1,259 @@
+"""The package from Python, from the first question to the last figure, with the tiny policy."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dataclasses
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+import coa_jax
+from coa_jax.api import Evaluation, Trained
+from coa_jax.engine.config import EngineConfig
+from coa_jax.errors import UserError
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import Model, save_model
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.tasks.checks import REWARDS
+from coa_jax.tools.base import Observation
+from coa_jax.trajectory import Author, read_trajectories, write_records
+from tests import tiny_policy
+from tests.evaluate.tiny_evaluation import CONFIG
+from tests.learn.tiny_runs import rl_config, sft_config
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BUDGET = RolloutConfig(192, 3, 48)
+TASKS = tiny_policy.TASKS
+SMALL = EngineConfig(4, 192, 8, (64,))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The directory of the policy."""
+    path = tmp_path_factory.mktemp("policy") / "model"
+    save_model(tiny_policy.policy(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def agent(saved) -> coa_jax.Agent:
+    tools = list(tiny_policy.tools().values())
+    return coa_jax.Agent(saved, tools, protocol=tiny_policy.PROTOCOL, rollout=BUDGET)
+
+
+def test_the_names_of_the_package_load_what_they_need_on_first_use():
+    code = "import coa_jax, sys; sys.exit(len({'jax', 'numpy'} & {*sys.modules}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {*coa_jax.__all__} <= {*dir(coa_jax)}
+    for name in coa_jax.__all__:
+        assert getattr(coa_jax, name) is not None
+
+
+# --- agents --------------------------------------------------------------------------------
+
+
+def test_an_agent_answers_with_the_tools_that_it_was_given(agent):
+    arrived = []
+    for task in TASKS:
+        arrived.clear()
+        answer = agent.ask(task.question, arrived.append)
+        assert answer.answer == task.gold[0]
+        assert [call.ok for call in answer.tool_calls] == [True]
+        assert "".join(piece.text for piece in arrived) == answer.text
+    assert agent.protocol.name == tiny_policy.PROTOCOL
+
+
+def test_an_agent_can_be_asked_where_an_event_loop_runs(agent):
+    """As in Jupyter, whose cells run inside of a loop."""
+    first, second = TASKS[:2]
+
+    async def cell():
+        streamed = [piece async for piece in agent.stream(first.question)]
+        together = await asyncio.gather(*(agent.ask_async(t.question) for t in TASKS))
+        return streamed, together, agent.ask(second.question)
+
+    streamed, together, blocking = asyncio.run(cell())
+    assert "".join(piece.text for piece in streamed) == together[0].text
+    assert {piece.author for piece in streamed} == {Author.POLICY, Author.ENVIRONMENT}
+    assert [one.answer for one in together] == [task.gold[0] for task in TASKS]
+    assert blocking.text == together[1].text
+
+
+def test_a_stream_that_is_left_early_leaves_the_agent_ready(agent):
+    async def cell():
+        stream = agent.stream(TASKS[0].question)
+        await anext(stream)
+        await stream.aclose()
+        return await agent.ask_async(TASKS[1].question)
+
+    assert asyncio.run(cell()).answer == TASKS[1].gold[0]
+
+
+def test_a_policy_that_is_loaded_is_asked_as_its_card_says():
+    policy = tiny_policy.policy()
+    card = {"prompt_style": "brief", "protocol": tiny_policy.PROTOCOL}
+    policy = Model(policy.config, policy.params, policy.tokenizer, card)
+    config = dataclasses.replace(BUDGET, prompt_style="model")
+    agent = coa_jax.Agent(policy, [tiny_policy.tools()["wiki_search"]], rollout=config)
+    assert agent.ask(TASKS[0].question).answer == TASKS[0].gold[0]
+    with pytest.raises(UserError, match=r"the prompt has .* tokens; give max_tokens more"):
+        agent.ask("why? " * 100)
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="does not exist: give a model directory"):
+        coa_jax.load_policy(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"tools\.top_q is not a setting"):
+        coa_jax.Agent(tiny_policy.policy(), {"top_q": 3})
+
+
+# --- training ------------------------------------------------------------------------------
+
+
+def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
+    base = tiny_policy.write_untrained(tmp_path / "base")
+    write_records(tmp_path / "held_out.jsonl", tiny_policy.records())
+    optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=8, warmup_steps=1)
+    config = sft_config(base, tmp_path / "held_out.jsonl", rename_share=0.0, optimizer=optimizer)
+    run = coa_jax.train_sft(config, tmp_path / "run", records=tiny_policy.records())
+    assert isinstance(run, Trained) and [row["step"] for row in run.rows] == list(range(1, 9))
+    assert run.rows[-1]["loss"] < run.rows[0]["loss"]
+    assert coa_jax.load_policy(run.path).config == coa_jax.load_policy(run.model).config
+    again = coa_jax.train_sft(config, tmp_path / "run", records=tiny_policy.records())
+    assert again.rows == run.rows  # nothing was left to do
+
+
+class Thermometer:
+    """Gives a temperature."""
+
+    name, deadline = "wiki_search", 1.0
+
+    async def __call__(self, arguments, context):
+        return Observation(f"12 degrees for {arguments}", True, "ok", 0.0)
+
+
+def test_a_policy_is_reinforced_with_rewards_tasks_and_tools_of_python(tmp_path, saved):
+    """Also where an event loop runs."""
+    optimizer = OptimizerConfig(learning_rate=1e-3, total_steps=2, final_ratio=1.0)
+    config = rl_config(saved, "not read", groups=2, group_size=2, optimizer=optimizer)
+    config = dataclasses.replace(config, max_sampled=1.0)
+
+    def length(text) -> float:
+        return len(text) / 1000
+
+    async def cell():
+        return coa_jax.train_rl(
+            config,
+            tmp_path,
+            tasks=TASKS,
+            rewards={"grader": 1.0, "length": (length, 0.5), "calls": lambda trajectory: 2.0},
+            tools=[Thermometer(), tiny_policy.tools()["code"]],
+        )
+
+    run = asyncio.run(cell())
+    assert [row["step"] for row in run.rows] == [1, 2]
+    traces = read_trajectories(tmp_path / "traces.jsonl")
+    assert {trace.task_id for trace in traces} <= {task.id for task in TASKS}
+    for trace in traces:
+        assert trace.reward is not None
+        right = float(trace.answer in trace.gold)
+        assert trace.reward.parts["calls"] == 2.0
+        assert trace.reward.value == pytest.approx(right + 0.5 * len(trace.text) / 1000 + 2.0)
+    searched = [c for t in traces for c in t.tool_calls if c.tool == "wiki_search"]
+    assert searched and all(c.observation.startswith("12 degrees for ") for c in searched)
+
+
+def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
+    config = coa_jax.load_config("configs/rl/tiny.py", {"model": str(saved)})
+    with pytest.raises(UserError, match=r"config\.group_siz is not a setting"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, group_siz=3)
+    with pytest.raises(UserError, match=r"takes .*; a reward has a parameter"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda nothing=1: 0.0)
+    with pytest.raises(UserError, match=r"config\.tools\.names.*thermometer"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, tools=["thermometer"])
+
+
+def test_code_that_a_module_holds_has_its_path_as_its_name():
+    assert REWARDS.name_of(exact := sys.modules[__name__].exact, "short") == f"{__name__}:exact"
+    name = REWARDS.name_of(lambda text: 1.0, "one")
+    assert name == "given.one" and REWARDS.knows(name)
+    assert exact("a", ("a",)) == 1.0
+
+
+def exact(answer, gold) -> float:
+    return float(answer in gold)
+
+
+# --- evaluation ----------------------------------------------------------------------------
+
+
+def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
+    tools = list(tiny_policy.tools().values())
+
+    def measure() -> Evaluation:
+        return coa_jax.evaluate_policy(
+            CONFIG,
+            tmp_path,
+            policy=saved,
+            tasks=lambda n: TASKS[:n],
+            tools=tools,
+            rewards=exact,
+            stage="tiny",
+            rollout=BUDGET,
+        )
+
+    found = measure()
+    assert found.pass_at_1 == 1.0 and found.interval[0] < 1.0 == found.interval[1]
+    assert found.figures["samples"]["finished"] == len(found.rows) == 6
+    assert {(row["id"], row["number"]) for row in found.rows} == {
+        (task.id, number) for task in TASKS for number in range(2)
+    }
+    assert all(row["value"] == 1.0 and row["hops"] == 1 for row in found.rows)
+    assert "pass@1" in str(found) and found.page.is_file()
+    assert found.page.parent.name == "tiny"
+    kept = found.trajectories()
+    assert len(kept) == 6 and {one.answer for one in kept} == {task.gold[0] for task in TASKS}
+    assert measure().outcome == found.outcome and len(found.trajectories()) == 6
+
+
+# --- the documentation ---------------------------------------------------------------------
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys, saved):
+    text = (REPOSITORY / "docs" / "api.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 4
+    (tmp_path / "runs/debug/scratch").mkdir(parents=True)
+    (tmp_path / "runs/debug/scratch/model").symlink_to(saved)
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "example"}
+    for block in blocks:
+        code = compile(block, "docs/api.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        made = eval(code, scope)
+        if asyncio.iscoroutine(made):
+            asyncio.run(made)
+    assert "pass@1" in capsys.readouterr().out
+    assert scope["evaluation"].rows and scope["run"].model.is_dir()
+
+
+@pytest.mark.slow
+def test_the_example_of_a_baseline_compares_a_policy_with_itself_without_tools(tmp_path, saved):
+    compare = runpy.run_path(str(REPOSITORY / "examples/baseline/baseline.py"))["compare"]
+    lines = [json.dumps({"question": t.question, "answer": t.gold[0]}) for t in TASKS]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    values = dataclasses.asdict(dataclasses.replace(CONFIG, tasks=str(tmp_path / "tasks.jsonl")))
+    config = ConfigDict({**values, "tools": {"top_k": 1}})
+    chain, alone = compare(config, str(saved), str(tmp_path / "run"))
+    assert chain.figures["costs"]["calls_per_sample"] > 0
+    assert alone.figures["costs"]["calls_per_sample"] == 0
+    assert {one.protocol for one in alone.trajectories()} == {"alone"}
+    assert not [t for t in alone.trajectories() if "<wiki_search>" in t.text]
+    assert chain.compared_to(alone).tasks == 3
