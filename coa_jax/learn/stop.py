@@ -35,6 +35,8 @@ class Stop:
             wait_seconds: see `processes.exchange`.
             due: whether this process's clock says that a checkpoint is due.
         """
+        if processes.count() == 1:  # also in a notebook, whose event loop is running
+            return self.requested, due
         # No program on the devices: rollouts that go on may be about to start one.
         mine = [self.requested, due]
         told = asyncio.run(processes.exchange(mine, "the end of a step", wait_seconds))
