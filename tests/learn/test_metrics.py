@@ -65,7 +65,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         run_sft(folder / "sft", config)
         held_out = HeldOutConfig(split="train", samples=2, temperature=0.7, num_tasks=2)
         more = {**pooled(folder / "tasks.jsonl"), "evaluate_every": 2, "held_out": held_out}
-        run_rl(folder / "rl", rl_config(folder / "model", folder / "tasks.jsonl", **more))
+        run_rl(folder / "rl", rl_config(folder / "model", more.pop("tasks"), **more))
     profiles = list((folder / "sft" / "profile").rglob("*.xplane.pb"))
     assert len(profiles) == 1 and profiles[0].stat().st_size > 0
     names = {
