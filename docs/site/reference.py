@@ -24,6 +24,7 @@ from typing import Any
 from absl import flags
 
 import coa_jax
+from coa_jax import api
 from coa_jax.__main__ import COMMANDS
 from coa_jax.bounds import MAX_INT, Bounded, OneOf, Text, annotation_of, declared, parts, present
 
@@ -157,7 +158,11 @@ def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
 
 def command_settings(module: types.ModuleType) -> type[Any] | None:
     """Returns the dataclass that the config of a command fills; None for one without."""
-    return _argument(module, "run_fit", 0) or getattr(module, "Command", None)
+    of_api = {"sft": api.SFTConfig, "rl": api.RLRun, "evaluate": api.EvaluateRun}
+    name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
+    return (
+        _argument(module, "run_fit", 0) or getattr(module, "Command", None) or of_api.get(name)
+    )
 
 
 # --- Markdown ------------------------------------------------------------------------------
