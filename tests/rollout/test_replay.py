@@ -252,7 +252,7 @@ def call(monkeypatch, tmp_path):
     """Calls the command with some flags; returns its exit code."""
     save_model(tiny_policy.policy(), tmp_path / "model")
     values = dict.fromkeys(("step", "slots", "chunk", "pages", "extend_buckets"))
-    values |= {"model": str(tmp_path / "model"), "phase": "", "limit": 0}
+    values |= {"model": str(tmp_path / "model"), "phase": "", "format": "", "limit": 0}
 
     def run_command(*arguments, **given):
         given_flags = types.SimpleNamespace(**{**values, **given})
