@@ -74,7 +74,7 @@ def test_other_tags_are_tools_as_without_an_environment():
     _, trajectories, _ = solved()
     third = trajectories[2]
     assert [c.tool for c in third.tool_calls] == ["code", "answer"]
-    assert third.tool_calls[0].reward is None and third.tool_calls[0].observation == "84"
+    assert third.tool_calls[0].reward is None and "84" in third.tool_calls[0].observation
 
 
 def test_what_the_policy_is_asked_is_the_same_as_without_an_environment():
