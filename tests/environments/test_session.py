@@ -264,5 +264,5 @@ def test_a_policy_behind_an_endpoint_is_refused():
 def test_a_constraint_needs_tags():
     from coa_jax.rollout.constrain import constraint_for
 
-    with pytest.raises(UserError, match="constrain is for the format tags; a task has the protocol turns"):
+    with pytest.raises(UserError, match="a task has the protocol turns"):
         constraint_for(RolloutConfig(constrain=True), None, 9, ["turns"])
