@@ -47,10 +47,11 @@ def get_config():
 def coa_jax(folder: Path, *arguments: str) -> str:
     """Runs a command; what it printed."""
     start = "import sys; sys.argv[0] = 'coa-jax'; from coa_jax.__main__ import main; main()"
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-c", start, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
     )
