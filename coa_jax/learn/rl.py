@@ -56,7 +56,7 @@ from coa_jax.model.params import DecodeParams
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.progress import Bar, progress
-from coa_jax.protocol import Prompt, find_protocols
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run_dir import RunDir
@@ -113,7 +113,6 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
     """Repeats a run from its record; see `learn.replay`."""
-    find_protocols(run)
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)
