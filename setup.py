@@ -57,6 +57,8 @@ EXTRAS = {
     ],
     # Tools of Model Context Protocol servers.
     "mcp": ["mcp>=2.3"],
+    # Games as environments.
+    "textarena": ["textarena>=0.7.4"],
     # Grading of mathematical answers.
     "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.

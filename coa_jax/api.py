@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from coa_jax import files
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
+from coa_jax.environments.base import tags_of
 from coa_jax.evaluate.compare import Comparison, compare
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
@@ -159,7 +160,7 @@ def train_rl(
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
-            live = make_tools(found.tools)
+            live = make_tools(found.tools, tags_of(found.environment))
             check_ready(found.probe_s, graders=found.graders, tools=found.tools)
             rl.train(found, run, output, live)
 
@@ -299,7 +300,8 @@ def evaluate_policy(
 
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
-    live = make_tools(config.tools)  # first: they may bring the protocol that tasks name
+    tags = tags_of(config.environment)
+    live = make_tools(config.tools, tags)  # first: they may bring the protocol that tasks name
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
     described.pop("store")  # where answers are kept does not change them

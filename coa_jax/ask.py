@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from coa_jax.bounds import MAX_INT
 from coa_jax.cli import config_flag, run_main
 from coa_jax.engine.config import SamplingParams
+from coa_jax.environments import EnvironmentConfig
 from coa_jax.errors import UserError
 from coa_jax.protocol import LEVELS, get_protocol
 from coa_jax.report.terminal import Screen, Show
@@ -134,6 +135,9 @@ def main(argv: list[str]) -> None:
             constrain=values.constrain,
             level=values.level,
             format=values.format,
+        ),
+        environment=build(
+            EnvironmentConfig, values.config.get("environment", {}), "config.environment"
         ),
     )
     screen = Screen(sys.stdout)

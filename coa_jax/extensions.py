@@ -64,6 +64,11 @@ class Kind:
     needs: tuple[str, ...] = ()
     given: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def one(self) -> str:
+        """The noun with its article."""
+        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
+
     def names(self) -> tuple[str, ...]:
         """The short names: built-in ones, then those of this process and of installed packages."""
         installed = sorted(self._installed().names)
@@ -194,9 +199,7 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
     if isinstance(found, str):
         found = _load(kind, found, where)
     if not callable(found):
-        raise UserError(
-            f"{where}: {name} is {shown(found)}; a {kind.noun} is a function or a class"
-        )
+        raise UserError(f"{where}: {name} is {shown(found)}; {kind.one} is a function or a class")
     return typing.cast(Callable[..., Any], found)
 
 
@@ -305,14 +308,14 @@ def bind(
         if parameter not in given and named[parameter].default is kinds.empty:
             offers = ", ".join(kind.offers) or "nothing"
             raise UserError(
-                f"{where}: {name} needs {parameter!r}{_near(parameter, kind.offers)}; a {kind.noun}"
+                f"{where}: {name} needs {parameter!r}{_near(parameter, kind.offers)}; {kind.one}"
                 f" is called with what it asks for of {offers}, and with its options"
             )
     asks = frozenset(named) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):
         takes = str(inspect.signature(found))
         raise UserError(
-            f"{where}: {name} takes {takes}; a {kind.noun} has a parameter "
+            f"{where}: {name} takes {takes}; {kind.one} has a parameter "
             f"{' or '.join(kind.needs or kind.offers)}, passed by name"
         )
     return Bound(found, asks, types.MappingProxyType(given))
@@ -379,6 +382,5 @@ class MisfitError(UserError):
 def refuse_result(kind: Kind, name: str, result: Any, wanted: str, where: str) -> MisfitError:
     """The error for a function that gave what does not fit its kind."""
     return MisfitError(
-        f"{where}: {name} gave {shown(result)} ({type(result).__name__}); a {kind.noun} gives"
-        f" {wanted}"
+        f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {wanted}"
     )

@@ -2,8 +2,8 @@
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
-Kinds are the folders of coa_jax/templates: tool, reward, tasks, advantage, loss.  What each may ask
-for is in docs/extending.md.
+Kinds are the folders of coa_jax/templates: tool, reward, tasks, environment, advantage, loss.
+What each may ask for is in docs/extending.md.
 """
 
 from __future__ import annotations

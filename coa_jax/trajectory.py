@@ -41,15 +41,16 @@ class Author(enum.IntEnum):
 class StopReason(enum.StrEnum):
     """Why an episode ended.
 
-    ``answer`` the policy answered; ``length`` its token budget ran out, ``turn_length`` that of
-    what it may write in a row; ``turns`` it made as many tool calls as it may; ``eos`` it ended
-    the turn without an answer; ``violation`` it broke a rule of the protocol where that ends a
-    trajectory; ``deadline`` its time ran out, ``tool_time`` the part of it in which it may wait for
-    tools; ``cancelled`` nobody wants it any more; ``fault`` a part of ours broke.  The last two are
-    not the policy's doing.
+    ``answer`` the policy answered; ``environment`` its environment ended it; ``length`` its token
+    budget ran out, ``turn_length`` that of what it may write in a row; ``turns`` it made as many
+    tool calls as it may; ``eos`` it ended the turn without an answer; ``violation`` it broke a rule
+    of the protocol where that ends a trajectory; ``deadline`` its time ran out, ``tool_time`` the
+    part of it in which it may wait for tools; ``cancelled`` nobody wants it any more; ``fault`` a
+    part of ours broke.  The last two are not the policy's doing.
     """
 
     ANSWER = "answer"
+    ENVIRONMENT = "environment"
     LENGTH = "length"
     TURN_LENGTH = "turn_length"
     TURNS = "turns"
@@ -63,17 +64,19 @@ class StopReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool.
+    """One call of a tool, or one step of an environment.
 
     Attributes:
-        tool: tag of the tool.
-        arguments: text between its tags.
+        tool: tag of the tool; ``turn`` for a whole turn that an environment answers.
+        arguments: text between its tags, or that of the turn.
         observation: what the tool returned, as the policy read it, without the tags.
         outcome: how the call ended, see ``coa_jax.tools.base.Outcome``.
         ok: whether the call did what was asked.
         start: seconds from the beginning of the episode to the call.
         end: seconds from the beginning of the episode to its result.
         detail: figures of the tool; JSON values.
+        reward: of the turn that ends with the call; None for none.
+        done: whether the environment ended the episode with it.
     """
 
     tool: str
@@ -84,6 +87,14 @@ class ToolCall:
     start: float
     end: float
     detail: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reward: float | None = None
+    done: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The call as a JSON value; a reward and an end that it does not have are left out."""
+        value = dataclasses.asdict(self)
+        absent = {"reward": None, "done": False}
+        return {k: v for k, v in value.items() if k not in absent or v != absent[k]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +208,7 @@ class Trajectory:
         value["author"] = [[int(a), len(list(g))] for a, g in itertools.groupby(self.author)]
         value["logp"] = jsonl.encode_float32(self.logp)
         value["segments"] = [_span_json(span) for span in self.segments]
-        value["tool_calls"] = [dataclasses.asdict(call) for call in self.tool_calls]
+        value["tool_calls"] = [call.to_json() for call in self.tool_calls]
         value["reward"] = None if self.reward is None else dataclasses.asdict(self.reward)
         return value
 

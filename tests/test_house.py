@@ -34,6 +34,7 @@ ROOMS = (
     ("engine",),
     ("tools",),
     ("tasks",),
+    ("environments",),
     ("rollout",),
     ("distill",),
     ("learn", "small"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.environments import ENVIRONMENTS
 from coa_jax.errors import UserError
 from coa_jax.extensions import bind
 from coa_jax.learn.algorithms import ADVANTAGES, LOSSES
@@ -22,6 +23,7 @@ KINDS = {
     "tool": TOOLS,
     "reward": REWARDS,
     "tasks": SOURCES,
+    "environment": ENVIRONMENTS,
     "advantage": ADVANTAGES,
     "loss": LOSSES,
 }

@@ -17,6 +17,7 @@ from coa_jax.bench.workload import Script, Workload
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
+from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.request import Request
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, ToolContext
@@ -62,7 +63,7 @@ class ForcedEpisode(Episode):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForcedEpisodes:
+class ForcedEpisodes(Episodes):
     """The rollouts of a workload (see `coa_jax.rollout.episodes.Episodes`)."""
 
     workload: Workload

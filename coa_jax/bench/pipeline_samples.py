@@ -10,6 +10,7 @@ from typing import Any
 
 from coa_jax.bench.forced import ForcedEpisode, Sleep
 from coa_jax.bench.pipeline_workload import Sample, Workload
+from coa_jax.rollout import episodes
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.request import Request
 from coa_jax.tools.base import Observation, ToolContext
@@ -68,7 +69,7 @@ def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episodes:
+class Episodes(episodes.Episodes):
     """The samples of a workload (see `coa_jax.rollout.episodes.Episodes`)."""
 
     workload: Workload

@@ -18,13 +18,14 @@ from typing import Any
 
 from coa_jax.bounds import Count, Prose, Seconds, Times
 from coa_jax.engine.config import SamplingParams
+from coa_jax.environments.session import ToolLoop
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
 from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
 from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
-from coa_jax.tools.base import Tool, call, unavailable
+from coa_jax.tools.base import Tool
 from coa_jax.tools.net.budget import Spent, counts_of
 from coa_jax.tools.net.chat import ChatConfig, Client, ServedModel, check_client
 from coa_jax.tools.net.errors import FetchError
@@ -160,7 +161,7 @@ class _Episode:
     ):
         self.client, self.endpoint, self.sampling = client, endpoint, sampling
         self.seed, self.config, self.wanted, self.number = seed, config, wanted, number
-        self.tools = {tool.name: tool for tool in tools}
+        self.tools = ToolLoop({tool.name: tool for tool in tools})
         self.protocol = get_protocol(wanted.task.protocol)
         if self.protocol.format is not None:
             raise UserError(f"a policy behind an endpoint is asked in {TAGS}; give a task of tags")
@@ -177,10 +178,13 @@ class _Episode:
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
         reason = None
-        while reason is None:
-            before = self.usage.completion
-            reason = await self._turn()
-            written(self.usage.completion - before)
+        try:
+            while reason is None:
+                before = self.usage.completion
+                reason = await self._turn()
+                written(self.usage.completion - before)
+        finally:
+            await self.tools.close()
         metadata = {
             **task.metadata,
             **about,
@@ -294,7 +298,6 @@ class _Episode:
 
     async def _call(self, name: str, arguments: str) -> None:
         start = time.monotonic()
-        tool = self.tools.get(name)
         context = tool_context(
             self.config,
             f"{self.wanted.task.id}/{self.number}",
@@ -304,7 +307,7 @@ class _Episode:
             seconds=start - self.began,
             tool_seconds=self.tool_seconds,
         )
-        seen = unavailable(name) if tool is None else await call(tool, arguments, context)
+        seen = await self.tools.act(name, arguments, context)
         end = time.monotonic()
         self.tool_seconds += end - start
         # The server reads the whole text as a chat: what looks like its marks must not be one.

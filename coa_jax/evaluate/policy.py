@@ -15,6 +15,7 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
+from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import eos_ids
@@ -73,6 +74,7 @@ def local_policy(
     tools: Sequence[Tool],
     tasks: Sequence[Task],
     samples: int,
+    environments: Environments | None = None,
 ) -> Policy:
     """A policy that decodes on this machine, all slots at a time.
 
@@ -85,7 +87,16 @@ def local_policy(
         tools: live tools.
         tasks, samples: of the whole evaluation, and samples of a task: one that was stopped gets
             the same shapes again.
+        environments: make what answers a sample; None for the loop of tools.
     """
+
+    def asked(tokenizer: Any, one: Wanted) -> dict[str, Any]:
+        """The prompt of a request; in an environment, that says what is asked."""
+        if environments is None:
+            return {"prompt": message_ids(tokenizer, one.messages)}
+        drawn = attempt_seed(seed, one.attempt)
+        opener = environments.opener(one.task, drawn, one.index, one.numbers)
+        return {"prompt": (), "environment": opener}
 
     @functools.cache
     def ready() -> tuple[list[Engine], Any]:
@@ -114,7 +125,7 @@ def local_policy(
         requests = (
             Request(
                 task=_without_tests(one.task),
-                prompt=message_ids(tokenizer, one.messages),
+                **asked(tokenizer, one),
                 seed=attempt_seed(seed, one.attempt),
                 prompt_id=one.index,
                 samples=one.numbers,

@@ -23,6 +23,8 @@ from coa_jax.bounds import (
     TopP,
 )
 from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.environments.base import EnvironmentConfig, tags_of
+from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
@@ -64,6 +66,7 @@ class EvaluateConfig(Bounded):
         engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
         graders: how answers are graded.
+        environment: what answers the policy, beside the tools; see docs/environments.md.
         endpoint: where the policy is served, if it does not decode on this machine.
         best_of: who picks among samples.
         blocked: addresses that no sample should open; they are counted (the tools refuse those of
@@ -88,6 +91,7 @@ class EvaluateConfig(Bounded):
     engine: EngineConfig
     rollout: RolloutConfig
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
     protocol: Place = ""
@@ -104,6 +108,11 @@ class EvaluateConfig(Bounded):
         parts_of(self)
         if self.best_of.n > self.samples:
             raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
+        if self.environment and self.endpoint:
+            raise UserError(
+                "environment.path and endpoint.url are set: a policy acts in an environment where "
+                "it decodes on this machine; leave one of them empty"
+            )
         if self.attempts > 1 and self.temperature == 0:
             raise UserError(
                 f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
@@ -135,6 +144,7 @@ def settings(
         "tasks": config.tasks,
         **({"task_options": dict(config.task_options)} if config.task_options else {}),
         **({"mixture": _weightless(config)} if config.mixture else {}),
+        **({"environment": _environment(config)} if config.environment else {}),
         "split": config.split,
         "protocol": config.protocol,
         "seed": config.seed,
@@ -155,6 +165,11 @@ def _weightless(config: EvaluateConfig) -> dict[str, Any]:
     }
 
 
+def _environment(config: EvaluateConfig) -> dict[str, Any]:
+    """On what samples depend of an environment."""
+    return {"path": config.environment.path, "options": dict(config.environment.options)}
+
+
 def load(config: EvaluateConfig) -> list[Task]:
     """The tasks of an evaluation.
 
@@ -163,6 +178,7 @@ def load(config: EvaluateConfig) -> list[Task]:
     """
     parts = load_parts(config, config.split, config.num_tasks or None, config.seed, config.protocol)
     tasks = [task for part in parts.values() for task in part]
+    tasks = graded_by_environment(config.environment, tasks)
     others = [task.protocol for task in tasks if config.protocol not in ("", task.protocol)]
     if others:
         named = ", ".join(sorted(set(others)))
@@ -288,11 +304,13 @@ def evaluate_model(
         tools: live tools.
         tool_settings: settings of them on which answers depend.
     """
+    prompt = load_prompt(config.rollout.prompt_style, path)
+    environments = Environments(config.environment, prompt) if config.environment else None
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
         tools, with_level(tasks, config.rollout.level, config.rollout.format), config.samples,
+        environments,
     )  # fmt: skip
-    prompt = load_prompt(config.rollout.prompt_style, path)
     about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)
     return evaluate(policy, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
 
@@ -318,6 +336,7 @@ def _check_ready(
         tasks=graded,
         graders=config.graders if graded else None,
         tools=servers if wanted else None,
+        answered=tags_of(config.environment),
         chats=chats,
     )
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from coa_jax.engine.config import SamplingParams
+from coa_jax.environments.session import Environments
 from coa_jax.learn.admission import Composition
 from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.pool import Score
@@ -67,7 +68,14 @@ def assemble(
     )
 
 
-def request_of(config: RLConfig, model: Model, task: Task, prompt: Prompt, index: int) -> Request:
+def request_of(
+    config: RLConfig,
+    model: Model,
+    task: Task,
+    prompt: Prompt,
+    index: int,
+    environments: Environments | None = None,
+) -> Request:
     """The request for a group.
 
     Args:
@@ -76,13 +84,19 @@ def request_of(config: RLConfig, model: Model, task: Task, prompt: Prompt, index
         task: the task.
         prompt: how the task is put to the policy.
         index: of the task in the stream of tasks, from which the samples take their randomness.
+        environments: make what answers the samples; None for the loop of tools.
     """
+    samples = tuple(range(config.group_size))
+    environment, asked = None, prompt_ids(model.tokenizer, task, prompt)
+    if environments is not None:
+        environment, asked = environments.opener(task, config.seed, index, samples), ()
     return Request(
         task=task,
-        prompt=prompt_ids(model.tokenizer, task, prompt),
+        prompt=asked,
+        environment=environment,
         seed=config.seed,
         prompt_id=index,
-        samples=tuple(range(config.group_size)),
+        samples=samples,
         sampling=SamplingParams(temperature=config.temperature),
         metadata={"stage": "rl-train"},
     )

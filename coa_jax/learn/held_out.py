@@ -22,6 +22,7 @@ from coa_jax import files, jsonl
 from coa_jax.bounds import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.learn.fingerprints import digest
 from coa_jax.parallel import processes
@@ -122,6 +123,7 @@ class HeldOut:
         graders: Graders,
         prompt: Prompt,
         tools: Sequence[Tool],
+        environments: Environments | None = None,
         wait_seconds: float,
         otherwise: Sources | None = None,
         trained: Sequence[Task] = (),
@@ -137,6 +139,7 @@ class HeldOut:
             graders: grade the answers.
             prompt: how tasks are put to the policy.
             tools: live tools.
+            environments: make what answers a sample; None for the loop of tools.
             wait_seconds: how long to wait for the slowest process.
             otherwise: the sources where the settings name none.
             trained: tasks that are learned from; those among them that are held out are counted.
@@ -144,10 +147,13 @@ class HeldOut:
         self._config, self._every, self._total = config, every, total
         self._budgets, self._tools, self._graders = config.budgets(rollout), tools, graders
         self._prompt, self._wait_seconds = prompt, wait_seconds
+        self._environments = environments
         self._folder, self._phase = run.path / "evaluations", phase
         sources = config if otherwise is None or config.tasks or config.mixture else otherwise
         parts = load_parts(sources, config.split, config.num_tasks or None, config.seed)
         tasks = [task for part in parts.values() for task in part]
+        if environments is not None:
+            tasks = graded_by_environment(environments.config, tasks)
         self.tasks = with_level(tasks, rollout.level, rollout.format)
         self._graders.check(self.tasks)
         known = {task.question for task in trained}
@@ -240,11 +246,15 @@ class HeldOut:
         for index in range(processes.index(), len(self.tasks), processes.count()):
             missing = tuple(n for n in range(config.samples) if (index, n) not in done)
             if missing:
-                task = self.tasks[index]
+                task, opener = self.tasks[index], None
+                prompt = prompt_ids(tokenizer, task, self._prompt)
+                if self._environments is not None:
+                    opener = self._environments.opener(task, config.seed, index, missing)
                 yield Request(
                     # Tests of programs have megabytes, and no place in every trajectory.
                     task=dataclasses.replace(task, gold=()) if _has_tests(task) else task,
-                    prompt=prompt_ids(tokenizer, task, self._prompt),
+                    prompt=() if opener else prompt,
+                    environment=opener,
                     seed=config.seed,
                     prompt_id=index,
                     samples=missing,

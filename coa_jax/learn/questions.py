@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.learn.held_out import HeldOut
 from coa_jax.learn.pool import with_pass_rates
 from coa_jax.learn.rl_config import RLConfig
@@ -23,6 +24,7 @@ def questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]
         name: with_pass_rates(config.pool, tasks, name or config.tasks)
         for name, tasks in parts.items()
     }
+    parts = {n: graded_by_environment(config.environment, tasks) for n, tasks in parts.items()}
     graders = Graders(config.graders)
     graders.check([task for tasks in parts.values() for task in tasks])
     parts = {
@@ -42,6 +44,7 @@ def measured_by(
     prompt: Prompt,
     graders: Graders,
     tools: Sequence[Tool],
+    environments: Environments | None = None,
 ) -> HeldOut | None:
     """What the policy is measured by, if it is."""
     if not config.evaluate_every:
@@ -56,6 +59,7 @@ def measured_by(
         graders=graders,
         prompt=prompt,
         tools=tools,
+        environments=environments,
         wait_seconds=config.mesh.wait_seconds,
         otherwise=config,
         trained=trained,

@@ -134,7 +134,8 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
         "checksum": checksum(trajectory),
         "stop_reason": str(trajectory.stop_reason),
         "reward": None if trajectory.reward is None else dataclasses.asdict(trajectory.reward),
-        "calls": [dataclasses.asdict(call) for call in trajectory.tool_calls],
+        "calls": [call.to_json() for call in trajectory.tool_calls],
+        **({"begun": begun} if (begun := trajectory.metadata.get("begun")) else {}),
     }
 
 

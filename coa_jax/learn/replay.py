@@ -17,7 +17,9 @@ import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
+from coa_jax.environments.base import RESET
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.fingerprints import digest, fingerprint
@@ -26,9 +28,10 @@ from coa_jax.learn.learner import Learner
 from coa_jax.learn.record import StepLog, StepRecord, checksum
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.update import update
+from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.progress import progress
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.replay import RecordedTool
+from coa_jax.rollout.replay import RecordedTool, recorded_session
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.tasks import Task
@@ -142,6 +145,18 @@ def replay(
     return Repeated(len(records), count, different, diverged)
 
 
+def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:
+    """The request with the environment of a sample, as it was recorded, if it had one."""
+    begun = sample.get("begun", {})
+    if begun:
+        prompt = tuple(conversation_ids(tokenizer, begun["messages"]))
+    elif [call["tool"] for call in sample["calls"]] == [RESET]:
+        prompt = ()
+    else:
+        return request
+    return dataclasses.replace(request, prompt=prompt, environment=recorded_session(begun))
+
+
 class _Again:
     """Samples the trajectories of a record, each as far as the published version goes."""
 
@@ -167,7 +182,10 @@ class _Again:
                     reward, reason = sample["reward"], StopReason(sample["stop_reason"])
                     ends = (sample["length"], reason) if reason in _CLOCK else None
                     one = dataclasses.replace(
-                        request, samples=(number,), plan=tuple(versions), ends=ends
+                        _asked(request, sample, learner.model.tokenizer),
+                        samples=(number,),
+                        plan=tuple(versions),
+                        ends=ends,
                     )
                     self._requests.setdefault(versions[0][1], []).append(one)
                     self._rewards[index, number] = None if reward is None else Reward(**reward)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from absl import logging
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
+from coa_jax.environments.session import Environments
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
@@ -80,6 +82,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
     tasks = [task for part in parts.values() for task in part]
+    environments = Environments(config.environment, prompt) if config.environment else None
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
     card = make_card(prompt, tasks)
@@ -92,14 +95,14 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             wait_seconds=config.mesh.wait_seconds,
         )
     ) as checkpoints:
-        held_out = measured_by(config, run, tasks, prompt, graders, tools)
+        held_out = measured_by(config, run, tasks, prompt, graders, tools, environments)
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
         run.rewind("rl", learner.step)
         stream = stream_of(config, parts, config.seed)
         pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
         with contextlib.closing(
-            Source(config, learner, run, stream, pool, prompt, graders, tools)
+            Source(config, learner, run, stream, pool, prompt, graders, tools, environments)
         ) as source:
             _loop(config, learner, run, source, held_out)
     if learner.step < learner.total:
@@ -128,6 +131,7 @@ class Source:
         prompt: Prompt,
         graders: Graders,
         tools: Sequence[Tool],
+        environments: Environments | None = None,
     ):
         """Finds what the run has recorded; nothing is sampled before the first `step`."""
         self._config, self._learner, self._tools = config, learner, tools
@@ -139,9 +143,13 @@ class Source:
             for key, found in self._spool.read().items()
             if (learnable := [t for t in found if learner.still_learnable(t)])
         }
+        if environments is not None and environments.together:
+            there = Counter(index for index, _ in self._kept)
+            whole = {index for index, count in there.items() if count == config.group_size}
+            self._kept = {key: found for key, found in self._kept.items() if key[0] in whole}
         self._records = self.log.read(learner.step)
         self._ask: Callable[[int], Request] = lambda index: request_of(
-            config, learner.model, tasks[index], prompt, index
+            config, learner.model, tasks[index], prompt, index, environments
         )
         self._graders = graders
         self._stream: Stream | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
+from coa_jax.environments import EnvironmentConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Rules
 from coa_jax.learn.algorithms import Algorithm
@@ -75,6 +76,7 @@ class RLConfig(TrainingConfig):
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
         graders: what a right answer is, and who says so; see docs/grading.md.
+        environment: what answers the policy, beside the tools; see docs/environments.md.
         lora: adapters to train in place of the whole model.
         keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
             for none.  What a step says of its rollouts is about the policy before its updates; the
@@ -101,6 +103,7 @@ class RLConfig(TrainingConfig):
     task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
+    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     mini_batch: Natural = 0
     epochs: Times = 1
     attention_length: Natural = 0

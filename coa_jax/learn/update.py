@@ -27,6 +27,7 @@ from coa_jax.learn.step import (
     train_step,
 )
 from coa_jax.learn.teacher import Teacher, scored_by_server
+from coa_jax.learn.turns import credited, spread_over_tokens, weight_of_turns
 from coa_jax.learn.value import abstract_critic, init_critic
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
@@ -102,7 +103,8 @@ def update(
         The policy's state, the critic's, and statistics.
     """
     algorithm, aged = config.chosen, version if config.max_staleness else None
-    members = [group_examples(algorithm, group, constraint, aged) for group in groups]
+    weight = weight_of_turns(config.graders) if config.environment.credit == "turn" else None
+    members = [group_examples(algorithm, group, constraint, aged, weight) for group in groups]
     members = [group for group in members if group]
     if not members:
         return state, critic, {}
@@ -275,17 +277,23 @@ def group_examples(
     group: Sequence[Trajectory],
     constraint: Constraint | None,
     version: int | None = None,
+    weight: float | None = None,
 ) -> list[Example]:
     """What a group's graded trajectories teach; see `complete_experience` for ``advantage``.
 
-    With a ``version``, tokens have their ages, see `trajectory_example`.
+    With a ``version``, tokens have their ages, see `trajectory_example`.  With a ``weight``, the
+    rewards of turns are credited to the turns, see `learn.turns`.
     """
-    examples = []
-    for trajectory, advantage in advantages_of(algorithm, group):
+    examples, learned = [], advantages_of(algorithm, group)
+    of_turns = credited(algorithm, learned, weight)
+    for number, (trajectory, advantage) in enumerate(learned):
         if not trajectory.num_policy_tokens:
             continue
         example = trajectory_example(trajectory, advantage, constraint, version)
-        if algorithm.whitened and not advantage.ndim:
+        if of_turns is not None:
+            spread = spread_over_tokens(example.mask, of_turns[number], algorithm.whitened)
+            example = dataclasses.replace(example, advantage=spread)
+        elif algorithm.whitened and not advantage.ndim:
             # The reward of a sequence is that of its last token, which the policy wrote.
             at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1
             example = dataclasses.replace(example, advantage=example.advantage * at_end)

@@ -214,6 +214,8 @@ def violations(protocol: Protocol, text: str, complete: bool = True) -> list[Vio
     Authors are taken as in ``check`` with None, so a forged observation goes unseen here; use
     ``coa_jax.trajectory.trajectory_violations`` where authors are known.
     """
+    if not protocol.roles:
+        return []
     parsed = parse(protocol, text)
     if protocol.format is not None:
         return list(parsed.violations)

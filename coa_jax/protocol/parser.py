@@ -79,13 +79,14 @@ class Parser:
     the rest.  Together they are the segments of ``parse``.
     """
 
-    def __init__(self, protocol: Protocol):
+    def __init__(self, protocol: Protocol, start: int = 0):
+        """Takes the protocol, and the offset of the first character."""
         self.protocol = protocol
         self.violations: list[Violation] = []
         self._roles = frozenset(protocol.roles)
         self._role: str | None = None
-        self._start = 0  # offset of the segment that is being read
-        self._end = 0  # offset after the text in _pieces
+        self._start = start  # offset of the segment that is being read
+        self._end = start  # offset after the text in _pieces
         self._pieces: list[str] = []  # text of that segment, opening tag included
         self._carry = ""  # text after _pieces that may be the beginning of a tag
         self._finished = False

@@ -26,6 +26,8 @@ def part_violations(
             text an answer.
     """
     rules = get_protocol(protocol)
+    if not rules.roles:
+        return []
     if rules.format is not None:
         return _format_violations(rules, parts, ended)
     segments: list[Segment] = []

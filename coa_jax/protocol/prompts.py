@@ -154,6 +154,8 @@ def messages_of(asked: Asked, prompt: Prompt) -> Messages:
 def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
     """Returns a user message: instructions, a blank line, ``Question: ``, and the question.
 
+    A protocol without tags has no instructions: the question stands alone.
+
     Args:
         protocol: protocol whose rules the instructions explain.
         question: question of the task.
@@ -166,6 +168,8 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
         told = " ".join(filter(None, protocol.notes.values()))
         before, _, behind = style.replace(LIBRARIES, told).rpartition(QUESTION)
         return f"{before}{question}{behind}"
+    if not protocol.roles:
+        return question
     if protocol.format is not None:
         instructions = protocol.format.instructions(protocol, style == "brief")
     else:

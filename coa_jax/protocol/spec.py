@@ -281,23 +281,35 @@ _BUILT_IN = (
     _verifying("generalist", ("wiki_search", "code")),
     _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
 )
-_PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _BUILT_IN}
+TURNS = Protocol(
+    name="turns",
+    roles=(),
+    tools=(),
+    next_actions=types.MappingProxyType({START: frozenset()}),
+    think_rule=types.MappingProxyType({}),
+    body_form=types.MappingProxyType({}),
+    verbatim=frozenset(),
+)
+"""No tags and no rules: whole turns of a conversation, which an environment answers."""
+
+_PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (*_BUILT_IN, TURNS)}
 
 
 def protocol_names() -> tuple[str, ...]:
-    """Returns the names that `get_protocol` knows, without levels."""
-    return tuple(_PROTOCOLS)
+    """Returns the names that `get_protocol` knows, without levels and without `TURNS`."""
+    return tuple(name for name, protocol in _PROTOCOLS.items() if protocol.roles)
 
 
 def made_protocols() -> tuple[Protocol, ...]:
     """Returns the protocols that are not built in."""
-    built_in = {protocol.name for protocol in _BUILT_IN}
+    built_in = {protocol.name for protocol in (*_BUILT_IN, TURNS)}
     return tuple(made for name, made in _PROTOCOLS.items() if name not in built_in)
 
 
 def names_with_levels() -> tuple[str, ...]:
-    """Returns the names that `get_protocol` knows, each at both levels."""
-    return (*_PROTOCOLS, *(f"{name}:{LEVELS[1]}" for name in _PROTOCOLS))
+    """Returns the names that `get_protocol` knows, each at both levels, without `TURNS`."""
+    names = protocol_names()
+    return (*names, *(f"{name}:{LEVELS[1]}" for name in names))
 
 
 def get_protocol(name: str) -> Protocol:
@@ -306,6 +318,7 @@ def get_protocol(name: str) -> Protocol:
     ``web``, ``mhqa`` and ``code`` are the paper's three agents, ``web_wiki`` the web agent over an
     encyclopaedia, ``generalist`` the web agent's automaton over ``wiki_search`` and ``code``, and
     ``universal`` the same over all tools of the web and code agents and the visual inspector.
+    ``turns`` has no tags, see `TURNS`.
 
     Args:
         name: a name, with ``:paper`` behind it for that level, or with ``:`` and a format.
@@ -332,7 +345,7 @@ def add_protocol(protocol: Protocol) -> None:
     Raises:
         UserError: the name belongs to a built-in protocol, or holds a colon.
     """
-    if protocol.name in {built_in.name for built_in in _BUILT_IN}:
+    if protocol.name in {built_in.name for built_in in (*_BUILT_IN, TURNS)}:
         raise UserError(f"the protocol {protocol.name!r} is built in; choose another name")
     if ":" in protocol.name:
         raise UserError(f"the protocol {protocol.name!r}: a colon ends a name; choose another name")

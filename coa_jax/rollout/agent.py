@@ -10,10 +10,12 @@ from pathlib import Path
 
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.environments.base import EnvironmentConfig, tags_of
+from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import at_level, get_protocol, protocol_names
+from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, prompt_ids
@@ -57,6 +59,7 @@ class Agent:
         sampling: SamplingParams | None = None,
         seed: int = 0,
         rollout: RolloutConfig | None = None,
+        environment: EnvironmentConfig | None = None,
     ):
         """Loads the policy and compiles its programs, so that no question waits for that.
 
@@ -69,6 +72,8 @@ class Agent:
             seed: of the samples.
             rollout: budgets and prompt; by default those of `RolloutConfig`, and the prompt of the
                 training.
+            environment: what answers the policy, beside the tools; without a protocol that is
+                named, that of the tools or of the training, or one without tags is taken.
 
         Raises:
             UserError: the protocol or the prompt is unknown, the policy cannot be loaded, or a tool
@@ -79,9 +84,14 @@ class Agent:
         self._sampling, self._seed = sampling or SamplingParams(temperature=0.0), seed
         source = policy.card if isinstance(policy, Model) else policy
         self._prompt = load_prompt(self._config.prompt_style, source)
+        environment = environment or EnvironmentConfig()
+        if not protocol and environment:
+            protocol = config.protocol or protocol_of_model(source) or TURNS.name
         if not protocol:
             protocol, config = protocol_of(config, protocol_of_model(source))
-        self.tools = tools_for(protocol, config)  # before the lookup: they may make the protocol
+        # Before the lookup: they may make the protocol.
+        self.tools = tools_for(protocol, config, tags_of(environment))
+        self._environments = Environments(environment, self._prompt) if environment else None
         self.protocol = get_protocol(at_level(protocol, self._config.level, self._config.format))
         self.model = model = policy if isinstance(policy, Model) else load_policy(policy)
         length = self._config.max_tokens
@@ -120,6 +130,9 @@ class Agent:
         if len(prompt) >= budget:
             raise UserError(f"the prompt has {len(prompt)} tokens; give max_tokens more than that")
         request = Request(task, prompt, self._seed, 0, (0,), self._sampling)
+        if self._environments is not None:
+            opener = self._environments.opener(task, self._seed, 0, (0,))
+            request = dataclasses.replace(request, prompt=(), environment=opener)
         async with self._turns.here():
             stream = rollout(self._engine, tokenizer, [request], self.tools, self._config, on_text)
             async with contextlib.aclosing(stream) as trajectories:

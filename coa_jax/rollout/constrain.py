@@ -30,13 +30,13 @@ def constraint_for(
 
     Raises:
         UserError: the vocabulary cannot spell what a protocol asks for, or it has another format
-            than tags.
+            than tags, or no tags.
     """
     if not config.constrain:
         return None
     names = sorted(set(protocols))
     for name in names:
-        if get_protocol(name).format is not None:
+        if get_protocol(name).format is not None or not get_protocol(name).roles:
             raise UserError(f"constrain is for the format {TAGS}; a task has the protocol {name}")
     automata = {name: compile_protocol(get_protocol(name)) for name in names}
     return make_constraint(automata, plain_tokens(tokenizer, vocab_size), vocab_size)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from coa_jax.model.tool_chat import Frames
-from coa_jax.protocol import BAD_CALL, THINK, Monitor, Protocol, Segment, make_parser
+from coa_jax.protocol import BAD_CALL, THINK, Monitor, Parser, Protocol, Segment, make_parser
 from coa_jax.rollout.cut import kept_spans
 from coa_jax.rollout.detokenize import TextStream, TokenTable
-from coa_jax.rollout.observation import plain_frame
+from coa_jax.rollout.observation import REPLY, plain_frame
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
@@ -40,6 +40,7 @@ class Episode:
         tokens: the whole record.
         context: what of it the policy reads: all, until `cut` takes something away.
         versions: (position, policy version) wherever the version changes, see `computed_by`.
+        turn_over: whether an environment shall answer the whole turn that has just ended.
     """
 
     def __init__(
@@ -63,13 +64,15 @@ class Episode:
         self.tool_calls: list[ToolCall] = []
         self._author: list[int] = [Author.PROMPT] * len(prompt)
         self._logp: list[float] = [0.0] * len(prompt)
+        self.turn_over = False
+        self._turn_text = 0  # policy characters before the present turn
         self._parser = make_parser(protocol)
         self._frames = frames
         self._asked: list[ToolRequest] = []  # calls of a turn that have no observation yet
         self._stream = TextStream(table)
         self._end_tokens = end_tokens
         self.versions: list[tuple[int, int]] = []
-        self._monitor = Monitor(protocol) if strict else None
+        self._monitor = Monitor(protocol) if strict and protocol.roles else None
         self._policy_text = ""
         self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
         self._spans: list[SegmentSpan] = []
@@ -134,11 +137,32 @@ class Episode:
     @property
     def frame(self) -> tuple[str, str]:
         """What stands before and behind the next observation."""
+        if self.turn_over:
+            return REPLY
         if self._frames is None:
             return plain_frame(self.protocol)
         head, between, tail = self._frames
         first = not self._spans or self._spans[-1].author == Author.POLICY
         return head if first else "", between if self._asked else tail
+
+    def begin(self, prompt: Sequence[int], question: str) -> None:
+        """Takes a prompt that was not there when the record was made; nothing is in it yet.
+
+        Args:
+            prompt: its tokens.
+            question: what it asks; "" for what is known.
+        """
+        self.tokens.extend(prompt)
+        self._prompt_length = len(prompt)
+        self._author.extend([Author.PROMPT] * len(prompt))
+        self._logp.extend([0.0] * len(prompt))
+        self.question = question or self.question
+
+    def end_turn(self) -> str:
+        """Ends a whole turn, which the environment will answer; what the policy wrote in it."""
+        self._end_text()
+        self.turn_over = True
+        return self._policy_text[self._turn_text :]
 
     def computed_by(self, version: int) -> None:
         """Notes the policy version of the forward passes from here on.
@@ -161,9 +185,19 @@ class Episode:
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
         """Adds what a tool returned, with its `frame`, as environment tokens.
 
-        What the policy had begun behind the tag of its call, a character or a tag, ends here.
+        What the policy had begun behind the tag of its call, a character or a tag, ends here; at
+        the end of a whole turn, a segment too.  Without tokens the policy reads nothing of it.
         """
         self._end_text()
+        self.tool_calls.append(call)
+        if not tokens:
+            return
+        if self.turn_over:
+            for segment in self._parser.finish():
+                self._add_span(segment)
+            if self.protocol.format is None:  # others know turns by themselves
+                self._parser = Parser(self.protocol, len(self._policy_text))
+            self.turn_over = False
         self._parser.interrupt()
         self._add_rest()
         start = len(self.tokens)
@@ -182,8 +216,7 @@ class Episode:
                 call.observation if self.protocol.format is not None else None,
             )
         )
-        self.tool_calls.append(call)
-        self._turn = 0
+        self._turn, self._turn_text = 0, len(self._policy_text)
         if self._monitor is not None:
             self._monitor.observe(text)
 
@@ -214,7 +247,15 @@ class Episode:
     @property
     def last_think(self) -> str:
         """Body of the last closed ``think``, or ""."""
-        bodies = (span.body for span in reversed(self._spans) if span.role == THINK)
+        return self._last_body(THINK)
+
+    @property
+    def last_answer(self) -> str:
+        """Body of the closed answer, or ""."""
+        return self._last_body(self.protocol.answer)
+
+    def _last_body(self, role: str) -> str:
+        bodies = (span.body for span in reversed(self._spans) if span.role == role)
         return next((body for body in bodies if body), "")
 
     def finish(

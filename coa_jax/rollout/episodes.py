@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Any
 
+from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.model.tool_chat import Frames
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode
-from coa_jax.rollout.observation import encode_observation, frame_length, frames_of
+from coa_jax.rollout.observation import (
+    encode_observation,
+    encode_reply,
+    frame_length,
+    frames_of,
+    reply_length,
+)
 from coa_jax.rollout.request import Request
 
 
@@ -31,6 +39,10 @@ class Episodes(typing.Protocol):
     def frame(self, episode: Episode) -> int:
         """Ids that every observation has, however short its text."""
         ...
+
+    def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Ids of the messages that an environment begins with."""
+        raise ValueError("these episodes have no environment")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +84,17 @@ class TextEpisodes:
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
         """See `Episodes`."""
-        most = min(room, self.max_observation_tokens)
+        most = max(min(room, self.max_observation_tokens), 0)
+        if episode.turn_over:
+            return encode_reply(self.tokenizer, episode.tokens[-1], text, most)
         return encode_observation(self.tokenizer, episode.protocol, text, most, episode.frame)
 
     def frame(self, episode: Episode) -> int:
         """See `Episodes`."""
+        if episode.turn_over:
+            return reply_length(self.tokenizer)
         return frame_length(self.tokenizer, episode.protocol)
+
+    def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Ids of (role, text) messages and of the opening of the policy's turn."""
+        return tuple(conversation_ids(self.tokenizer, messages))

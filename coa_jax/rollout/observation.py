@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from coa_jax.model.tokenizer import decode_ids, encode_plain
+from coa_jax.model.tokenizer import (
+    IM_END,
+    IM_START,
+    control_id,
+    decode_ids,
+    encode_plain,
+    end_of_turn_id,
+)
 from coa_jax.model.tool_chat import Frames, frame_ids, result_frames
 from coa_jax.protocol import Protocol, quote_tool_text
 
@@ -28,6 +35,10 @@ def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
         return result_frames(tokenizer)
     head, tail = plain_frame(protocol)
     return Frames(head, tail + head, tail)
+
+
+REPLY = (f"\n{IM_START}user\n", f"{IM_END}\n{IM_START}assistant\n")
+"""What stands around an environment's answer to a whole turn, which control tokens write."""
 
 
 _LONG = 32
@@ -56,7 +67,12 @@ def encode_observation(
         frame: what stands before and behind; None for what an observation alone has.
     """
     head, tail = frame_tokens(tokenizer, protocol, frame)
-    text = quote_tool_text(protocol, text)
+    body, text = _cut(tokenizer, quote_tool_text(protocol, text), max_tokens)
+    return [*head, *body, *tail], text
+
+
+def _cut(tokenizer: Any, text: str, max_tokens: int) -> tuple[list[int], str]:
+    """Ids of the beginning of a text that takes at most ``max_tokens``, and that beginning."""
     # Nobody waits for all of a text of which little is kept; tokens are hardly ever so long.
     beginning = text[: _LONG * (max_tokens + _LONG)]
     body = encode_plain(tokenizer, beginning)
@@ -68,7 +84,37 @@ def encode_observation(
         while encode_plain(tokenizer, text) != body:
             body = body[:-1]
             text = decode_ids(tokenizer, body)
+    return body, text
+
+
+def encode_reply(
+    tokenizer: Any, last_token: int, text: str, max_tokens: int
+) -> tuple[list[int], str]:
+    """Ids and body of the user's message that follows a whole turn, with the next turn's opening.
+
+    Args:
+        tokenizer: of the policy.
+        last_token: that ended the turn; where it is no end of a turn, that comes first.
+        text: plain text, which can hold no control token.
+        max_tokens: of the body.
+    """
+    head, tail = _reply_frame(tokenizer)
+    if last_token == head[0]:
+        head = head[1:]
+    body, text = _cut(tokenizer, text, max_tokens)
     return [*head, *body, *tail], text
+
+
+def reply_length(tokenizer: Any) -> int:
+    """Tokens of a reply besides those of its body, at most."""
+    return sum(map(len, _reply_frame(tokenizer)))
+
+
+def _reply_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    start, end = control_id(tokenizer, IM_START), end_of_turn_id(tokenizer)
+    newline = encode_plain(tokenizer, "\n")
+    head = [end, *newline, start, *encode_plain(tokenizer, "user\n")]
+    return head, [end, *newline, start, *encode_plain(tokenizer, "assistant\n")]
 
 
 def frame_length(tokenizer: Any, protocol: Protocol) -> int:

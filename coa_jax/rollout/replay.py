@@ -38,6 +38,8 @@ from coa_jax import jsonl
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
+from coa_jax.environments.base import RESET
+from coa_jax.environments.session import Opener, ToolLoop
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
@@ -53,7 +55,7 @@ from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
-from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext
 from coa_jax.trajectory import Author, ToolCall, Trajectory, iterate_trajectories
 
 SHOWN = 3
@@ -160,6 +162,8 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
         seen[f"{its_phase} (step {its_step})"] = None
         if (phase and its_phase != phase) or (step is not None and its_step != step):
             return None
+        if [call.tool for call in trajectory.tool_calls] == [RESET]:
+            return None  # its environment did not begin: nothing was sampled
         return recording(trajectory)
 
     kept: list[Recording] = []
@@ -204,8 +208,30 @@ class RecordedTool:
             if (kept.tool, kept.arguments) == (self.name, arguments):
                 outcome = cast(Outcome, kept.outcome)
                 seconds = kept.end - kept.start
-                return Observation(kept.observation, kept.ok, outcome, seconds, kept.detail)
+                return Observation(
+                    kept.observation, kept.ok, outcome, seconds, kept.detail, kept.reward, kept.done
+                )
         return Observation("No result of this call was recorded.", False, "fault", 0.0)
+
+
+class RecordedSession(ToolLoop):
+    """An environment that answers as it did, through `RecordedTool`s for its tags too."""
+
+    def __init__(self, begun: Mapping[str, Any], tools: Mapping[str, Tool]):
+        """Takes what the metadata of a trajectory have as ``begun``; {} if its reset failed."""
+        super().__init__(tools)
+        self.whole_turns = begun.get("whole_turns", False)
+        self.own = frozenset(begun.get("own", ()))
+        self.begun = tuple((role, text) for role, text in begun.get("messages", ()))
+
+    async def reset(self, context: ToolContext) -> Observation:
+        """The failure of the reset; where it went well the prompt is recorded."""
+        return await self.act(RESET, "", context)
+
+
+def recorded_session(begun: Mapping[str, Any]) -> Opener:
+    """Makes the environment of a recorded trajectory."""
+    return lambda sample, tools: RecordedSession(begun, tools)
 
 
 def replay(
@@ -261,6 +287,7 @@ def replay(
 def _request(index: int, recorded: Recording) -> Request:
     """Asks for a recording again; the index stands for the task, which may occur twice."""
     trajectory = recorded.trajectory
+    begun = trajectory.metadata.get("begun")
     return Request(
         task=Task(str(index), trajectory.question, trajectory.protocol, (), "replay"),
         prompt=recorded.prompt,
@@ -268,6 +295,7 @@ def _request(index: int, recorded: Recording) -> Request:
         prompt_id=recorded.prompt_id,
         samples=(trajectory.sample_id,),
         sampling=recorded.sampling,
+        environment=recorded_session(begun) if begun else None,
     )
 
 

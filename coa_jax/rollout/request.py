@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.bounds import Bounded, Natural, Place, SecondsOrNone, Size
-from coa_jax.engine.config import SamplingParams
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.environments.session import Opener
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.model.tool_chat import tool_conversation_ids
@@ -97,7 +98,7 @@ class Request:
 
     Attributes:
         task: the task.
-        prompt: its prompt's tokens.
+        prompt: its prompt's tokens; () where the environment's reset says what is asked.
         seed, prompt_id: with the sample's number, the key of its randomness.
         samples: sample numbers; they share one prefill.
         sampling: how tokens are drawn.
@@ -109,6 +110,7 @@ class Request:
             position 0: a replay waits there for the parameters of that version.  () for a sample
             that goes on with whatever parameters are published.
         ends: (tokens, reason) of a replayed sample that the clock ended; None for others.
+        environment: makes what answers a sample; None for the loop of tools.
     """
 
     task: Task
@@ -122,6 +124,7 @@ class Request:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     plan: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, StopReason] | None = None
+    environment: Opener | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,3 +178,29 @@ def tool_context(
         question=question,
         think=think,
     )
+
+
+def described(
+    request: Request, config: RolloutConfig, shapes: EngineConfig, seconds: float
+) -> dict[str, Any]:
+    """What describes a trajectory, with what a replay needs besides its tokens and calls.
+
+    Args:
+        request: that asked for it.
+        config: budgets.
+        shapes: of decoding.
+        seconds: that it took.
+    """
+    return {
+        **request.task.metadata,
+        **request.metadata,
+        "source": request.task.source,
+        "prompt_id": request.prompt_id,
+        "seconds": round(seconds, 3),
+        "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
+        "rollout": dataclasses.asdict(config),
+        "engine": {
+            **dataclasses.asdict(shapes),
+            "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
+        },
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coa_jax.engine.engine import Engine
+from coa_jax.environments.base import ANSWER, RESET
+from coa_jax.environments.session import ToolLoop
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig, tool_context
-from coa_jax.rollout.running import Running, limit_now
-from coa_jax.tools.base import Observation, Tool, call, unavailable
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
+from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, used_up
+from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
@@ -55,6 +58,7 @@ class Scheduler:
         self.held: dict[int, Request] = {}
         self.refused: list[Trajectory] = []
         self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but not over yet
+        self.closing: set[asyncio.Task[None]] = set()  # environments that are put away
         # Those of the event loop may all be taken by tools that block.
         self.thread = ThreadPoolExecutor(1, "engine")
         self.device_call: asyncio.Future[Any] | None = None
@@ -74,7 +78,7 @@ class Scheduler:
                 self.reader.waiting.popleft()
                 self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
-            source = next((s for s, held in self.held.items() if held is request), None)
+            source = next((s for s, held in self.held.items() if held is request and length), None)
             slot = source if source is not None and source in self.free else self.free[0]
             if not self._reserve(slot, limit, source, length):
                 break
@@ -84,9 +88,9 @@ class Scheduler:
             self.free.remove(slot)
             self.held[slot] = request
             placed.append((request, sample, slot))
-            if source is None:
+            if source is None and length:  # else its environment says what is asked
                 prefills.append((slot, 0, request.prompt))
-            elif source != slot:
+            elif source not in (None, slot):
                 forks.setdefault(source, []).append(slot)
         if prefills or forks:
             lengths = {source: len(self.held[source].prompt) for source in forks}
@@ -130,9 +134,10 @@ class Scheduler:
         self.engine.publish(params)
         self.held.clear()  # prompts in the cache of earlier parameters
         if recompute and self.running:
-            for run in self.running.values():
+            begun = [run for run in self.running.values() if run.episode.context]
+            for run in begun:
                 self._computes(run)
-            feeds = [(run.slot, 0, run.episode.context) for run in self.running.values()]
+            feeds = [(run.slot, 0, run.episode.context) for run in begun]
             await self._on_device(self.engine.extend, feeds)
         for run in self.running.values():
             if run.request.plan:
@@ -152,9 +157,6 @@ class Scheduler:
         """Tokens of a whole trajectory."""
         wanted = request.max_tokens or self.config.max_tokens
         return min(wanted, self.engine.config.max_length)
-
-    def _limit_now(self, request: Request) -> int:
-        return limit_now(request, self._limit(request), self.version)
 
     def _cancel(self) -> None:
         """Ends the samples that nobody wants any more, those that wait for a slot too."""
@@ -211,28 +213,61 @@ class Scheduler:
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
         """The trajectory of a sample that does not begin."""
         episode = self.episodes.begin(request, sample)
-        return episode.finish(reason, request.task.gold, self._metadata(request, 0.0))
+        metadata = described(request, self.config, self.engine.config, 0.0)
+        return episode.finish(reason, request.task.gold, metadata)
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
-        prompt, episode = request.prompt, self.episodes.begin(request, sample)
+        opened = request.environment
+        environment = opened(sample, self.tools) if opened else ToolLoop(self.tools)
+        now, episode = asyncio.get_running_loop().time(), self.episodes.begin(request, sample)
+        self.running[slot] = run = Running(request, episode, slot, now, environment)
+        self._computes(run)
+        if request.prompt:
+            self._write(run)
+        else:
+            run.tool = asyncio.create_task(self._call(run, None))
+
+    def _write(self, run: Running) -> None:
+        """Lets a sample decode whose prompt is in the cache."""
+        request = run.request
         self.engine.start(
-            slot,
-            len(prompt),
-            last_token=prompt[-1],
-            limit=self._limit_now(request),
-            key=(request.seed, request.prompt_id, sample),
+            run.slot,
+            len(run.episode.tokens),
+            last_token=run.episode.tokens[-1],
+            limit=limit_now(request, self._limit(request), self.version),
+            key=(request.seed, request.prompt_id, run.episode.sample_id),
             sampling=request.sampling,
             protocol=request.task.protocol if request.agent and self.config.constrain else None,
         )
-        run = Running(request, episode, slot, asyncio.get_running_loop().time())
-        self._computes(run)
         run.paused = run.must_pause(self.version)
-        self.engine.set_active(slot, not run.paused)
-        self.running[slot] = run
+        self.engine.set_active(run.slot, not run.paused)
+
+    async def _begin(self) -> list[Trajectory]:
+        """Computes the prompts of samples whose environments have been reset since."""
+        finished: list[Trajectory] = []
+        prompts: dict[tuple[int, ...], list[Running]] = {}
+        for run in [run for run in self.running.values() if run.is_reset]:
+            seen, start = run.take_result()
+            if seen.ok:
+                prompt = self.episodes.prompt(run.environment.begun)
+                self._computes(run)
+                run.episode.begin(prompt, run.environment.question)
+                if len(prompt) < self._limit(run.request):
+                    prompts.setdefault(prompt, []).append(run)
+                    continue
+            else:
+                run.episode.tool_calls.append(recorded(run, ToolRequest(RESET, ""), seen, start))
+            finished.append(self._finish(run, self._spent(run) or StopReason.FAULT))
+        if prompts:
+            await self._on_device(self._prefill, *prefills_of(prompts))
+            for run in itertools.chain(*prompts.values()):
+                self._write(run)
+        return finished
 
     async def turn(self) -> list[Trajectory]:
         """Collects finished tools, decodes one chunk, starts new tools."""
         finished, self.refused = self.refused, []
+        finished += await self._begin()
         finished += await self._collect()
         if self.engine.any_active:
             for run in self.running.values():
@@ -276,6 +311,7 @@ class Scheduler:
                 event = StopReason.TURN_LENGTH
             if event is None:
                 continue
+            event = run.asked(event)
             if isinstance(event, StopReason):
                 return [self._finish(run, event)]
             if spent := self._begin_call(run, event):
@@ -289,10 +325,11 @@ class Scheduler:
 
     def _begin_call(self, run: Running, request: ToolRequest) -> StopReason | None:
         """Starts a call; or returns the budget that has nothing left for it."""
-        if len(run.episode.tool_calls) >= self.config.max_tool_calls:
+        calls = len(run.episode.tool_calls)
+        if calls >= self.config.max_tool_calls and request.tool != ANSWER:
             return StopReason.TURNS
-        if self._room(run) <= 0:
-            return StopReason.LENGTH
+        if self._room(run) <= 0 and request.tool not in run.environment.own:
+            return StopReason.LENGTH  # an environment may end the episode, without any room
         run.tool_request = request
         run.tool = asyncio.create_task(self._call(run, request))
         return None
@@ -305,24 +342,17 @@ class Scheduler:
                 return
             raise RuntimeError(f"slot {run.slot} has ended, but not the sample in it")
 
-    async def _call(self, run: Running, request: ToolRequest) -> tuple[Observation, float]:
+    async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
+        """Answers a call, or resets the environment."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        if request.error:
+        if request is not None and request.error:
             return Observation(request.error, False, "bad_call", 0.0), start
-        tool = self.tools.get(request.tool)
-        if tool is None:
-            return unavailable(request.tool), start
-        context = tool_context(
-            self.config,
-            f"{run.request.task.id}/{run.episode.sample_id}",
-            run.episode.tool_calls,
-            question=run.episode.question,
-            think=run.episode.last_think,
-            seconds=start - run.began,
-            tool_seconds=run.tool_seconds,
-        )
-        observation = await call(tool, request.arguments, context)
+        context = run.context(self.config, start)
+        if request is None:
+            observation = await run.environment.reset(context)
+        else:
+            observation = await run.environment.act(request.tool, request.arguments, context)
         run.tool_seconds += clock() - start
         return observation, start
 
@@ -337,32 +367,27 @@ class Scheduler:
             if run.must_pause(self.version):
                 continue
             self._computes(run)
-            observation, start = run.tool.result()
-            run.tool, run.tool_request = None, None
-            episode = run.episode
-            ids, body = self.episodes.encode(episode, observation.text, self._room(run))
+            observation, start = run.take_result()
+            episode, over = run.episode, run.ended_by(request, observation)
             start_at = len(episode.context) - 1  # its newest token is not in the cache yet
-            record = ToolCall(
-                tool=request.tool,
-                arguments=request.arguments,
-                observation=body,
-                outcome=observation.outcome,
-                ok=observation.ok,
-                start=start - run.began,
-                end=start - run.began + observation.seconds,
-                detail=observation.detail,
-            )
-            text = body.join(episode.frame)
+            room, body, frame = self._room(run), observation.text, episode.frame
+            ids: list[int] = []
+            if room > 0 and over in (None, StopReason.ENVIRONMENT):
+                ids, body = self.episodes.encode(episode, observation.text, room)
+            elif over is None:
+                over = StopReason.LENGTH
+            record = recorded(run, request, dataclasses.replace(observation, text=body), start)
+            text = body.join(frame) if ids else ""
             episode.observe(ids, text, record)
             self._tell(run, Author.ENVIRONMENT, text, record)
             most = self._limit(run.request) - self.config.max_turn_tokens
             if self.config.cut_context and len(episode.context) > most:
                 start_at = min(start_at, episode.cut(most))
-            spent = self._spent(run)
-            if not spent and (further := episode.next_call()):
-                spent = self._begin_call(run, further)
-            if spent:
-                finished.append(self._finish(run, spent))
+            over = over or self._spent(run)
+            if not over and (further := episode.next_call()):
+                over = self._begin_call(run, further)
+            if over:
+                finished.append(self._finish(run, over))
             else:
                 self.engine.observe(run.slot)
                 feeds.append((run.slot, start_at, episode.context[start_at:]))
@@ -388,52 +413,25 @@ class Scheduler:
 
     def _spent(self, run: Running) -> StopReason | None:
         """The budget of the whole trajectory that is used up, if one is."""
-        config = self.config
-        ends = run.request.ends
-        if ends is not None and len(run.episode.tokens) >= ends[0]:
-            return ends[1]
-        if len(run.episode.context) >= self._limit(run.request):
-            return StopReason.LENGTH
-        if not run.request.agent:
-            return None
-        if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
-            return StopReason.TOOL_TIME
-        seconds = asyncio.get_running_loop().time() - run.began
-        if config.max_seconds and seconds > config.max_seconds:
-            return StopReason.DEADLINE
-        return None
+        return used_up(run, self.config, self._limit(run.request))
 
     def _finish(self, run: Running, reason: StopReason) -> Trajectory:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
         seconds = asyncio.get_running_loop().time() - run.began
-        metadata = self._metadata(run.request, seconds)
-        if run.episode.versions:
-            metadata["policy_versions"] = [list(pair) for pair in run.episode.versions]
+        shapes = self.engine.config
+        metadata = described(run.request, self.config, shapes, seconds) | run.described()
+        if run.environment.holds:
+            closing = asyncio.create_task(run.environment.close())
+            self.closing.add(closing)
+            closing.add_done_callback(self.closing.discard)
         if self.config.cut_context:
             metadata["cut_tokens"] = len(run.episode.tokens) - len(run.episode.context)
         trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
         # The last bytes may have been half a character.
         self._tell(run, Author.POLICY, run.episode.take_text())
         return trajectory
-
-    def _metadata(self, request: Request, seconds: float) -> dict[str, Any]:
-        """What describes a trajectory, with what a replay needs besides its tokens and calls."""
-        shapes = self.engine.config
-        return {
-            **request.task.metadata,
-            **request.metadata,
-            "source": request.task.source,
-            "prompt_id": request.prompt_id,
-            "seconds": round(seconds, 3),
-            "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
-            "rollout": dataclasses.asdict(self.config),
-            "engine": {
-                **dataclasses.asdict(shapes),
-                "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
-            },
-        }
 
     async def close(self) -> None:
         """Cancels tools that still run, and leaves every slot free."""
@@ -445,6 +443,8 @@ class Scheduler:
             if run.tool is not None:
                 self._end(run.tool)
         await asyncio.gather(*self.ending, return_exceptions=True)
+        left = (run.environment.close() for run in self.running.values() if run.environment.holds)
+        await asyncio.gather(*self.closing, *left, return_exceptions=True)
         for slot in list(self.running):
             self.engine.set_active(slot, False)
         self.running.clear()

@@ -25,6 +25,7 @@ REWARDS = Kind(
         "judge": "coa_jax.tasks.rewards:judge",
         "reasoning_gym": "coa_jax.tasks.rewards:generator",
         "format": "coa_jax.tasks.rewards:obeyed_format",
+        "environment": "coa_jax.tasks.rewards:environment",
         **{
             name: f"coa_jax.tasks.release_rewards:{name}"
             for name in ("f1", "mhqa_train", "mhqa_eval", "qa_em", "qa_subem")

@@ -6,7 +6,7 @@ A run that only finds out with its first answer has sampled for hours by then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
@@ -27,6 +27,7 @@ def check_ready(
     tasks: Sequence[Task] = (),
     graders: GradersConfig | None = None,
     tools: ToolsConfig | None = None,
+    answered: Collection[str] = (),
     chats: Mapping[str, ChatConfig] | None = None,
 ) -> None:
     """Asks everything that a run depends on, at the same time, and refuses a run without it.
@@ -36,6 +37,7 @@ def check_ready(
         tasks: that will be run or graded; without them a judge that is configured is needed.
         graders: who grades; None where nothing is left to grade.
         tools: that were made for the run; None where nothing is left to run.
+        answered: tags that an environment answers.
         chats: further chat endpoints by the setting that names them.
 
     Raises:
@@ -43,7 +45,7 @@ def check_ready(
     """
     if not seconds:
         return
-    found = [*_protocols(tasks, tools), *_tests(tasks, graders)]
+    found = [*_protocols(tasks, tools, answered), *_tests(tasks, graders)]
     chats = dict(chats or {})
     if graders and graders.judge and (not tasks or any(asks_judge(graders, t) for t in tasks)):
         chats["graders.judge.chat"] = graders.judge.chat
@@ -69,7 +71,9 @@ def asks_judge(graders: GradersConfig, task: Task) -> bool:
     return words and (grader == "judge" or graders.judge_all)
 
 
-def _protocols(tasks: Sequence[Task], tools: ToolsConfig | None) -> list[Finding]:
+def _protocols(
+    tasks: Sequence[Task], tools: ToolsConfig | None, answered: Collection[str]
+) -> list[Finding]:
     """Protocols whose tools the run has none of: each of their calls would fail."""
     if tools is None:
         return []
@@ -78,7 +82,7 @@ def _protocols(tasks: Sequence[Task], tools: ToolsConfig | None) -> list[Finding
         Finding("tools.names", False, f"the protocol {name} calls {', '.join(tags)}, of which there"
                 f" are none in {', '.join(tools.names) or 'no tools'}")
         for name, tags in wanted.items()
-        if tags and not set(tags) & set(tools.tags)
+        if tags and not set(tags) & {*tools.tags, *answered}
     ]  # fmt: skip
 
 

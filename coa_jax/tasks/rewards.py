@@ -38,6 +38,11 @@ def obeyed_format(trajectory: Trajectory) -> float:
     return float(format_valid(trajectory))
 
 
+def environment(trajectory: Trajectory) -> float:
+    """Sum of the rewards that the environment of a trajectory gave for its turns."""
+    return float(sum(call.reward or 0.0 for call in trajectory.tool_calls))
+
+
 async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Graders) -> float | None:
     """1.0 if a model says that an answer is right; None without a verdict."""
     if graders.judge is None:

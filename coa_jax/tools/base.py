@@ -55,6 +55,8 @@ class Observation:
         seconds: wall time of the call.
         detail: figures for logs and traces (exit code, scores); JSON values only.  ``incomplete``
             is true where a part failed that may come next time: no cache keeps the answer.
+        reward: of the turn that ends with the call; None for none.
+        done: whether the episode is over.
     """
 
     text: str
@@ -62,11 +64,16 @@ class Observation:
     outcome: Outcome
     seconds: float
     detail: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reward: float | None = None
+    done: bool = False
 
 
 @runtime_checkable
 class Tool(Protocol):
     """A tool agent: pure text in and out, with a deadline; never raises to the loop.
+
+    One that has state may have ``begin()``, which gives the tool of one trajectory, and that
+    ``async close()``, which is called at its end.
 
     Attributes:
         name: the tag that calls it, e.g. ``wiki_search``.
@@ -146,6 +153,8 @@ async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Obse
         raise TypeError(f"the tool returned {seen!r:.200}, which is no Observation of text")
     if seen.outcome not in get_args(Outcome) or not math.isfinite(seen.seconds):
         raise ValueError(f"outcome {seen.outcome!r} or seconds {seen.seconds!r} of an Observation")
+    if seen.reward is not None and not math.isfinite(seen.reward):
+        raise ValueError(f"reward {seen.reward!r} of an Observation")
     jsonl.dumps(seen.detail)
     return dataclasses.replace(seen, text=redact_all(seen.text), detail=redact_all(seen.detail))
 

@@ -206,8 +206,13 @@ def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> No
     check(name, Annotated[str, OneOf(*names_with_levels(), *made)], where)
 
 
-def make_tools(config: ToolsConfig) -> list[Tool]:
+def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) -> list[Tool]:
     """The tools, ready to be called.
+
+    Args:
+        config: the settings.
+        described: tags that an environment answers, with what the policy is told of each; the
+            protocol that the settings make has them too.
 
     Raises:
         UserError: a name is unknown, a setting, package or key is missing, or programs cannot be
@@ -219,11 +224,12 @@ def make_tools(config: ToolsConfig) -> list[Tool]:
     search = WikiSearch(config.top_k, config.passage_chars, passages=passages, load=load)
     tools = [_made(name, config, search) for name in config.names]
     if config.protocol:
-        described = {tool.name: _description(tool) for tool in tools if _is_new(tool)}
+        own = dict(described or {})
+        told = {tool.name: _description(tool) for tool in tools if _is_new(tool)}
         asked = {tool.name: getattr(tool, "schema", None) for tool in tools if _is_new(tool)}
         schemas = {name: schema for name, schema in asked.items() if isinstance(schema, Mapping)}
-        tags = tuple(tool.name for tool in tools)
-        add_protocol(protocol_with_tools(config.protocol, tags, described, schemas))
+        tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *own)))
+        add_protocol(protocol_with_tools(config.protocol, tags, {**told, **own}, schemas))
     if "code" in config.names:
         add_note("code", _note(config, tools))
     return _stored(tools, config)
@@ -294,12 +300,15 @@ def _description(tool: Tool) -> str:
     return said
 
 
-def tools_for(protocol: str, config: ToolsConfig) -> list[Tool]:
+def tools_for(
+    protocol: str, config: ToolsConfig, described: Mapping[str, str] | None = None
+) -> list[Tool]:
     """The tools that have a tag in a protocol, which may be the one that the settings make.
 
     Args:
         protocol: a name, with or without a level.
         config: the settings; tools that the protocol lacks are left out.
+        described: see `make_tools`.
 
     Raises:
         UserError: the protocol is unknown, and see `make_tools`.
@@ -309,7 +318,7 @@ def tools_for(protocol: str, config: ToolsConfig) -> list[Tool]:
         pairs = zip(config.names, config.tags, strict=True)
         kept = tuple(name for name, tag in pairs if tag in known)
         config = dataclasses.replace(config, names=kept, protocol="")
-    return make_tools(config)
+    return make_tools(config, described)
 
 
 def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:

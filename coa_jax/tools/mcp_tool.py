@@ -2,14 +2,16 @@
 never seen them can call them (paper §5.2).
 
 A session with a server lives in a thread of its own: it outlasts event loops and is opened again
-when it breaks.  Servers that are programs get the environment variables that the configuration
-names, and nothing else of ours.
+when it breaks.  Each trajectory has one of its own, which begins with its first call.  Servers
+that are programs get the environment variables that the configuration names, and nothing else of
+ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -52,6 +54,8 @@ class McpConfig(Bounded):
         key_env: environment variable with the bearer token of an HTTP server.
         timeout_s: seconds of a call, with the start of the server where it does not run.
         max_chars: characters of an observation.
+        shared: whether all trajectories have one session together, for servers without state; else
+            a program is started for each trajectory that calls it.
     """
 
     command: tuple[Prose, ...] = ()
@@ -63,6 +67,7 @@ class McpConfig(Bounded):
     key_env: Variable = ""
     timeout_s: Seconds = 30.0
     max_chars: Count = 6000
+    shared: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +135,23 @@ class _Session:
         except asyncio.CancelledError:
             future.cancel()
             raise
+
+    async def close(self) -> None:
+        """Ends the connection and the thread; a later call begins anew."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is None:
+            return
+
+        async def end() -> None:
+            if self._client is not None:
+                self._end(self._client)
+                await asyncio.wait({self._task})
+
+        try:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), loop))
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -242,6 +264,18 @@ class McpTool:
         self._session = _Session(config)
         self.deadline = config.timeout_s + 1.0
         self.settings = json.dumps([config.command, config.url, self._remote])
+
+    def begin(self) -> McpTool:
+        """The tool for one trajectory, with a session of its own unless that is shared."""
+        if self._config.shared:
+            return self
+        own = copy.copy(self)
+        own._session = _Session(self._config)
+        return own
+
+    async def close(self) -> None:
+        """Ends the session."""
+        await self._session.close()
 
     async def describe(self) -> str:
         """What the policy has to know, asked of the server where the configuration is silent.

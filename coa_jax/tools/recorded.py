@@ -7,6 +7,7 @@ which tools answer in their own way; those of a tool that remembers, by its earl
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import logging
 import sqlite3
@@ -72,6 +73,20 @@ class Recorded:
         self._max_age_s = max_age_s if mode == "cache" else None
         self._settings = f"{getattr(tool, 'settings', '')}{source}" if mode == "cache" else ""
         self._warned = False
+
+    def begin(self) -> Recorded:
+        """The tool for one trajectory, where the tool has state; the store is the same."""
+        begin = getattr(self.tool, "begin", None)
+        inner = self.tool if begin is None else begin()
+        if inner is self.tool:
+            return self
+        own = copy.copy(self)
+        own.tool = inner
+        return own
+
+    async def close(self) -> None:
+        """Ends the trajectory of `begin`."""
+        await self.tool.close()  # type: ignore[attr-defined]
 
     def key(self, arguments: str, context: ToolContext) -> str:
         """The name of a call's entry, by the settings of the tool."""

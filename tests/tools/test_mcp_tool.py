@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -12,9 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from coa_jax.cli import load_config
+from coa_jax.environments.session import ToolLoop
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.protocol.arguments import schemas
@@ -83,6 +86,26 @@ def test_a_session_outlives_event_loops_and_is_opened_again_when_it_breaks(act):
     assert ask(act, "die").outcome == "fault"
     third = ask(act, "process")
     assert third.ok and third.text != first.text
+
+
+def test_each_trajectory_has_a_session_of_its_own_that_ends_with_it():
+    def process_of(tool: McpTool) -> tuple[ToolLoop, int, int]:
+        async def calls():
+            loop = ToolLoop({"act": tool})
+            first, again = [await loop.act("act", "process", ToolContext()) for _ in range(2)]
+            return loop, int(first.text), int(again.text)
+
+        return asyncio.run(calls())
+
+    tool = McpTool("act", McpConfig(COMMAND, timeout_s=30.0))
+    loops = [process_of(tool) for _ in range(2)]
+    assert [first for _, first, _ in loops] == [again for _, _, again in loops]
+    assert loops[0][1] != loops[1][1]
+    for loop, process, _ in loops:
+        asyncio.run(loop.close())
+        assert not psutil.pid_exists(process)
+    shared = dataclasses.replace(tool._config, shared=True)
+    assert not ToolLoop({"act": McpTool("act", shared)}).holds
 
 
 def test_calls_run_at_the_same_time(tide):

@@ -1,0 +1,347 @@
+"""An environment while one trajectory runs: every call has a deadline, and none hurts the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from coa_jax.environments.base import (
+    ANSWER,
+    ENVIRONMENTS,
+    TURN,
+    EnvironmentConfig,
+    Turn,
+    read_reset,
+    read_step,
+    tags_of,
+)
+from coa_jax.errors import UserError
+from coa_jax.extensions import bind, refuse_result
+from coa_jax.protocol import Prompt, get_protocol, messages_of
+from coa_jax.tasks import Task
+from coa_jax.tools.base import Observation, Tool, ToolContext, call, unavailable
+from coa_jax.tools.turns import Turns
+
+CLOSE_S = 10.0
+"""Seconds that a close may take, at most."""
+
+_WANTED = "an object with the methods reset(task) and step(turn)"
+
+Opener = Callable[[int, Mapping[str, Tool]], "ToolLoop"]
+"""Makes the session of a sample, by its number, beside the tools of the run."""
+
+
+class ToolLoop:
+    """The default environment: tools answer their tags, and the policy ends the episode itself.
+
+    Attributes:
+        whole_turns: whether the end of the policy's turn asks for a step.
+        own: what the environment itself answers, beside the tools.
+        begun: the messages of its reset; () where the task alone says what is asked.
+        question: what the reset asks, where it gave a text; else "".
+    """
+
+    whole_turns = False
+    own: frozenset[str] = frozenset()
+    begun: tuple[tuple[str, str], ...] = ()
+    question = ""
+
+    def __init__(self, tools: Mapping[str, Tool]):
+        """Begins a trajectory: a tool that has state gives it one of its own."""
+        self._tools = {name: _begin(tool) for name, tool in tools.items()}
+        self._begun = [tool for name, tool in self._tools.items() if tool is not tools[name]]
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to close."""
+        return bool(self._begun)
+
+    async def reset(self, context: ToolContext) -> Observation:
+        """Begins the episode; the task says what is asked."""
+        return Observation("", True, "ok", 0.0)
+
+    async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
+        """Answers a tag."""
+        tool = self._tools.get(name)
+        return unavailable(name) if tool is None else await call(tool, arguments, context)
+
+    async def close(self) -> None:
+        """Ends the trajectory; never raises."""
+        await asyncio.gather(*map(_end, self._begun))
+
+
+def _begin(tool: Tool) -> Tool:
+    begin: Callable[[], Tool] | None = getattr(tool, "begin", None)
+    return tool if begin is None else begin()
+
+
+async def _end(tool: Any) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await tool.close()
+    except Exception as error:
+        logging.warning("the tool %s cannot be closed: %s: %s", tool.name, type(error).__name__,
+                        error)  # fmt: skip
+
+
+class Environments:
+    """The environment of a run, of which each trajectory gets one of its own."""
+
+    def __init__(self, config: EnvironmentConfig, prompt: Prompt):
+        """Finds it.
+
+        Args:
+            config: names it.
+            prompt: how a text that a reset gives is put to the policy.
+
+        Raises:
+            UserError: it is not there, or an option is wrong.
+        """
+        self.config, self.prompt = config, prompt
+        self.make = bind(ENVIRONMENTS, config.path, config.options, "config.environment")
+        self.tools = tags_of(config)
+        # A sample that is asked again after the run was killed needs the others again.
+        self.together = bool(getattr(self.make.found, "together", False))
+        self.turns = Turns(config.concurrency) if config.concurrency else None
+        self._warned: set[str] = set()
+
+    def opener(self, task: Task, seed: int, prompt_id: int, samples: Sequence[int]) -> Opener:
+        """Makes the sessions of a task's samples, which run together.
+
+        Args:
+            task: the task.
+            seed: of the run.
+            prompt_id: place of the task in the run.
+            samples: their numbers.
+        """
+        drawn = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest()
+        offered = {
+            "task": task,
+            "seed": int.from_bytes(drawn) >> 1,
+            "samples": tuple(samples),
+            "group": {},
+        }
+
+        def opened(sample: int, tools: Mapping[str, Tool]) -> ToolLoop:
+            return Session(self, {**offered, "sample": sample}, tools)
+
+        return opened
+
+    def warn(self, what: str, observation: Observation, masks: bool = True) -> None:
+        """Tells a failure once."""
+        why = observation.detail.get("exception", observation.text)
+        kind = f"{what} {str(why).partition(':')[0]}"
+        if kind not in self._warned:
+            self._warned.add(kind)
+            then = "the trajectory is masked, and others" if masks else "others"
+            logging.warning("the environment %s: its %s failed (%s); %s for which this happens "
+                            "get no line", self.config.path, what, why, then)  # fmt: skip
+
+
+def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks of a run, graded by its environment where they do not say by what.
+
+    Raises:
+        UserError: the environment is not there, or the policy could not act for want of the tags.
+    """
+    if not config:
+        return list(tasks)
+    tags = tags_of(config)
+    for name in dict.fromkeys(task.protocol for task in tasks):
+        if tags and not set(tags) & set(get_protocol(name).tools):
+            raise UserError(
+                f"config.environment: the policy acts by the tags {', '.join(tags)}, of which the "
+                f"protocol {name} of the tasks has none; name a protocol over them by "
+                "config.tools.protocol, and in the tasks"
+            )
+    own = {"grader": "environment"}
+    return [dataclasses.replace(task, metadata={**own, **task.metadata}) for task in tasks]
+
+
+class Session(ToolLoop):
+    """The environment of one trajectory, beside the tools of the run."""
+
+    holds = True
+
+    def __init__(
+        self,
+        environments: Environments,
+        offered: Mapping[str, Any],
+        tools: Mapping[str, Tool],
+    ):
+        super().__init__(tools)
+        self._all, self._offered = environments, offered
+        self.whole_turns = not environments.tools
+        self.own = frozenset((*environments.tools, TURN, ANSWER))
+        self._environment: Any = None
+        self._thread = _Thread()
+        self._steps = 0
+        self._refused: UserError | None = None
+
+    async def reset(self, context: ToolContext) -> Observation:
+        """Makes the environment and begins its episode; `begun` then has the messages.
+
+        Raises:
+            UserError: it is no environment, its reset gave no messages, or it says what to mend.
+        """
+
+        async def begin() -> Observation:
+            make = self._all.make
+            in_loop = inspect.iscoroutinefunction(getattr(make.found, "reset", None))
+            made = make(**self._offered) if in_loop else await self._run(make, **self._offered)
+            if not callable(getattr(made, "reset", None)) or not callable(
+                getattr(made, "step", None)
+            ):
+                path = self._all.config.path
+                raise refuse_result(ENVIRONMENTS, path, made, _WANTED, "config.environment")
+            self._environment = made
+            task: Task = self._offered["task"]
+            found = read_reset(await self._run(made.reset, task), self._all.config.path)
+            if isinstance(found, str):
+                self.question = found
+                asked = dataclasses.replace(task, question=found, prompt="", context=())
+                found = tuple(messages_of(asked, self._all.prompt).turns)
+            self.begun = found
+            return Observation("", True, "ok", 0.0)
+
+        return await self._guarded("reset", begin, context)
+
+    async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
+        """See `ToolLoop.act`.
+
+        Raises:
+            UserError: the environment gave what is no step, or says what to mend.
+        """
+        if name not in self.own:
+            return await super().act(name, arguments, context)
+        turn = Turn(arguments, "" if name == TURN else name, self._steps)
+        self._steps += 1
+
+        async def step() -> Observation:
+            began = time.monotonic()
+            found = await self._run(self._environment.step, turn)
+            result = read_step(found, self._all.config.path)
+            seconds = time.monotonic() - began
+            return Observation(
+                result.observation, True, "ok", seconds, {}, result.reward, result.done
+            )
+
+        return await self._guarded("step", step, context)
+
+    async def close(self) -> None:
+        """See `ToolLoop.close`."""
+        await super().close()
+        seconds = min(self._all.config.deadline_s, CLOSE_S)
+
+        async def end() -> Observation:
+            close = getattr(self._environment, "close", None)
+            if callable(close):
+                await self._run(close)
+            return Observation("", True, "ok", 0.0)
+
+        seen = await call(_Job("close", seconds, end), "", ToolContext())
+        if not seen.ok:
+            self._all.warn("close", seen, masks=False)
+        self._thread.stop()
+
+    async def _guarded(
+        self, what: str, work: Callable[[], Awaitable[Observation]], context: ToolContext
+    ) -> Observation:
+        """A call within its deadline; what hangs or raises is a fault."""
+        seconds = self._all.config.deadline_s
+
+        async def fitting() -> Observation:
+            try:
+                return await work()
+            except UserError as error:  # no fault of one trajectory: the run ends with its line
+                self._refused = error
+                raise
+
+        async with self._all.turns.here() if self._all.turns else contextlib.nullcontext():
+            seen = await call(_Job(what, seconds, fitting), "", context)
+        if self._refused is not None:
+            raise self._refused
+        if seen.outcome == "timeout" and (context.deadline is None or seconds <= context.deadline):
+            late = {"exception": f"no result within {seconds:g} seconds"}
+            seen = dataclasses.replace(seen, outcome="fault", detail=late)
+        if seen.outcome == "fault":
+            self._all.warn(what, seen)
+        return seen
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Awaits what is async, and runs the rest in the thread of the environment."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **named)
+        result = await self._thread.run(lambda: function(*arguments, **named))
+        return await result if inspect.isawaitable(result) else result
+
+
+@dataclasses.dataclass
+class _Job:
+    """Work in the form of a tool, for `coa_jax.tools.base.call`."""
+
+    name: str
+    deadline: float
+    work: Callable[[], Awaitable[Observation]]
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        return await self.work()
+
+
+class _Thread:
+    """Runs what one environment does without awaiting, all of it in one thread.
+
+    The thread begins with the first job.  It is a daemon: one that hangs keeps no process alive.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = False
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def settle(result: Any, error: Exception | None) -> None:
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            result: Any = None
+            error: Exception | None = None
+            try:
+                result = function()
+            except BaseException as raised:  # noqa: BLE001 - it belongs to whoever waits
+                error = RuntimeError(repr(raised))  # what no future can carry to another thread
+                if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+                    error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, result, error)
+
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._work, name="environment", daemon=True).start()
+        self._jobs.put(work)
+        return await done
+
+    def stop(self) -> None:
+        """Ends the thread behind the jobs that it has."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
