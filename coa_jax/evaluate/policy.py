@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax
 
+from coa_jax.agents import agent_sampler
+from coa_jax.agents.config import AgentConfig
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
@@ -73,6 +76,7 @@ def local_policy(
     tools: Sequence[Tool],
     tasks: Sequence[Task],
     samples: int,
+    agent: AgentConfig | None = None,
 ) -> Policy:
     """A policy that decodes on this machine, all slots at a time.
 
@@ -85,10 +89,11 @@ def local_policy(
         tools: live tools.
         tasks, samples: of the whole evaluation, and samples of a task: one that was stopped gets
             the same shapes again.
+        agent: a program that solves the tasks in the place of the loop of tools.
     """
 
     @functools.cache
-    def ready() -> tuple[list[Engine], Any]:
+    def ready() -> tuple[list[Engine], Model]:
         model = load()
         tokenizer = model.tokenizer
         device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
@@ -105,12 +110,13 @@ def local_policy(
         # Or the first trajectories would spend their time on compilation.
         for engine in engines if config.max_seconds else ():
             engine.warm_up()
-        return engines, tokenizer
+        return engines, model
 
     def run(
         wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
     ) -> AsyncGenerator[Trajectory, None]:
-        engines, tokenizer = ready()
+        engines, model = ready()
+        tokenizer = model.tokenizer
         requests = (
             Request(
                 task=_without_tests(one.task),
@@ -123,9 +129,33 @@ def local_policy(
             )
             for one in wanted
         )
+        if agent:
+            return _by_program(model, engines, agent, config, list(requests), written)
         return rollout(engines, tokenizer, requests, tools, config, on_tokens=written)
 
     return run
+
+
+async def _by_program(
+    model: Model,
+    engines: Sequence[Engine],
+    agent: AgentConfig,
+    config: RolloutConfig,
+    requests: Sequence[Request],
+    written: Callable[[int], None],
+) -> AsyncGenerator[Trajectory, None]:
+    """Trajectories of requests that a program solves."""
+    sampler = agent_sampler(model, engines, agent, config, 0)
+    for request in requests:
+        sampler.submit(request)
+    left = sum(len(request.samples) for request in requests)
+    async with contextlib.aclosing(sampler.finished()) as finished:
+        async for trajectory in finished:
+            written(trajectory.num_policy_tokens)
+            yield trajectory
+            left -= 1
+            if not left:
+                return
 
 
 def _without_tests(task: Task) -> Task:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from coa_jax import files
+from coa_jax.agents.config import AgentConfig
 from coa_jax.bounds import (
     Between,
     Bounded,
@@ -63,6 +64,7 @@ class EvaluateConfig(Bounded):
         temperature, top_p, top_k: of sampling; temperature 0 is greedy.
         engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
+        agent: a program that solves the tasks, in the place of the loop of tools.
         graders: how answers are graded.
         endpoint: where the policy is served, if it does not decode on this machine.
         best_of: who picks among samples.
@@ -87,6 +89,7 @@ class EvaluateConfig(Bounded):
     top_k: Natural
     engine: EngineConfig
     rollout: RolloutConfig
+    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
@@ -104,6 +107,14 @@ class EvaluateConfig(Bounded):
         parts_of(self)
         if self.best_of.n > self.samples:
             raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
+        for name in ("constrain", "cut_context"):
+            if self.agent and getattr(self.rollout, name):
+                raise UserError(
+                    f"rollout.{name} is True: it is for the loop of tools, and agent names a "
+                    "program; leave it False"
+                )
+        if self.agent and self.endpoint:
+            raise UserError("agent and endpoint are both set; give one of the two")
         if self.attempts > 1 and self.temperature == 0:
             raise UserError(
                 f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
@@ -142,6 +153,7 @@ def settings(
         "attempts": config.attempts,
         "rollout": dataclasses.asdict(config.rollout),
         "prompt": digest(dataclasses.asdict(prompt)) if prompt.is_template else prompt.style,
+        **({"agent": _of_agent(config.agent)} if config.agent else {}),
         "opening": config.endpoint.opening if config.endpoint else "",
         "tools": digest(dict(tools)),
     }
@@ -153,6 +165,14 @@ def _weightless(config: EvaluateConfig) -> dict[str, Any]:
     return {
         name: dataclasses.asdict(dataclasses.replace(p, weight=1.0)) for name, p in parts.items()
     }
+
+
+def _of_agent(agent: AgentConfig) -> dict[str, Any]:
+    """On what of a program its samples depend: not on where and how many at a time."""
+    values = dataclasses.asdict(agent)
+    for name in ("concurrency", "host", "port"):
+        values.pop(name)
+    return {**values, "options": dict(agent.options)}
 
 
 def load(config: EvaluateConfig) -> list[Task]:
@@ -291,6 +311,7 @@ def evaluate_model(
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
         tools, with_level(tasks, config.rollout.level, config.rollout.format), config.samples,
+        config.agent,
     )  # fmt: skip
     prompt = load_prompt(config.rollout.prompt_style, path)
     about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)

@@ -85,7 +85,7 @@ def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, fl
     if not any(ages):
         return figures
     tokens: Counter[int] = Counter()
-    for trajectory in (t for group in groups for t in group):
+    for trajectory in (one for group in groups for t in group for one in t.sequences):
         starts = versions_of(trajectory)
         ends = [position for position, _ in starts[1:]] + [len(trajectory.tokens)]
         for (start, version), end in zip(starts, ends, strict=True):
