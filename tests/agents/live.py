@@ -21,9 +21,9 @@ BUDGET = RolloutConfig(max_tokens=LENGTH)
 HERE = "tests.agents.functions"
 
 
-def one(samples: int = 1, task: int = 0) -> Request:
-    """A request for samples of a task, at temperature 1."""
-    made = requests(samples, SamplingParams(), [tiny_policy.TASKS[task]])[0]
+def one(samples: int = 1, task: int = 0, temperature: float = 1.0) -> Request:
+    """A request for samples of a task."""
+    made = requests(samples, SamplingParams(temperature), [tiny_policy.TASKS[task]])[0]
     return dataclasses.replace(made, metadata={"stage": "test"})
 
 

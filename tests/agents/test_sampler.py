@@ -33,7 +33,7 @@ def assert_as_sampled(trajectory: Trajectory) -> None:
 
 
 def test_over_ten_turns_no_text_is_encoded_twice_and_nothing_sampled_ever_is(monkeypatch):
-    encoded = []
+    on, wanted, encoded = sampler("conversation"), [one()], []
     plain_ids = tokenizer_module._ids
 
     def counted(plain, text):
@@ -41,7 +41,7 @@ def test_over_ten_turns_no_text_is_encoded_twice_and_nothing_sampled_ever_is(mon
         return plain_ids(plain, text)
 
     monkeypatch.setattr(tokenizer_module, "_ids", counted)
-    (found,) = solve(sampler("conversation"), [one()])
+    (found,) = solve(on, wanted)
     assert found.stop_reason == StopReason.ANSWER
     assert found.metadata["turns"] == 10 and not found.branches
     assert len(found.tokens) <= LENGTH
@@ -62,8 +62,9 @@ def test_over_ten_turns_no_text_is_encoded_twice_and_nothing_sampled_ever_is(mon
 
 
 def test_the_same_seed_gives_the_same_samples_in_any_order():
-    few = solve(sampler("conversation", options={"turns": 2}, concurrency=1), [one(3)])
-    many = solve(sampler("conversation", options={"turns": 2}), [one(3)])
+    hot = one(3, temperature=4.0)
+    few = solve(sampler("conversation", options={"turns": 2}, concurrency=1), [hot])
+    many = solve(sampler("conversation", options={"turns": 2}), [hot])
     for left, right in zip(few, many, strict=True):
         np.testing.assert_array_equal(left.tokens, right.tokens)
     assert len({tuple(t.tokens.tolist()) for t in many}) == 3
@@ -146,11 +147,11 @@ def test_a_deadline_and_a_cancelled_request_leave_the_engine_free():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"function": "tests.agents.functions:blocking"}, "is not async; write 'async def'"),
-        ({"function": "tests.agents.functions:nobody"}, "has no 'nobody'"),
-        ({"function": "tests.agents.functions:client"}, "client"),
+        ({"function": "blocking"}, "is not async; write 'async def'"),
+        ({"function": "nobody"}, "has no 'nobody'"),
+        ({"function": "client"}, "needs 'base_url'|takes|is not async"),
         ({"command": "run 'it"}, "command is no command line: No closing quotation"),
-        ({"command": "run", "function": "a.b:c"}, "command and function are both set"),
+        ({"command": "run", "function": "broken"}, "command and function are both set"),
     ],
 )
 def test_a_wrong_setting_is_told_in_one_line(settings, message):
