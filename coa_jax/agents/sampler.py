@@ -233,7 +233,7 @@ class AgentSampler:
                 "seconds": round(seconds, 3),
                 "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
                 "rollout": dataclasses.asdict(self._rollout),
-                "turns": len(session.turns),
+                "agent_turns": len(session.turns),
                 **about,
             },
         )

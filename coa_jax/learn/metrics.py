@@ -62,6 +62,19 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "len/cut_off_frac": _share([t.stop_reason in CUT_OFF for t in flat]),
         "tool/timeout_frac": timeouts / max(len(calls), 1),
         **{f"tool/{name}/calls": n / len(flat) for name, n in sorted(by_tool.items())},
+        **agent_figures(flat),
+    }
+
+
+def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Figures of trajectories that programs sampled; nothing of others."""
+    turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
+    if not turns:
+        return {}
+    sequences = [len(trajectory.sequences) for trajectory in trajectories]
+    return {
+        "agent/turns": float(np.mean(turns)),
+        "agent/sequences": float(np.mean(sequences)),
     }
 
 

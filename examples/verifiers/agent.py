@@ -22,7 +22,8 @@ def main() -> None:
     asked = json.load(sys.stdin)["metadata"]
     model, url = os.environ["OPENAI_MODEL"], os.environ["OPENAI_BASE_URL"]
     client = vf.EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
-    ctx = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
+    sampling = vf.SamplingConfig(max_tokens=asked["max_tokens"])
+    ctx = vf.ModelContext(model=model, client=client, sampling=sampling)
     config = resolve_env_config(asked["env"])
     found = asyncio.run(episode(asked["index"], config, ctx))
     errors = [error.message for trace in found.traces for error in trace.errors]

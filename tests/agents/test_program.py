@@ -32,7 +32,7 @@ def run(script: str, seconds: float = 30.0) -> Outcome:
     [
         ("true", Outcome()),
         ("echo chatter; echo 42", Outcome("42")),
-        ("echo '{\"answer\": \"Ume\", \"reward\": 1}'", Outcome("Ume", 1.0)),
+        ('echo \'{"answer": "Ume", "reward": 1}\'', Outcome("Ume", 1.0)),
         ("python3 -c 'import json, sys; print(json.load(sys.stdin)[\"sample\"])'", Outcome("3")),
         ('echo "$OPENAI_BASE_URL $OPENAI_API_KEY"', Outcome("http://127.0.0.1:1/v1 key")),
         ('echo "$OPENAI_MODEL $COA_REWARD_URL"', Outcome("policy http://127.0.0.1:1/reward")),
@@ -49,8 +49,8 @@ def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
     [
         ("echo start >&2; echo it broke >&2; exit 3", "exit code 3: it broke"),
         ("kill -9 $$", "exit code 137: without a word on its standard error"),
-        ("echo '{\"reward\": \"much\"}'", "its reward is 'much', not a finite number"),
-        ("echo '{\"error\": \"no judge\"}'", "no judge"),
+        ('echo \'{"reward": "much"}\'', "its reward is 'much', not a finite number"),
+        ('echo \'{"error": "no judge"}\'', "no judge"),
         ("echo '{\"score\": 1}'", "not an answer or a reward"),
     ],
 )

@@ -43,7 +43,7 @@ def test_over_ten_turns_no_text_is_encoded_twice_and_nothing_sampled_ever_is(mon
     monkeypatch.setattr(tokenizer_module, "_ids", counted)
     (found,) = solve(on, wanted)
     assert found.stop_reason == StopReason.ANSWER
-    assert found.metadata["turns"] == 10 and not found.branches
+    assert found.metadata["agent_turns"] == 10 and not found.branches
     assert len(found.tokens) <= LENGTH
     # Every turn of the user once; besides these only the frame of a turn.
     said = [text for text in encoded if text.startswith("user\n")]
@@ -75,7 +75,7 @@ def test_helpers_and_second_tries_are_branches_of_the_sample():
     assert found.stop_reason == StopReason.ANSWER
     assert found.metadata["given_reward"] == 0.25
     # Five requests, one of two samples: the manager's conversation, two helpers, the other try.
-    assert found.metadata["turns"] == 6
+    assert found.metadata["agent_turns"] == 6
     assert len(found.branches) == 3
     sampled = [np.flatnonzero(t.author == Author.POLICY) for t in found.sequences]
     # Every answer is learned once: three of the manager, and one of each branch.
@@ -97,7 +97,7 @@ def test_helpers_and_second_tries_are_branches_of_the_sample():
 
 def test_a_stop_string_that_the_program_writes_again_belongs_to_what_was_sampled():
     (found,) = solve(sampler("streamed"), [one()])
-    assert found.metadata["turns"] == 2
+    assert found.metadata["agent_turns"] == 2
     assert not found.branches
     assert found.text.startswith(found.answer + "</think>")
     assert_as_sampled(found)
@@ -117,7 +117,7 @@ def test_a_full_context_and_too_many_requests_are_the_policys_ends():
     assert LENGTH - 60 < len(full.tokens) <= LENGTH
     (many,) = solve(sampler("to_the_end", max_requests=2, options={"tokens": 2}), [one()])
     assert many.stop_reason == StopReason.TURNS
-    assert many.metadata["turns"] == 2
+    assert many.metadata["agent_turns"] == 2
 
 
 def test_tools_are_refused_in_one_line():
