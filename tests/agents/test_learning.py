@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +27,10 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, StopReason, Trajectory, read_trajectories
 from tests import tiny_policy
+from tests.agents import killed
+from tests.agents.test_program import gone
 from tests.evaluate import tiny_evaluation
+from tests.killing import lines_of
 from tests.learn.tiny_runs import rl_config, rows, run_rl
 
 AGENT = AgentConfig(function="tests.agents.functions:brevity", seconds=60.0)
@@ -90,6 +98,42 @@ def test_an_interrupted_run_goes_on(finished, folder, changes):
     if changes:
         return
     left, right = (load_file(p / "model" / "model.safetensors") for p in (finished, again))
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_a_run_that_a_signal_ends_leaves_no_program_and_goes_on_to_the_same_end(folder, number):
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
+    killed.write_script(folder)
+    if not (folder / "signals-whole").exists():
+        killed.run(folder, "signals-whole")
+    name, numbers = f"signals-{number.name}", folder / "numbers"
+    numbers.unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.agents.killed", str(folder), name],
+        cwd=Path(__file__).parents[2], stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        # After a checkpoint, while programs of the next step run.
+        end = time.monotonic() + 400
+        while not rows(folder / name, "rl") or lines_of(numbers) < 6:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(number)
+        errors = process.communicate(timeout=120)[1].decode()
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == (0 if number == signal.SIGTERM else -number), errors[-2000:]
+    assert gone([int(line) for line in numbers.read_text().split()])
+    killed.run(folder, name)
+    left, right = (
+        load_file(folder / f"signals-{run}" / "model" / "model.safetensors")
+        for run in ("whole", number.name)
+    )
     for key in left:
         np.testing.assert_array_equal(left[key], right[key])
 
