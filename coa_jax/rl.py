@@ -50,8 +50,9 @@ def main(argv: list[str]) -> int:
         return 0 if found.identical else 1
     config = build(Command, flags.FLAGS.config)
     with open_run() as (run, output):
-        live = make_tools(config.tools)
-        check_ready(config.probe_s, graders=config.graders, tools=config.tools)
+        tools = None if config.agent else config.tools  # a program brings its own
+        live = [] if tools is None else make_tools(tools)
+        check_ready(config.probe_s, graders=config.graders, tools=tools)
         train(config, run, output, live)
     return 0
 

@@ -182,6 +182,8 @@ class AgentSampler:
             # Most programs break down where the context is full: that is the policy's doing.
             reason, fault = session.ended_by or StopReason.FAULT, str(error)
         await self._leave(session)
+        if session.ended_by is StopReason.FAULT:
+            reason, fault = StopReason.FAULT, "the policy's log-probabilities are no numbers"
         outcome = outcome.over(session.given)
         said = outcome.answer is not None or outcome.reward is not None
         if reason is StopReason.EOS and said:

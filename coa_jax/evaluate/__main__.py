@@ -55,7 +55,9 @@ def main(argv: list[str]) -> None:
     tools, path, stage = config.tools, config.model, config.stage
     with RunDir(Path(flags.FLAGS.workdir)) as run:
         run.write_config(flags.FLAGS.config)
-        live = make_tools(tools)  # first: they may bring the protocol that tasks name
+        # First: tools may bring the protocol that tasks name.  A program has tools of its own.
+        live = [] if config.agent else make_tools(tools)
+        servers = None if config.agent else tools
         tasks = load(config)
         described, fresh = _on_answers(tools), flags.FLAGS.fresh
         if config.endpoint:
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> None:
             outcome = evaluate(policy, tasks, config, run, stage, about, servers=tools, fresh=fresh)
         else:
             outcome = evaluate_model(
-                Path(path), tasks, config, run, stage, live, described, servers=tools, fresh=fresh
+                Path(path), tasks, config, run, stage, live, described, servers=servers, fresh=fresh
             )
         page = write_page(outcome, run.path / "evaluate" / stage / "index.html")
     print(table(outcome))
