@@ -111,6 +111,8 @@ class Sessions(Service):
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
         """See `Service`; an answer is in its session before the program gets its end."""
         assert isinstance(visit, Asked)
+        if visit.session.closed:  # while the request was read
+            raise Refused(401, "the session has ended")
         said: dict[int, str] = defaultdict(str)
         events = super().events(visit)
         try:

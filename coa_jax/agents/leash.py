@@ -11,6 +11,7 @@ number of the signal that ended the program.  127: the program cannot be started
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -27,11 +28,12 @@ _SWEEP_S = 5.0
 
 def run(owner: int, command: list[str]) -> int:
     """Runs a program to its end; see the module."""
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())
     try:
-        program = subprocess.Popen(command)
+        # Whoever kills the leash itself kills the program.
+        end_with_me = functools.partial(_set, kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        program = subprocess.Popen(command, preexec_fn=end_with_me)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
@@ -39,6 +41,11 @@ def run(owner: int, command: list[str]) -> int:
     code = program.wait()
     _sweep()
     return 128 - code if code < 0 else code
+
+
+def _set(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has them
+        kernel.prctl(option, value)
 
 
 def _end_with(owner: int) -> None:

@@ -130,14 +130,23 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
         ProgramError: it cannot be started, or its exit code is not 0.
     """
     text = json.dumps(task)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "coa_jax.agents.leash", str(os.getpid()), *command),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment(task["question"], access),
-        start_new_session=True,  # Ctrl-C is for this process, which ends its programs
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "coa_jax.agents.leash", str(os.getpid()), *command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment(task["question"], access),
+            start_new_session=True,  # Ctrl-C is for this process, which ends its programs
+        )
     )
+    try:
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:  # a leash that is killed while it starts could not end it
+        await _end(await starting)
+        raise
+    except OSError as error:  # no process or no file is left
+        raise ProgramError(f"no process can be started: {error.strerror}") from error
     assert process.stdin and process.stdout and process.stderr
     reading = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
     try:

@@ -195,6 +195,7 @@ class AgentSampler:
 
     async def _leave(self, session: Session) -> None:
         """Waits until nothing of a session is in the engines, which may get other weights then."""
+        session.closed = True
         for visit in self._service.running(session):
             self._service.sampler.cancel(visit)
         while session.in_engine and self._service.healthy:

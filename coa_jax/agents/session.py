@@ -95,6 +95,7 @@ class Session:
         in_engine: samples of requests that have not left the engines.
         asked: requests so far.
         cancelled: whether nobody wants the sample any more.
+        closed: whether the program has ended, so that nothing is sampled any more.
     """
 
     def __init__(self, tokenizer: Any, request: Request, sample: int, version: int, key: str):
@@ -111,7 +112,7 @@ class Session:
         self.given = Outcome()
         self.ended_by: StopReason | None = None
         self.in_engine = self.asked = 0
-        self.cancelled = False
+        self.cancelled = self.closed = False
         self._tokenizer, self._version = tokenizer, version
         self._after: dict[Turn | None, list[Turn]] = {None: []}
         self._prompts: Counter[int] = Counter()

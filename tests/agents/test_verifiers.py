@@ -86,7 +86,7 @@ class Game(vf.Env[Config]):
                     break
                 found |= set(segment.last_reply)
                 segment = await interaction.turn(f"{len(found)} letters. More.")
-        interaction.trace.record_reward("letters", len(found) / 26, 1.0)
+        interaction.trace.record_reward("letters", len(found) / 256, 1.0)
 
 class Letters(vf.Taskset[Task, vf.TasksetConfig]):
     def load(self):
