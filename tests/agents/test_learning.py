@@ -33,7 +33,7 @@ from tests.evaluate import tiny_evaluation
 from tests.killing import lines_of
 from tests.learn.tiny_runs import rl_config, rows, run_rl
 
-AGENT = AgentConfig(function="tests.agents.functions:brevity", seconds=60.0)
+AGENT = AgentConfig(function="tests.agents.functions:brevity", seconds=600.0)
 OPTIMIZER = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)
 
 
