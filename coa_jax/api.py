@@ -160,8 +160,9 @@ def train_rl(
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
-            live = make_tools(found.tools, tags_of(found.environment))
-            check_ready(found.probe_s, graders=found.graders, tools=found.tools)
+            tools = None if found.agent else found.tools  # a program brings its own
+            live = [] if tools is None else make_tools(tools, tags_of(found.environment))
+            check_ready(found.probe_s, graders=found.graders, tools=tools)
             rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
@@ -301,11 +302,12 @@ def evaluate_policy(
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     tags = tags_of(config.environment)
-    live = make_tools(config.tools, tags)  # first: they may bring the protocol that tasks name
+    # First: tools may bring the protocol that tasks name.  A program has tools of its own.
+    live = [] if config.agent else make_tools(config.tools, tags)
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
     described.pop("store")  # where answers are kept does not change them
-    again: dict[str, Any] = {"servers": config.tools, "fresh": fresh}
+    again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
         path = Path(config.model)
         return evaluate_model(path, tasks, config, run, config.stage, live, described, **again)

@@ -171,6 +171,8 @@ class Trajectory:
         reward: None until graded.
         gold: accepted answers.
         metadata: JSON values.
+        branches: further sequences of the same sample, whose reward is that of this one: what a
+            program outside of the trainer asked in other conversations (see `coa_jax.agents`).
     """
 
     task_id: str
@@ -187,6 +189,7 @@ class Trajectory:
     reward: Reward | None
     gold: tuple[str, ...]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    branches: tuple[Trajectory, ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("author", np.uint8), ("logp", np.float32)):
@@ -210,6 +213,9 @@ class Trajectory:
         value["segments"] = [_span_json(span) for span in self.segments]
         value["tool_calls"] = [call.to_json() for call in self.tool_calls]
         value["reward"] = None if self.reward is None else dataclasses.asdict(self.reward)
+        value["branches"] = [branch.to_json() for branch in self.branches]
+        if not self.branches:
+            del value["branches"]
         return value
 
     @classmethod
@@ -242,8 +248,14 @@ class Trajectory:
             "stop_reason": StopReason(fields["stop_reason"]),
             "reward": None if reward is None else Reward(**jsonl.fields(Reward, reward)),
             "gold": tuple(fields["gold"]),
+            "branches": tuple(map(cls.from_json, fields.get("branches", ()))),
         }
         return cls(**fields)
+
+    @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """This one, and its branches."""
+        return (self, *self.branches)
 
     @property
     def answer(self) -> str | None:
@@ -255,8 +267,8 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """Number of tokens that the policy wrote."""
-        return int(np.count_nonzero(self.author == Author.POLICY))
+        """Number of tokens that the policy wrote, those of branches included."""
+        return sum(int(np.count_nonzero(t.author == Author.POLICY)) for t in self.sequences)
 
 
 @dataclasses.dataclass(frozen=True)

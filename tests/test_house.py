@@ -36,9 +36,11 @@ ROOMS = (
     ("tasks",),
     ("environments",),
     ("rollout",),
+    ("serve",),
+    ("agents",),
     ("distill",),
     ("learn", "small"),
-    ("evaluate", "report", "serve", "bench", "aot"),
+    ("evaluate", "report", "bench", "aot"),
     ("api",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
@@ -160,7 +162,7 @@ def test_nothing_is_left_for_later():
 
 
 # Rooms that are there only with their extra; others import them in functions only.
-WITH_EXTRA = ("serve", "web")
+WITH_EXTRA = ("agents", "serve", "web")
 
 
 def declared() -> tuple[set[str], set[str], set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax
 
+from coa_jax.agents import agent_sampler
+from coa_jax.agents.config import AgentConfig
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
@@ -75,6 +78,7 @@ def local_policy(
     tasks: Sequence[Task],
     samples: int,
     environments: Environments | None = None,
+    agent: AgentConfig | None = None,
 ) -> Policy:
     """A policy that decodes on this machine, all slots at a time.
 
@@ -88,6 +92,7 @@ def local_policy(
         tasks, samples: of the whole evaluation, and samples of a task: one that was stopped gets
             the same shapes again.
         environments: make what answers a sample; None for the loop of tools.
+        agent: a program that solves the tasks in the place of the loop of tools.
     """
 
     def asked(tokenizer: Any, one: Wanted) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def local_policy(
         return {"prompt": (), "environment": opener}
 
     @functools.cache
-    def ready() -> tuple[list[Engine], Any]:
+    def ready() -> tuple[list[Engine], Model]:
         model = load()
         tokenizer = model.tokenizer
         device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
@@ -116,12 +121,13 @@ def local_policy(
         # Or the first trajectories would spend their time on compilation.
         for engine in engines if config.max_seconds else ():
             engine.warm_up()
-        return engines, tokenizer
+        return engines, model
 
     def run(
         wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
     ) -> AsyncGenerator[Trajectory, None]:
-        engines, tokenizer = ready()
+        engines, model = ready()
+        tokenizer = model.tokenizer
         requests = (
             Request(
                 task=_without_tests(one.task),
@@ -134,9 +140,33 @@ def local_policy(
             )
             for one in wanted
         )
+        if agent:
+            return _by_program(model, engines, agent, config, list(requests), written)
         return rollout(engines, tokenizer, requests, tools, config, on_tokens=written)
 
     return run
+
+
+async def _by_program(
+    model: Model,
+    engines: Sequence[Engine],
+    agent: AgentConfig,
+    config: RolloutConfig,
+    requests: Sequence[Request],
+    written: Callable[[int], None],
+) -> AsyncGenerator[Trajectory, None]:
+    """Trajectories of requests that a program solves."""
+    sampler = agent_sampler(model, engines, agent, config, 0)
+    for request in requests:
+        sampler.submit(request)
+    left = sum(len(request.samples) for request in requests)
+    async with contextlib.aclosing(sampler.finished()) as finished:
+        async for trajectory in finished:
+            written(trajectory.num_policy_tokens)
+            yield trajectory
+            left -= 1
+            if not left:
+                return
 
 
 def _without_tests(task: Task) -> Task:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from coa_jax import files
+from coa_jax.agents.config import AgentConfig
 from coa_jax.bounds import (
     Between,
     Bounded,
@@ -65,6 +66,7 @@ class EvaluateConfig(Bounded):
         temperature, top_p, top_k: of sampling; temperature 0 is greedy.
         engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
+        agent: a program that solves the tasks, in the place of the loop of tools.
         graders: how answers are graded.
         environment: what answers the policy, beside the tools; see docs/environments.md.
         endpoint: where the policy is served, if it does not decode on this machine.
@@ -90,6 +92,7 @@ class EvaluateConfig(Bounded):
     top_k: Natural
     engine: EngineConfig
     rollout: RolloutConfig
+    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
@@ -113,6 +116,15 @@ class EvaluateConfig(Bounded):
                 "environment.path and endpoint.url are set: a policy acts in an environment where "
                 "it decodes on this machine; leave one of them empty"
             )
+        for name in ("constrain", "cut_context"):
+            if self.agent and getattr(self.rollout, name):
+                raise UserError(
+                    f"rollout.{name} is True: it is for the loop of tools, and agent names a "
+                    "program; leave it False"
+                )
+        if self.agent and (self.endpoint or self.environment):
+            other = "endpoint" if self.endpoint else "environment"
+            raise UserError(f"agent and {other} are both set; give one of the two")
         if self.attempts > 1 and self.temperature == 0:
             raise UserError(
                 f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
@@ -152,6 +164,7 @@ def settings(
         "attempts": config.attempts,
         "rollout": dataclasses.asdict(config.rollout),
         "prompt": digest(dataclasses.asdict(prompt)) if prompt.is_template else prompt.style,
+        **({"agent": _of_agent(config.agent)} if config.agent else {}),
         "opening": config.endpoint.opening if config.endpoint else "",
         "tools": digest(dict(tools)),
     }
@@ -168,6 +181,14 @@ def _weightless(config: EvaluateConfig) -> dict[str, Any]:
 def _environment(config: EvaluateConfig) -> dict[str, Any]:
     """On what samples depend of an environment."""
     return {"path": config.environment.path, "options": dict(config.environment.options)}
+
+
+def _of_agent(agent: AgentConfig) -> dict[str, Any]:
+    """On what of a program its samples depend: not on where and how many at a time."""
+    values = dataclasses.asdict(agent)
+    for name in ("concurrency", "host", "port"):
+        values.pop(name)
+    return {**values, "options": dict(agent.options)}
 
 
 def load(config: EvaluateConfig) -> list[Task]:
@@ -309,7 +330,7 @@ def evaluate_model(
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
         tools, with_level(tasks, config.rollout.level, config.rollout.format), config.samples,
-        environments,
+        environments, config.agent,
     )  # fmt: skip
     about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)
     return evaluate(policy, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)

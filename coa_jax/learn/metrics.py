@@ -63,6 +63,7 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "tool/timeout_frac": timeouts / max(len(calls), 1),
         **{f"tool/{name}/calls": n / len(flat) for name, n in sorted(by_tool.items())},
         **_turns(flat),
+        **agent_figures(flat),
     }
 
 
@@ -76,6 +77,18 @@ def _turns(flat: Sequence[Trajectory]) -> dict[str, float]:
         "env/turn_reward": float(np.mean(given)),
         "env/return": float(np.mean([sum(of_turns) for of_turns in rewards])),
         "env/turns": len(given) / len(flat),
+    }
+
+
+def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Figures of trajectories that programs sampled; nothing of others."""
+    turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
+    if not turns:
+        return {}
+    sequences = [len(trajectory.sequences) for trajectory in trajectories]
+    return {
+        "agent/turns": float(np.mean(turns)),
+        "agent/sequences": float(np.mean(sequences)),
     }
 
 
@@ -99,7 +112,7 @@ def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, fl
     if not any(ages):
         return figures
     tokens: Counter[int] = Counter()
-    for trajectory in (t for group in groups for t in group):
+    for trajectory in (one for group in groups for t in group for one in t.sequences):
         starts = versions_of(trajectory)
         ends = [position for position, _ in starts[1:]] + [len(trajectory.tokens)]
         for (start, version), end in zip(starts, ends, strict=True):

@@ -34,7 +34,7 @@ def versions_of(trajectory: Trajectory) -> Versions:
 
 def oldest_of(group: Iterable[Trajectory]) -> int:
     """The oldest policy version that sampled one of a group's trajectories."""
-    return min(versions_of(trajectory)[0][1] for trajectory in group)
+    return min(versions_of(one)[0][1] for trajectory in group for one in trajectory.sequences)
 
 
 # --- finished trajectories -----------------------------------------------------------------
@@ -140,8 +140,11 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def checksum(trajectory: Trajectory) -> int:
-    """Of the tokens and of every bit of their log-probabilities."""
-    return zlib.crc32(trajectory.logp.tobytes(), zlib.crc32(trajectory.tokens.tobytes()))
+    """Of the tokens and of every bit of their log-probabilities, those of branches too."""
+    found = 0
+    for one in trajectory.sequences:
+        found = zlib.crc32(one.logp.tobytes(), zlib.crc32(one.tokens.tobytes(), found))
+    return found
 
 
 class StepLog:

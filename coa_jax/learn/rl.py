@@ -17,9 +17,11 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
+from coa_jax.agents import agent_sampler
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
 from coa_jax.environments.session import Environments
+from coa_jax.errors import UserError
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
@@ -58,7 +60,7 @@ from coa_jax.parallel import processes
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
-from coa_jax.rollout.sampler import EngineSampler
+from coa_jax.rollout.sampler import EngineSampler, Sampler
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.mixture import stream_of
@@ -112,7 +114,13 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
-    """Repeats a run from its record; see `learn.replay`."""
+    """Repeats a run from its record; see `learn.replay`.
+
+    Raises:
+        UserError: programs sampled its trajectories.
+    """
+    if config.agent:
+        raise UserError("agent names a program, whose part in a run cannot be repeated")
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)
@@ -211,14 +219,7 @@ class Source:
         ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
             learner.publish()
-        sampler = EngineSampler(
-            learner.engines,
-            learner.model.tokenizer,
-            self._tools,
-            config.budgets,
-            ledger.version,
-            recompute=config.in_flight_weights == "recompute",
-        )
+        sampler = self._sampler(ledger.version)
 
         async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
             return await graded(config, self._graders, request.task, trajectory)
@@ -242,6 +243,28 @@ class Source:
         if self._abandoned:
             self._stream.abandon()
         self._stream.start()
+
+    def _sampler(self, version: int) -> Sampler:
+        """What samples the groups: the engines with their tools, or a program of the user."""
+        config, learner = self._config, self._learner
+        recompute = config.in_flight_weights == "recompute"
+        if config.agent:
+            return agent_sampler(
+                learner.model,
+                learner.engines,
+                config.agent,
+                config.budgets,
+                version,
+                recompute=recompute,
+            )
+        return EngineSampler(
+            learner.engines,
+            learner.model.tokenizer,
+            self._tools,
+            config.budgets,
+            version,
+            recompute=recompute,
+        )
 
     def count(self, composition: Composition) -> dict[str, float]:
         """Notes which tasks a step has solved; figures of the pool, if there is one."""
@@ -426,9 +449,10 @@ def _describe(
 ) -> dict[str, float]:
     """Figures of a step that was learned, beside those of its losses and of its sampling."""
     lengths = [
-        len(t.tokens)
+        len(one.tokens)
         for group in sampled.used
         for t in group
+        for one in t.sequences
         if rewards([t])[0] is not None and t.num_policy_tokens
     ]
     seconds = clock.seconds["update"]

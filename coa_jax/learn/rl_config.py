@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from coa_jax.agents.config import AgentConfig
 from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.environments import EnvironmentConfig
@@ -75,6 +76,7 @@ class RLConfig(TrainingConfig):
         teacher: who scores the policy's tokens, where ``algorithm.opd_coef`` is above 0.
         engine: shapes of decoding.
         rollout: budgets of a trajectory.
+        agent: a program that solves the tasks, in the place of the loop of tools.
         graders: what a right answer is, and who says so; see docs/grading.md.
         environment: what answers the policy, beside the tools; see docs/environments.md.
         lora: adapters to train in place of the whole model.
@@ -98,6 +100,7 @@ class RLConfig(TrainingConfig):
     algorithm: Algorithm
     engine: EngineConfig
     rollout: RolloutConfig
+    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     stops: StopRewards = dataclasses.field(default_factory=StopRewards)
     task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -169,6 +172,14 @@ class RLConfig(TrainingConfig):
                 "rollout.cut_context is True: what was sampled from a context that was cut cannot "
                 "be trained on; leave it False"
             )
+        if self.agent and (self.rollout.constrain or self.format_reward):
+            setting = "rollout.constrain" if self.rollout.constrain else "format_reward"
+            raise UserError(
+                f"{setting} is True: it holds for the protocols of the loop of tools, and agent "
+                "names a program; leave it False"
+            )
+        if self.agent and self.environment:
+            raise UserError("agent and environment are both set; give one of the two")
         longest = self.longest
         if self.row_length < longest:
             raise UserError(

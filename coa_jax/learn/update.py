@@ -33,7 +33,7 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
 from coa_jax.parallel.placement import replicate
-from coa_jax.trajectory import Trajectory
+from coa_jax.trajectory import Author, Trajectory
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:
@@ -289,13 +289,19 @@ def group_examples(
     for number, (trajectory, advantage) in enumerate(learned):
         if not trajectory.num_policy_tokens:
             continue
-        example = trajectory_example(trajectory, advantage, constraint, version)
-        if of_turns is not None:
-            spread = spread_over_tokens(example.mask, of_turns[number], algorithm.whitened)
-            example = dataclasses.replace(example, advantage=spread)
-        elif algorithm.whitened and not advantage.ndim:
-            # The reward of a sequence is that of its last token, which the policy wrote.
-            at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1
-            example = dataclasses.replace(example, advantage=example.advantage * at_end)
-        examples.append(example)
+        # The sequences of a sample share its advantage, which is that of one sample of the group.
+        shared = advantage
+        if advantage.ndim:
+            shared = advantage[trajectory.author == Author.POLICY].mean()
+        for one in trajectory.sequences:
+            its = advantage if one is trajectory else shared
+            example = trajectory_example(one, its, constraint, version)
+            if of_turns is not None and one is trajectory:
+                spread = spread_over_tokens(example.mask, of_turns[number], algorithm.whitened)
+                example = dataclasses.replace(example, advantage=spread)
+            elif algorithm.whitened and not its.ndim:
+                # The reward of a sequence is that of its last token, which the policy wrote.
+                at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1
+                example = dataclasses.replace(example, advantage=example.advantage * at_end)
+            examples.append(example)
     return examples

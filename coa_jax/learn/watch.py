@@ -118,7 +118,7 @@ def cut_off(watch: Watch, row: Row) -> str | None:
 
 
 def no_tools(watch: Watch, row: Row) -> str | None:
-    if _value(row, "tool/calls") != 0.0:
+    if _value(row, "tool/calls") != 0.0 or "agent/turns" in row:  # a program has its own tools
         return None
     return (
         "no trajectory called a tool: the policy has not learnt to (more SFT, prompt_style=full), "

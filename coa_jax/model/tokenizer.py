@@ -409,13 +409,19 @@ def conversation_ids(
         UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
             or it is not byte-level.
     """
-    start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     check_byte_level(tokenizer)
-    newline = encode_plain(tokenizer, "\n")
     before, system = stock_prompt(chat_template(tokenizer), tokenizer)
     if not turns or turns[0][0] != "system":
         turns = [("system", system), *turns]
-    ids = list(before)
+    return [*before, *turn_ids(tokenizer, turns, prefix=prefix)]
+
+
+def turn_ids(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
+) -> list[int]:
+    """Ids of further turns of a conversation; see `conversation_ids`, whose ids they continue."""
+    start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
+    newline, ids = encode_plain(tokenizer, "\n"), list[int]()
     for role, content in turns:
         if role != "system" or content:
             ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import take_copies
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.model.params import DecodeParams
+from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
-from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.loop import rollout, run_episodes
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
@@ -61,29 +63,36 @@ class EngineSampler:
 
     def __init__(
         self,
-        engines: Sequence[MeteredEngine],
+        engines: Sequence[Engine],
         tokenizer: Any,
         tools: Sequence[Tool],
         config: RolloutConfig,
-        version: int,
+        version: int | None,
         *,
         recompute: bool = False,
+        episodes: Episodes | None = None,
     ):
         """Takes the engines over.
 
         Args:
             engines: with free slots; each has the parameters of ``version``.
             tokenizer, tools, config: see `rollout`.
-            version: policy version of the engines.
+            version: policy version of the engines; None where trajectories do not say by which
+                version they were sampled.
             recompute: whether new weights compute the caches of samples in flight again; else
                 these keep what the weights before have computed.
+            episodes: see `run_episodes`; None for those of `rollout`.
         """
         self._engines, self._recompute = engines, recompute
         self._inbox = Inbox(version=version)
         self._schedulers: list[Scheduler] = []
-        self._stream = rollout(
-            engines, tokenizer, self._inbox, tools, config, on_start=self._schedulers.append
-        )
+        start = self._schedulers.append
+        if episodes is None:
+            self._stream = rollout(engines, tokenizer, self._inbox, tools, config, on_start=start)
+        else:
+            self._stream = run_episodes(
+                engines, episodes, self._inbox, tools, config, on_start=start
+            )
 
     def submit(self, request: Request) -> None:
         """See `Sampler`."""
@@ -92,6 +101,10 @@ class EngineSampler:
     def cancel(self, request: Request) -> None:
         """See `Sampler`."""
         self._inbox.cancel(request)
+
+    def close(self) -> None:
+        """Says that no request will come any more: `finished` ends with what is in progress."""
+        self._inbox.close()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
         """See `Sampler`.
@@ -127,7 +140,7 @@ class EngineSampler:
         return sum(waiting) == samples
 
     def figures(self) -> dict[str, float]:
-        """Figures of all engines together since the beginning.
+        """Figures of all engines together since the beginning; each is a `MeteredEngine`.
 
         Returns:
             ``decode_s``, ``extend_s``, ``idle_s``: seconds in programs and without work, means over
@@ -135,7 +148,8 @@ class EngineSampler:
             with a sample that waits for its tool.  ``slots``: how many there are.
             ``decoded_tokens``, ``row_steps``: tokens, and rows times steps of the decoding.
         """
-        meters = [engine.meter for engine in self._engines]
+        metered = [engine for engine in self._engines if isinstance(engine, MeteredEngine)]
+        meters = [engine.meter for engine in metered]
         seconds = {
             name: sum(getattr(meter, name) for meter in meters) / len(meters)
             for name in ("decode_s", "extend_s", "idle_s")

@@ -91,7 +91,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
         headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
         return FileResponse(_PAGE, media_type="text/html", headers=headers)
 
-    _handle_errors(app)
+    handle_errors(app)
     rules = Rules(
         api_key=api_key,
         local=not (api_key or config.allow_no_key) and is_local(config.host),
@@ -109,7 +109,9 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
     return app
 
 
-def _handle_errors(app: FastAPI) -> None:
+def handle_errors(app: FastAPI) -> None:
+    """Answers what goes wrong in OpenAI's form."""
+
     def refuse(request: Request, error: Refused) -> Response:
         give_reason(request.scope, error.reason)
         return error_response(error)

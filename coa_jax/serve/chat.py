@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -31,15 +31,24 @@ from coa_jax.web.guard import while_connected
 from coa_jax.web.json_app import dumps
 
 
-async def chat_completion(service: Service, request: Request) -> Response:
+async def chat_completion(
+    service: Service,
+    request: Request,
+    prepare: Callable[[Service, ChatRequest], Visit] | None = None,
+) -> Response:
     """Answers a chat request.
+
+    Args:
+        service: the server.
+        request: of the client.
+        prepare: makes the request for the agent loop, in a thread; None for the usual one.
 
     Raises:
         Refused: with the status that says why.
     """
     with service.reading():
         body = await read_request(service, request, ChatRequest)
-        visit = await service.read(_visit, service, body)
+        visit = await service.read(prepare or _visit, service, body)
     if body.stream:
         return await open_stream(
             service, visit, request, lambda events: _stream(service, body, visit, events)

@@ -14,14 +14,14 @@ from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.detokenize import token_table
-from coa_jax.rollout.inbox import Inbox
-from coa_jax.rollout.loop import run_episodes
+from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
+from coa_jax.trajectory import Trajectory
 from coa_jax.web.errors import Refused
 
 T = TypeVar("T")
@@ -37,6 +37,8 @@ class Service:
         tools: Sequence[Tool],
         config: ServeConfig,
         prompt: Prompt | None = None,
+        version: int | None = None,
+        recompute: bool = False,
     ):
         """Sets up a service.
 
@@ -46,6 +48,7 @@ class Service:
             tools: the agent's tools.
             config: limits and budgets.
             prompt: how questions are put to the agent; None for the prompt that the config names.
+            version, recompute: see `EngineSampler`.
         """
         self.prompt = prompt or load_prompt(config.rollout.prompt_style, config.model)
         self.model, self.engines, self.config = model, engines, config
@@ -62,7 +65,15 @@ class Service:
         self._scorer = ThreadPoolExecutor(1, "score")
         self._readers = ThreadPoolExecutor(2, "read")
         encode_plain(model.tokenizer, " ")  # its first call is not safe in several threads
-        self._inbox = Inbox()
+        stops = frozenset(int(token) for token in engines[0].stop_tokens)
+        budgets = config.rollout
+        episodes = ServedEpisodes(
+            model.tokenizer, self.table, stops, budgets.max_observation_tokens, budgets.strict
+        )
+        self.sampler = EngineSampler(
+            engines, model.tokenizer, tools, budgets, version,
+            recompute=recompute, episodes=episodes,
+        )  # fmt: skip
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Service:
@@ -73,8 +84,8 @@ class Service:
         """Cancels what is in progress."""
         self.accepting = False
         for visit in self._visits:
-            self._inbox.cancel(visit)
-        self._inbox.close()
+            self.sampler.cancel(visit)
+        self.sampler.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
         for threads in (self._scorer, self._readers):
@@ -171,18 +182,18 @@ class Service:
             raise Refused(503, "the server is shutting down")
 
     async def _run(self) -> None:
-        episodes = ServedEpisodes(
-            self.model.tokenizer,
-            self.table,
-            frozenset(int(token) for token in self.engines[0].stop_tokens),
-            self.config.rollout.max_observation_tokens,
-            self.config.rollout.strict,
-        )
-        stream = run_episodes(self.engines, episodes, self._inbox, self.tools, self.config.rollout)
-        async with contextlib.aclosing(stream) as finished:
-            async for _ in finished:
+        async with contextlib.aclosing(self.sampler.finished()) as finished:
+            async for trajectory in finished:
                 self._samples -= 1
                 self._report()
+                self._ended(trajectory)
+
+    def _submit(self, visit: Visit) -> None:
+        """Begins the samples of a request."""
+        self.sampler.submit(visit)
+
+    def _ended(self, trajectory: Trajectory) -> None:
+        """Called when a sample has left the engines."""
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
         """Runs a request and yields the events of its samples.
@@ -199,7 +210,7 @@ class Service:
         self._visits.add(visit)
         self._samples += wanted
         self._report()
-        self._inbox.put(visit)
+        self._submit(visit)
         left, began, first = wanted, time.monotonic(), True
         try:
             while left:
@@ -214,7 +225,7 @@ class Service:
         finally:
             self._visits.discard(visit)
             if left:
-                self._inbox.cancel(visit)
+                self.sampler.cancel(visit)
             self.meters.seconds.observe(time.monotonic() - began)
 
     async def _next(self, visit: Visit) -> Event:

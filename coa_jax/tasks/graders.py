@@ -223,7 +223,12 @@ class Graders:
         single = [reward for reward in self._rewards if not reward.of_group]
         scores: dict[str, float | None] = {}
         if not self._rewards or any(reward.call is None for reward in single):
-            scores[shown] = scores[TASKS_OWN] = await self._call(name, task, trajectory)
+            given = trajectory.metadata.get("given_reward")  # by an agent's program
+            if given is not None:
+                shown = "given"
+            scores[shown] = scores[TASKS_OWN] = (
+                await self._call(name, task, trajectory) if given is None else float(given)
+            )
         for reward in single:
             if reward.call is not None:
                 scores[reward.name] = await self._score(reward.name, reward.call, task, trajectory)
@@ -236,7 +241,7 @@ class Graders:
             call.outcome == "fault" for call in trajectory.tool_calls
         )
         if broken:
-            return Reward(None, parts)
+            return Reward(None, parts, str(trajectory.metadata.get("fault", "")))
         silent = [part for part, score in scores.items() if score is None]
         if silent:
             return Reward(None, parts, f"no verdict of {silent[0]}")

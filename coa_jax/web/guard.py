@@ -54,7 +54,8 @@ class Rules:
     """What the guard of a server checks.
 
     Attributes:
-        api_key: key that clients send as a bearer token; None to serve anybody.
+        api_key: key that clients send as a bearer token, or what says whether a key is known; None
+            to serve anybody.
         local: whether requests must name this machine as their host and come from no other site's
             page.  A name that a web site owns may be made to lead here (DNS rebinding).
         max_body: bytes of a body.
@@ -63,7 +64,7 @@ class Rules:
         limits: times.
     """
 
-    api_key: str | None
+    api_key: str | Callable[[str], bool] | None
     local: bool
     max_body: int
     routes: tuple[str, ...]
@@ -164,8 +165,11 @@ class Guard:
             )
         if rules.api_key and scope["path"] not in rules.open:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            same = hmac.compare_digest(given.strip(), rules.api_key.encode())
-            if scheme.lower() != b"bearer" or not same:
+            if isinstance(rules.api_key, str):
+                known = hmac.compare_digest(given.strip(), rules.api_key.encode())
+            else:
+                known = rules.api_key(given.strip().decode("latin-1"))
+            if scheme.lower() != b"bearer" or not known:
                 raise Refused(401, "send the API key as 'Authorization: Bearer KEY'")
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

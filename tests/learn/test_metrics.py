@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import re
@@ -73,7 +74,9 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         for phase in ("sft", "rl")
     }
     group = read_trajectories(folder / "rl" / "traces.jsonl")[:4]
-    return {**names, "rl": names["rl"] | set(metrics.staleness([group], step=9))}
+    of_agent = [dataclasses.replace(group[0], metadata={"agent_turns": 2})]
+    more = metrics.staleness([group], step=9) | metrics.agent_figures(of_agent)
+    return {**names, "rl": names["rl"] | set(more)}
 
 
 def optional(written: dict[str, set[str]]) -> dict[str, set[str]]:

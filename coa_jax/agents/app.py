@@ -1,0 +1,193 @@
+"""The endpoint of the programs: chat completions, each in the session of its key, and rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from coa_jax.agents.program import Outcome, ProgramError
+from coa_jax.agents.session import Place, Session
+from coa_jax.engine.engine import Engine
+from coa_jax.model.api import Model
+from coa_jax.protocol import Prompt
+from coa_jax.serve.app import handle_errors
+from coa_jax.serve.chat import chat_completion
+from coa_jax.serve.config import ServeConfig
+from coa_jax.serve.errors import error_response
+from coa_jax.serve.exchange import check_length, make_visit
+from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.schema import ChatRequest
+from coa_jax.serve.service import Service
+from coa_jax.trajectory import StopReason, Trajectory
+from coa_jax.web.bodies import parse_json
+from coa_jax.web.errors import Refused
+from coa_jax.web.guard import Guard, Rules, body_of
+from coa_jax.web.refusals import RefusalLog
+
+MODEL = "policy"
+"""The name of the policy; requests may name any other."""
+
+_ROUTES = ("/health", "/reward", "/v1/models", "/v1/chat/completions")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Asked(Visit):
+    """A request of a program, and its place in the session."""
+
+    session: Session
+    place: Place
+
+
+class Sessions(Service):
+    """The policy for many sessions at a time, and the sessions by their keys."""
+
+    def __init__(
+        self,
+        model: Model,
+        engines: Sequence[Engine],
+        config: ServeConfig,
+        version: int,
+        most: int,
+        *,
+        recompute: bool = False,
+    ):
+        """Sets up a service; ``most`` are the requests of a session.  See `Service`."""
+        super().__init__(
+            model, engines, (), config, Prompt("brief"), version=version, recompute=recompute
+        )
+        self.by_key: dict[str, Session] = {}
+        self._most = most
+
+    def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
+        """The request for the agent loop; it encodes what is new, so it runs in a thread.
+
+        Sampling is that of the run, whatever the program asks for: what is learned must be what
+        was sampled.
+
+        Raises:
+            Refused: the session is used up, or the conversation is none that the policy can go on.
+        """
+        length = self.config.engine.max_length
+        messages = [
+            ("system" if m.role == "developer" else str(m.role), m.content) for m in body.messages
+        ]
+        if messages[-1][0] == "assistant":
+            raise Refused(400, "the last message is the assistant's; add one to answer", "messages")
+        session.asked += 1
+        if session.asked > self._most:
+            session.ended_by = session.ended_by or StopReason.TURNS
+            raise Refused(400, f"a session has {self._most} requests (agent.max_requests)")
+        try:
+            before, new = session.known(messages)
+            check_length(self.model.tokenizer, [text for _, text in new], length, "messages")
+            place = session.place(before, new)
+            room = length - len(place.prompt)
+            if room < 1:
+                raise Refused(
+                    400, f"the conversation has {len(place.prompt)} tokens; this model's maximum "
+                    f"context length is {length} tokens", "messages"
+                )  # fmt: skip
+        except Refused:
+            session.ended_by = session.ended_by or StopReason.LENGTH
+            raise
+        visit = make_visit(self, body, place.prompt, min(body.limit or room, room))
+        values = {f.name: getattr(visit, f.name) for f in dataclasses.fields(Visit)}
+        request = session.request
+        values |= {
+            "task": request.task,
+            "seed": request.seed,
+            "prompt_id": place.number,
+            "sampling": request.sampling,
+            "metadata": {**request.metadata, "session": session.key},
+        }
+        return Asked(**values, session=session, place=place)
+
+    async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
+        """See `Service`; an answer is in its session before the program gets its end."""
+        assert isinstance(visit, Asked)
+        if visit.session.closed:  # while the request was read
+            raise Refused(401, "the session has ended")
+        said: dict[int, str] = defaultdict(str)
+        events = super().events(visit)
+        try:
+            async for event in events:
+                said[event.sample] += event.text
+                if event.trajectory is not None:
+                    self._write_down(visit, said[event.sample], event.trajectory)
+                yield event
+        finally:
+            await events.aclose()
+
+    def _write_down(self, visit: Asked, said: str, answer: Trajectory) -> None:
+        session = visit.session
+        if answer.stop_reason is StopReason.FAULT:
+            session.ended_by = StopReason.FAULT
+        elif answer.stop_reason is not StopReason.CANCELLED:
+            session.add(visit.place, said, answer)
+
+    def _submit(self, visit: Visit) -> None:
+        assert isinstance(visit, Asked)
+        visit.session.in_engine += len(visit.samples)
+        super()._submit(visit)
+
+    def _ended(self, trajectory: Trajectory) -> None:
+        session = self.by_key.get(trajectory.metadata["session"])
+        if session is not None:
+            session.in_engine -= 1
+
+    def running(self, session: Session) -> list[Asked]:
+        """The requests of a session in progress."""
+        return [v for v in self._visits if isinstance(v, Asked) and v.session is session]
+
+
+def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
+    """The application; every request needs the key of a session as its bearer token."""
+    app = FastAPI(openapi_url=None)
+
+    def session_of(request: Request) -> Session:
+        key = request.headers.get("authorization", "").partition(" ")[2].strip()
+        return service.by_key[key]
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        session = session_of(request)
+        return await chat_completion(service, request, functools.partial(service.prepare, session))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "coa_jax"}
+        return {"object": "list", "data": [model]}
+
+    @app.post("/reward")
+    async def reward(request: Request) -> Response:
+        session = session_of(request)
+        try:
+            given = Outcome.read(parse_json(body_of(request.scope), 1000, 1000))
+        except ProgramError as error:
+            raise Refused(400, f"the body is not understood: {error}") from None
+        session.given = given.over(session.given)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    handle_errors(app)
+    rules = Rules(
+        api_key=service.by_key.__contains__,
+        local=False,  # every request has a key
+        max_body=service.config.body_limit,
+        routes=_ROUTES,
+        open=("/health",),
+        limits=service.config.limits,
+    )
+    app.add_middleware(
+        Guard, rules=rules, answer=error_response, log=log, count=lambda path, status: None
+    )
+    return app

@@ -1,0 +1,76 @@
+"""Runs one program, and ends it with all of its descendants.
+
+That happens when the program ends, when the leash gets SIGTERM, and when its owner is gone.
+
+    python -m coa_jax.agents.leash OWNER PROGRAM ARGUMENT...
+
+OWNER is the process that started the leash.  The exit code is that of the program, or 128 and the
+number of the signal that ended the program.  127: the program cannot be started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from coa_jax.tools.sandbox import kernel
+from coa_jax.tools.sandbox.watch import every_descendant
+
+_LOOK_S = 0.2
+_SWEEP_S = 5.0
+
+
+def run(owner: int, command: list[str]) -> int:
+    """Runs a program to its end; see the module."""
+    _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: _end())
+    try:
+        # Whoever kills the leash itself kills the program.
+        end_with_me = functools.partial(_set, kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        program = subprocess.Popen(command, preexec_fn=end_with_me)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+    code = program.wait()
+    _sweep()
+    return 128 - code if code < 0 else code
+
+
+def _set(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has them
+        kernel.prctl(option, value)
+
+
+def _end_with(owner: int) -> None:
+    while os.getppid() == owner:
+        time.sleep(_LOOK_S)
+    _end()
+
+
+def _end() -> None:
+    _sweep()
+    os._exit(128 + signal.SIGTERM)
+
+
+def _sweep() -> None:
+    """Kills every descendant; one that its parent has left is a child of this process."""
+    end = time.monotonic() + _SWEEP_S
+    while (below := every_descendant(os.getpid())) and time.monotonic() < end:
+        for process in below:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), sys.argv[2:]))

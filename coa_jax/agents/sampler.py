@@ -1,0 +1,242 @@
+"""Samples trajectories of programs outside: in the place of the engines' own sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from absl import logging
+
+from coa_jax.agents.app import MODEL, Sessions, make_app
+from coa_jax.agents.config import AgentConfig
+from coa_jax.agents.program import Access, Outcome, ProgramError, make_agent
+from coa_jax.agents.session import Session
+from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
+from coa_jax.model.api import Model
+from coa_jax.model.params import DecodeParams
+from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.serve.config import ServeConfig
+from coa_jax.trajectory import StopReason, Trajectory
+from coa_jax.web.refusals import RefusalLog
+from coa_jax.web.server import Server, address_of, allow_connections, listen
+
+_HOPELESS = 8
+"""Programs that may fail one after the other before a single one has ended well."""
+
+
+class AgentSampler:
+    """A `rollout.sampler.Sampler` whose samples are programs that ask the policy over HTTP."""
+
+    def __init__(
+        self,
+        model: Model,
+        engines: Sequence[Engine],
+        config: AgentConfig,
+        rollout: RolloutConfig,
+        version: int,
+        *,
+        recompute: bool = False,
+    ):
+        """Finds the program, and listens.
+
+        Args:
+            model: tokenizer and shapes of the policy.
+            engines: with free slots; each has the parameters of ``version``.
+            config: the program.
+            rollout: ``max_tokens`` bounds each conversation of a sample; its other budgets are
+                those of the loop of tools, which has no part here.
+            version, recompute: see `EngineSampler`.
+
+        Raises:
+            UserError: the function is not there, or nothing can listen at the address.
+        """
+        self._agent, self._config, self._rollout = make_agent(config), config, rollout
+        shapes = engines[0].config
+        longest = min(rollout.max_tokens, shapes.max_length)
+        slots = sum(engine.config.slots for engine in engines)
+        self._room = config.concurrency or slots
+        served = ServeConfig(
+            model="", name=MODEL, host=config.host, port=config.port, api_key_env="", protocol="",
+            max_waiting=64 * (slots + self._room), max_samples=64, max_body=1 << 24,
+            shutdown_seconds=0.0, seed=0, rollout=rollout,
+            engine=dataclasses.replace(shapes, max_length=longest),
+        )  # fmt: skip
+        self._service = Sessions(
+            model, engines, served, version, config.max_requests, recompute=recompute
+        )
+        self._version = version
+        self._listener = listen(config.host, config.port, "give another agent.port or agent.host")
+        allow_connections(served.limits)
+        self._url = address_of(self._listener)
+        self._waiting: deque[tuple[Request, int]] = deque()
+        self._running: dict[asyncio.Task[Trajectory], Session] = {}
+        self._refused: list[Trajectory] = []
+        self._news = asyncio.Event()
+        self._failures: int | None = 0  # None once a program has ended well
+
+    def submit(self, request: Request) -> None:
+        """See `Sampler`."""
+        self._waiting.extend((request, sample) for sample in request.samples)
+        self._news.set()
+
+    def cancel(self, request: Request) -> None:
+        """See `Sampler`."""
+        for pair in [pair for pair in self._waiting if pair[0] is request]:
+            self._waiting.remove(pair)
+            session = self._session(*pair)
+            self._refused.append(self._finished(session, StopReason.CANCELLED, Outcome(), 0.0))
+        for task, session in self._running.items():
+            if session.request is request:
+                self._end(task, session)
+        self._news.set()
+
+    def _end(self, task: asyncio.Task[Trajectory], session: Session) -> None:
+        """Ends a program, once: cancelled again, it would be torn out of its cleaning up."""
+        if not session.cancelled:
+            session.cancelled = True
+            task.cancel()
+
+    def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
+        """See `EngineSampler.publish`."""
+        self._version = version
+        self._service.sampler.publish(weights, version)
+
+    def oldest(self, request: Request) -> int | None:
+        """See `Sampler`."""
+        sessions = [s for s in self._running.values() if s.request is request]
+        found = [session.oldest for session in sessions]
+        running = [visit for session in sessions for visit in self._service.running(session)]
+        found += [self._service.sampler.oldest(visit) for visit in running]
+        return min((version for version in found if version is not None), default=None)
+
+    def figures(self) -> dict[str, float]:
+        """See `EngineSampler.figures`."""
+        return self._service.sampler.figures()
+
+    async def finished(self) -> AsyncGenerator[Trajectory, None]:
+        """See `Sampler`; the endpoint is there, and programs run, as long as this does."""
+        log = RefusalLog()
+        service = self._service
+        async with service:
+            server = Server(make_app(service, log), service.config.limits, log)
+            serving = asyncio.create_task(server.serve([self._listener]))
+            try:
+                while True:
+                    for trajectory in self._begin():
+                        yield trajectory
+                    news = asyncio.create_task(self._news.wait())
+                    ends = {*self._running, news, serving, service.loop}
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    news.cancel()
+                    self._news.clear()
+                    for broken in (service.loop, serving):
+                        if broken.done():
+                            broken.result()
+                            raise RuntimeError("the endpoint of the agents has ended")
+                    for task in [task for task in self._running if task.done()]:
+                        session = self._running.pop(task)
+                        if task.cancelled():  # before it began
+                            yield self._finished(session, StopReason.CANCELLED, Outcome(), 0.0)
+                        else:
+                            yield task.result()
+            finally:
+                for task, session in self._running.items():
+                    self._end(task, session)
+                await asyncio.gather(*self._running, return_exceptions=True)
+                server.should_exit = True
+                await asyncio.gather(serving, return_exceptions=True)
+
+    def _begin(self) -> list[Trajectory]:
+        """Starts programs where there is room; gives what was cancelled before."""
+        refused, self._refused = self._refused, []
+        while self._waiting and len(self._running) < self._room:
+            session = self._session(*self._waiting.popleft())
+            self._running[asyncio.create_task(self._run(session))] = session
+        return refused
+
+    def _session(self, request: Request, sample: int) -> Session:
+        key = secrets.token_urlsafe(24)
+        return Session(self._service.model.tokenizer, request, sample, self._version, key)
+
+    async def _run(self, session: Session) -> Trajectory:
+        """Runs one program to its end; every fault of a program is a trajectory too."""
+        clock, task = asyncio.get_running_loop().time, session.request.task
+        began, outcome, fault = clock(), Outcome(), ""
+        self._service.by_key[session.key] = session
+        given = {"id": task.id, "question": task.question, "metadata": dict(task.metadata)}
+        access = Access(self._url, session.key, MODEL)
+        try:
+            async with asyncio.timeout(self._config.seconds):
+                outcome = await self._agent({**given, "sample": session.sample}, access)
+            reason = session.ended_by or StopReason.EOS
+        except TimeoutError:
+            reason = StopReason.DEADLINE
+        except asyncio.CancelledError:
+            reason = StopReason.CANCELLED
+        except ProgramError as error:
+            # Most programs break down where the context is full: that is the policy's doing.
+            reason, fault = session.ended_by or StopReason.FAULT, str(error)
+        await self._leave(session)
+        if session.ended_by is StopReason.FAULT:
+            reason, fault = StopReason.FAULT, "the policy's log-probabilities are no numbers"
+        outcome = outcome.over(session.given)
+        said = outcome.answer is not None or outcome.reward is not None
+        if reason is StopReason.EOS and said:
+            reason = StopReason.ANSWER
+        if reason is not StopReason.CANCELLED:
+            self._count(session, reason, fault)
+        about = {"fault": fault} if fault else {}
+        return self._finished(session, reason, outcome, clock() - began, **about)
+
+    async def _leave(self, session: Session) -> None:
+        """Waits until nothing of a session is in the engines, which may get other weights then."""
+        session.closed = True
+        for visit in self._service.running(session):
+            self._service.sampler.cancel(visit)
+        while session.in_engine and self._service.healthy:
+            await asyncio.sleep(0.005)
+        del self._service.by_key[session.key]
+
+    def _count(self, session: Session, reason: StopReason, fault: str) -> None:
+        """Says what is wrong with a program, once, and ends a run in which no program works."""
+        if reason is not StopReason.FAULT:
+            self._failures = None
+        elif self._failures is not None:
+            self._failures += 1
+            if self._failures == 1:
+                logging.warning(
+                    "the agent's program failed on task %s (%s): the sample is masked, and others "
+                    "that fail are masked without a line", session.request.task.id, fault
+                )  # fmt: skip
+            if self._failures == _HOPELESS:
+                raise UserError(
+                    f"the agent's program failed {_HOPELESS} times and never ended well: {fault}"
+                )
+
+    def _finished(
+        self,
+        session: Session,
+        reason: StopReason,
+        outcome: Outcome,
+        seconds: float,
+        **about: Any,
+    ) -> Trajectory:
+        request = session.request
+        return session.trajectory(
+            reason,
+            outcome,
+            {
+                "source": request.task.source,
+                "prompt_id": request.prompt_id,
+                "seconds": round(seconds, 3),
+                "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
+                "rollout": dataclasses.asdict(self._rollout),
+                "agent_turns": len(session.turns),
+                **about,
+            },
+        )

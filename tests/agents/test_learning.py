@@ -1,0 +1,190 @@
+"""Reinforcement and evaluation of the tiny policy through a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax.agents.config import AgentConfig
+from coa_jax.errors import UserError
+from coa_jax.evaluate.policy import local_policy
+from coa_jax.learn.record import checksum, oldest_of
+from coa_jax.learn.rl import repeat
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.learn.update import group_examples
+from coa_jax.model.api import Model, save_model
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.run_dir import RunDir
+from coa_jax.trajectory import Reward, StopReason, Trajectory, read_trajectories
+from tests import tiny_policy
+from tests.agents import killed
+from tests.agents.test_program import gone
+from tests.evaluate import tiny_evaluation
+from tests.killing import lines_of
+from tests.learn.tiny_runs import rl_config, rows, run_rl
+
+AGENT = AgentConfig(function="tests.agents.functions:brevity", seconds=600.0)
+OPTIMIZER = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("agents")
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    lines = [
+        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
+        for task in tiny_policy.TASKS
+    ]
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def train(folder: Path, name: str, **changes: object) -> Path:
+    changes = {"agent": AGENT, "optimizer": OPTIMIZER, "temperature": 2.0, **changes}
+    run_rl(folder / name, rl_config(folder / "model", folder / "tasks.jsonl", **changes))
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    return train(folder, "whole")
+
+
+def test_steps_learn_what_a_program_was_told(finished, folder):
+    history = rows(finished, "rl")
+    assert [row["step"] for row in history] == [1, 2]
+    for row in history:
+        assert row["mismatch/abs_logp_max"] < 1e-4
+        assert row["policy/clip_low"] == row["policy/clip_high"] == 0
+        assert row["optim/grad_norm"] > 0
+        assert row["agent/turns"] == 2 and row["agent/sequences"] == 1
+        assert row["stop/answer"] == 1
+    kept = read_trajectories(finished / "traces.jsonl")
+    assert {t.reward.value for t in kept} == {1 / (1 + len(t.answer)) for t in kept}
+    with pytest.raises(UserError, match="agent names a program"):
+        repeat(rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT), finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"max_staleness": 1}], ids=["in steps", "stream"])
+def test_an_interrupted_run_goes_on(finished, folder, changes):
+    class Stopped(Exception):
+        pass
+
+    def stop(self, step, phase, **scalars):
+        original(self, step, phase, **scalars)
+        if step == 1:
+            raise Stopped
+
+    name = f"parts-{len(changes)}"
+    with pytest.MonkeyPatch.context() as patch:
+        original = RunDir.metrics
+        patch.setattr(RunDir, "metrics", stop)
+        with pytest.raises(Stopped):
+            train(folder, name, **changes)
+    again = train(folder, name, **changes)
+    assert [row["step"] for row in rows(again, "rl")] == [1, 2]
+    if changes:
+        return
+    left, right = (load_file(p / "model" / "model.safetensors") for p in (finished, again))
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_a_run_that_a_signal_ends_leaves_no_program_and_goes_on_to_the_same_end(folder, number):
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
+    killed.write_script(folder)
+    if not (folder / "signals-whole").exists():
+        killed.run(folder, "signals-whole")
+    name, numbers = f"signals-{number.name}", folder / "numbers"
+    numbers.unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.agents.killed", str(folder), name],
+        cwd=Path(__file__).parents[2], stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        # After a checkpoint, while programs of the next step run.
+        end = time.monotonic() + 400
+        while not rows(folder / name, "rl") or lines_of(numbers) < 6:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(number)
+        errors = process.communicate(timeout=120)[1].decode()
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == (0 if number == signal.SIGTERM else -number), errors[-2000:]
+    assert gone([int(line) for line in numbers.read_text().split()])
+    killed.run(folder, name)
+    left, right = (
+        load_file(folder / f"signals-{run}" / "model" / "model.safetensors")
+        for run in ("whole", number.name)
+    )
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key])
+
+
+def test_an_evaluation_asks_the_same_program(tmp_path):
+    config = dataclasses.replace(tiny_evaluation.CONFIG, agent=AGENT, rollout=RolloutConfig(192))
+    policy = local_policy(
+        tiny_policy.policy, config.engine, config.sampling, config.seed, config.rollout, (),
+        tiny_policy.TASKS, config.samples, config.agent,
+    )  # fmt: skip
+    outcome = tiny_evaluation.run(tmp_path, config, policy)
+    found = read_trajectories(tmp_path / "traces.jsonl")
+    assert len(found) == 6
+    assert {t.stop_reason for t in found} == {StopReason.ANSWER}
+    assert outcome["settings"]["agent"]["function"] == AGENT.function
+    # A finished evaluation asks nobody again.
+    tiny_evaluation.run(tmp_path, config, None)
+    assert len(read_trajectories(tmp_path / "traces.jsonl")) == 6
+
+
+def sample(reward: float, *lengths: int) -> Trajectory:
+    """A sample with sequences of so many tokens, each two of the prompt."""
+
+    def sequence(length: int) -> Trajectory:
+        return Trajectory(
+            "t", 0, "", "generalist", np.arange(length), [0, 0] + [1] * (length - 2),
+            [0.0, 0.0] + [-1.0] * (length - 2), "", (), (), StopReason.ANSWER, None, (),
+            {"policy_versions": [[0, length]]},
+        )  # fmt: skip
+
+    first, *others = map(sequence, lengths)
+    return dataclasses.replace(first, reward=Reward(reward), branches=tuple(others))
+
+
+def test_sequences_share_the_advantage_of_their_sample_which_counts_once():
+    group = [sample(1.0, 5, 3, 4), sample(0.0, 6), sample(0.0, 7)]
+    examples = group_examples("mean", group, None)
+    assert [len(e.tokens) for e in examples] == [5, 3, 4, 6, 7]
+    assert [float(e.advantage[-1]) for e in examples] == pytest.approx([2 / 3] * 3 + [-1 / 3] * 2)
+    assert [int(e.mask.sum()) for e in examples] == [3, 1, 2, 4, 5]
+    assert group[0].num_policy_tokens == 6
+    assert oldest_of(group) == 3
+    assert checksum(group[0]) != checksum(sample(1.0, 5, 3, 3))
+    assert checksum(sample(1.0, 5)) == checksum(dataclasses.replace(group[0], branches=()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"format_reward": True}, {"rollout": RolloutConfig(192, constrain=True)}],
+    ids=["format", "constrain"],
+)
+def test_settings_of_the_loop_of_tools_are_refused_with_a_program(folder, changes):
+    with pytest.raises(UserError, match="leave it False"):
+        rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT, **changes)

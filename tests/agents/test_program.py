@@ -1,0 +1,131 @@
+"""Programs in processes of their own, and the leash that they are on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coa_jax.agents.program import Access, Outcome, ProgramError, run_command
+
+ACCESS = Access("http://127.0.0.1:1", "key", "policy")
+TASK = {"id": "t", "question": "Which 'river'?\n", "metadata": {"hops": 2}, "sample": 3}
+
+
+def run(script: str, seconds: float = 30.0) -> Outcome:
+    async def bounded() -> Outcome:
+        async with asyncio.timeout(seconds):
+            return await run_command(["bash", "-c", script], TASK, ACCESS)
+
+    return asyncio.run(bounded())
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ("true", Outcome()),
+        ("echo chatter; echo 42", Outcome("42")),
+        ('echo \'{"answer": "Ume", "reward": 1}\'', Outcome("Ume", 1.0)),
+        ("python3 -c 'import json, sys; print(json.load(sys.stdin)[\"sample\"])'", Outcome("3")),
+        ('echo "$OPENAI_BASE_URL $OPENAI_API_KEY"', Outcome("http://127.0.0.1:1/v1 key")),
+        ('echo "$OPENAI_MODEL $COA_REWARD_URL"', Outcome("policy http://127.0.0.1:1/reward")),
+        ('printf "%s" "$COA_QUESTION"', Outcome("Which 'river'?")),
+        ("yes | head -c 1000000; echo; echo end", Outcome("end")),
+    ],
+)
+def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
+    assert run(script) == outcome
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo start >&2; echo it broke >&2; exit 3", "exit code 3: it broke"),
+        ("kill -9 $$", "exit code 137: without a word on its standard error"),
+        ('echo \'{"reward": "much"}\'', "its reward is 'much', not a finite number"),
+        ('echo \'{"error": "no judge"}\'', "no judge"),
+        ("echo '{\"score\": 1}'", "not an answer or a reward"),
+    ],
+)
+def test_a_program_that_fails_says_why(script, reason):
+    with pytest.raises(ProgramError, match=reason):
+        run(script)
+
+
+def test_a_program_that_is_not_there_is_named():
+    with pytest.raises(ProgramError, match="exit code 127: /no/such: No such file or directory"):
+        asyncio.run(run_command(["/no/such"], TASK, ACCESS))
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"
+
+
+def gone(processes: list[int], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, processes))
+
+
+def numbers(file: Path, count: int) -> list[int]:
+    """Numbers of processes, as soon as so many are in a file."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with contextlib.suppress(FileNotFoundError):
+            found = [int(line) for line in file.read_text().split()]
+            if len(found) == count:
+                return found
+        time.sleep(0.02)
+    raise AssertionError("the program did not begin")
+
+
+def family(file: Path) -> str:
+    """A program that waits for a child, and for one that has left its session."""
+    return (
+        f"sleep 1000 & echo $! >> {file}; setsid bash -c 'echo $$ >> {file}; sleep 1000' & "
+        f"echo $$ >> {file}; wait"
+    )
+
+
+def test_a_deadline_ends_a_program_and_all_that_it_has_started(tmp_path):
+    with pytest.raises(TimeoutError):
+        run(family(tmp_path / "numbers"), seconds=2.0)
+    assert gone(numbers(tmp_path / "numbers", 3))
+
+
+def test_what_a_program_leaves_behind_ends_with_it(tmp_path):
+    file = tmp_path / "numbers"
+    assert run(f"setsid sleep 1000 & echo $! > {file}; echo done") == Outcome("done")
+    assert gone(numbers(file, 1))
+
+
+def test_programs_end_when_their_owner_is_killed(tmp_path):
+    script = family(tmp_path / "numbers")
+    code = (
+        "import asyncio\n"
+        "from tests.agents.test_program import ACCESS, TASK, run_command\n"
+        f"asyncio.run(run_command(['bash', '-c', {script!r}], TASK, ACCESS))"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        processes = numbers(tmp_path / "numbers", 3)
+        assert all(map(alive, processes))
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert gone(processes)
+    finally:
+        owner.kill()
+        owner.wait()

@@ -1,0 +1,142 @@
+"""Task sets of verifiers, in an environment of its own, reinforce the tiny policy.
+
+``COA_JAX_VERIFIERS`` names the interpreter of an environment with ``verifiers`` and ``uv``, whose
+harnesses ``uv`` installs; the tests are skipped where it is not set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from coa_jax.agents.config import AgentConfig
+from coa_jax.evaluate.policy import local_policy
+from coa_jax.evaluate.run import load
+from coa_jax.extensions import importable
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.api import Model, save_model
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.trajectory import read_trajectories
+from tests import tiny_policy
+from tests.evaluate import tiny_evaluation
+from tests.learn.tiny_runs import rl_config, rows, run_rl
+
+PYTHON = os.environ.get("COA_JAX_VERIFIERS", "")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="COA_JAX_VERIFIERS names no interpreter"),
+]
+
+# One turn; two weighted rewards behind a system message; a game of several turns.
+SETS = {
+    "vowels": """
+class Task(vf.Task[vf.TaskData]):
+    @vf.reward(weight=1.0)
+    async def share(self, trace: vf.Trace) -> float:
+        text = trace.last_reply
+        return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+class Words(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        asked = ("Say a word.", "Say another word.", "Say a third word.")
+        return [Task(vf.TaskData(prompt=text), self.config.task) for text in asked]
+
+__all__ = ["Words"]
+""",
+    "brevity": """
+class Data(vf.TaskData):
+    most: int
+
+class Task(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=0.75)
+    async def short(self, trace: vf.Trace) -> float:
+        return 1.0 / (1 + len(trace.last_reply))
+
+    @vf.reward(weight=0.25)
+    async def within(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) <= self.data.most)
+
+class Short(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        for i in range(3):
+            data = Data(prompt=f"What is {i}?", system_prompt="Be short.", most=4 * i)
+            yield Task(data, self.config.task)
+
+__all__ = ["Short"]
+""",
+    "letters": """
+class Task(vf.Task[vf.TaskData]):
+    pass
+
+class Config(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class Game(vf.Env[Config]):
+    async def run(self, task, agents):
+        found = set()
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            for _ in range(2):
+                if segment.terminated:
+                    break
+                found |= set(segment.last_reply)
+                segment = await interaction.turn(f"{len(found)} letters. More.")
+        interaction.trace.record_reward("letters", len(found) / 256, 1.0)
+
+class Letters(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        return [Task(vf.TaskData(prompt="Say letters."), self.config.task) for _ in range(3)]
+
+__all__ = ["Game", "Letters"]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("verifiers")
+    model = tiny_policy.policy()
+    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    for name, text in SETS.items():
+        (path / f"{name}.py").write_text(f"import verifiers.v1 as vf\n{text}")
+    return path
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_task_set_runs_two_steps_and_an_evaluation(folder, name, monkeypatch):
+    importable(EXAMPLE)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{folder}")
+    monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
+    seat = "player" if name == "letters" else "agent"
+    source = f"tasks:load:taskset={name},seat={seat},max_tokens=12"
+    agent = AgentConfig(command=shlex.join([PYTHON, str(EXAMPLE / "agent.py")]), seconds=300.0)
+    budget = RolloutConfig(192)
+    run = folder / f"{name}-rl"
+    optimizer = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)
+    run_rl(run, rl_config(
+        folder / "model", source, agent=agent, optimizer=optimizer, groups=1, temperature=2.0,
+        rollout=budget,
+    ))  # fmt: skip
+    history = rows(run, "rl")
+    assert [row["step"] for row in history] == [1, 2]
+    for row in history:
+        assert row["mismatch/abs_logp_max"] < 1e-4
+        assert row["agent/turns"] == (3 if name == "letters" else 1)
+        assert row["agent/sequences"] == 1
+        assert 0 < row["reward/max"] <= 1
+    config = dataclasses.replace(
+        tiny_evaluation.CONFIG, tasks=source, num_tasks=2, agent=agent, rollout=budget
+    )
+    tasks = load(config)
+    policy = local_policy(
+        tiny_policy.policy, config.engine, config.sampling, 0, budget, (), tasks, 2, agent
+    )
+    tiny_evaluation.run(folder / f"{name}-evaluation", config, policy, tasks)
+    found = read_trajectories(folder / f"{name}-evaluation" / "traces.jsonl")
+    assert len(found) == 4
+    assert all("fault" not in t.metadata for t in found)
