@@ -55,7 +55,7 @@ def main(_: list[str]) -> int:
     where = parse_slice(values.topology)
     settings = values.config.to_dict()
     settings.pop("tools", None)
-    kind: Any = RLConfig if "engine" in settings else SFTConfig
+    kind: Any = RLConfig if "groups" in settings else SFTConfig
     if "optimizer" not in settings or "rows" not in settings:
         raise UserError("--config: only configs of SFT and RL have programs to compile")
     config = build(kind, settings)
