@@ -58,7 +58,7 @@ def test_the_agents_of_the_paper_are_graded_as_it_says():
 def test_a_run_grades_as_its_settings_say():
     config = built("mhqa.py", answer="f1")
     written = finished("Oslo city", "mhqa")
-    trajectory = asyncio.run(graded(Graders(config.graders), TASK, written))
+    trajectory = asyncio.run(graded(config, Graders(config.graders), TASK, written))
     assert trajectory.reward.parts["f1"] == pytest.approx(2 / 3)
     assert trajectory.tokens is written.tokens
 
