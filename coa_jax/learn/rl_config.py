@@ -172,6 +172,11 @@ class RLConfig(TrainingConfig):
                 "rollout.cut_context is True: what was sampled from a context that was cut cannot "
                 "be trained on; leave it False"
             )
+        if self.agent and self.evaluate_every:
+            raise UserError(
+                f"evaluate_every is {self.evaluate_every}: it evaluates by the loop of tools, and "
+                "agent names a program; give 0, and measure with coa-jax evaluate"
+            )
         if self.agent and (self.rollout.constrain or self.format_reward):
             setting = "rollout.constrain" if self.rollout.constrain else "format_reward"
             raise UserError(

@@ -182,9 +182,13 @@ def test_sequences_share_the_advantage_of_their_sample_which_counts_once():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"format_reward": True}, {"rollout": RolloutConfig(192, constrain=True)}],
-    ids=["format", "constrain"],
+    [
+        {"format_reward": True},
+        {"rollout": RolloutConfig(192, constrain=True)},
+        {"evaluate_every": 1},
+    ],
+    ids=["format", "constrain", "evaluate"],
 )
 def test_settings_of_the_loop_of_tools_are_refused_with_a_program(folder, changes):
-    with pytest.raises(UserError, match="leave it False"):
+    with pytest.raises(UserError, match="leave it False|measure with coa-jax evaluate"):
         rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT, **changes)
