@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
-from coa_jax.agents import agent_sampler
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
 from coa_jax.environments.session import Environments
@@ -48,6 +47,7 @@ from coa_jax.learn.questions import measured_by, questions
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
 from coa_jax.learn.replay import Repeated, replay
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.sampling import sampler_of
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
 from coa_jax.learn.stream import Share, Stream
@@ -60,7 +60,6 @@ from coa_jax.parallel import processes
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
-from coa_jax.rollout.sampler import EngineSampler, Sampler
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.mixture import stream_of
@@ -219,7 +218,7 @@ class Source:
         ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
             learner.publish()
-        sampler = self._sampler(ledger.version)
+        sampler = sampler_of(config, learner, self._tools, ledger.version)
 
         async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
             return await graded(config, self._graders, request.task, trajectory)
@@ -243,28 +242,6 @@ class Source:
         if self._abandoned:
             self._stream.abandon()
         self._stream.start()
-
-    def _sampler(self, version: int) -> Sampler:
-        """What samples the groups: the engines with their tools, or a program of the user."""
-        config, learner = self._config, self._learner
-        recompute = config.in_flight_weights == "recompute"
-        if config.agent:
-            return agent_sampler(
-                learner.model,
-                learner.engines,
-                config.agent,
-                config.budgets,
-                version,
-                recompute=recompute,
-            )
-        return EngineSampler(
-            learner.engines,
-            learner.model.tokenizer,
-            self._tools,
-            config.budgets,
-            version,
-            recompute=recompute,
-        )
 
     def count(self, composition: Composition) -> dict[str, float]:
         """Notes which tasks a step has solved; figures of the pool, if there is one."""
