@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import io
 import json
 
 import pytest
 
-from coa_jax.ask import ask, make_agent
 from coa_jax.distill.export import export
 from coa_jax.engine.config import SamplingParams
 from coa_jax.protocol import Prompt
 from coa_jax.quickstart import run_pipeline
 from coa_jax.records import read_records
 from coa_jax.report.terminal import Screen, Show
+from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks.base import with_level
 from coa_jax.tools.make import ToolsConfig
@@ -51,12 +50,14 @@ def test_the_pipeline_runs_in_a_format(pipeline):
 def test_ask_knows_the_format_by_the_model(pipeline):
     form, path, _ = pipeline
     budget = RolloutConfig(max_tokens=200)
-    tools = ToolsConfig(("wiki_search", "code"))
-    agent = make_agent(str(path / "models" / "rl"), "", tools, SamplingParams(1.0), 0, budget)
+    sampling = SamplingParams(1.0)
+    agent = Agent(
+        path / "models" / "rl", ("wiki_search", "code"), sampling=sampling, rollout=budget
+    )
     assert agent.protocol.name == f"generalist:{form}"
     stream = io.StringIO()
     show = Show(Screen(stream), agent.protocol)
-    trajectory = asyncio.run(ask(agent, "Which river?", show.arrive))
+    trajectory = agent.ask("Which river?", show.arrive)
     show.finish(trajectory, 1.0)
     assert f"stop: {trajectory.stop_reason}" in stream.getvalue()
 
