@@ -74,7 +74,7 @@ def test_a_program_runs_two_steps_and_an_evaluation(name, tmp_path, monkeypatch)
     assert all(t.reward is not None and t.reward.value is not None for t in sampled)
     policy = local_policy(
         tiny_policy.policy, shapes, tiny_evaluation.CONFIG.sampling, 0, budget, (),
-        tiny_policy.TASKS, 1, agent,
+        tiny_policy.TASKS, 1, agent=agent,
     )  # fmt: skip
     tiny_evaluation.run(
         tmp_path / "evaluation", dataclasses.replace(

@@ -142,7 +142,7 @@ def test_an_evaluation_asks_the_same_program(tmp_path):
     config = dataclasses.replace(tiny_evaluation.CONFIG, agent=AGENT, rollout=RolloutConfig(192))
     policy = local_policy(
         tiny_policy.policy, config.engine, config.sampling, config.seed, config.rollout, (),
-        tiny_policy.TASKS, config.samples, config.agent,
+        tiny_policy.TASKS, config.samples, agent=config.agent,
     )  # fmt: skip
     outcome = tiny_evaluation.run(tmp_path, config, policy)
     found = read_trajectories(tmp_path / "traces.jsonl")

@@ -134,7 +134,7 @@ def test_a_task_set_runs_two_steps_and_an_evaluation(folder, name, monkeypatch):
     )
     tasks = load(config)
     policy = local_policy(
-        tiny_policy.policy, config.engine, config.sampling, 0, budget, (), tasks, 2, agent
+        tiny_policy.policy, config.engine, config.sampling, 0, budget, (), tasks, 2, agent=agent
     )
     tiny_evaluation.run(folder / f"{name}-evaluation", config, policy, tasks)
     found = read_trajectories(folder / f"{name}-evaluation" / "traces.jsonl")
