@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from coa_jax.agents.config import AgentConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.policy import local_policy
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.record import checksum, oldest_of
 from coa_jax.learn.rl import repeat
 from coa_jax.learn.step import OptimizerConfig
@@ -170,7 +171,8 @@ def sample(reward: float, *lengths: int) -> Trajectory:
 
 def test_sequences_share_the_advantage_of_their_sample_which_counts_once():
     group = [sample(1.0, 5, 3, 4), sample(0.0, 6), sample(0.0, 7)]
-    examples = group_examples("mean", group, None)
+    algorithm = Algorithm("grpo", advantage="mean").resolve(192)
+    examples = group_examples(algorithm, group, None)
     assert [len(e.tokens) for e in examples] == [5, 3, 4, 6, 7]
     assert [float(e.advantage[-1]) for e in examples] == pytest.approx([2 / 3] * 3 + [-1 / 3] * 2)
     assert [int(e.mask.sum()) for e in examples] == [3, 1, 2, 4, 5]
