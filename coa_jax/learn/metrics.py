@@ -62,13 +62,13 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "len/cut_off_frac": _share([t.stop_reason in CUT_OFF for t in flat]),
         "tool/timeout_frac": timeouts / max(len(calls), 1),
         **{f"tool/{name}/calls": n / len(flat) for name, n in sorted(by_tool.items())},
-        **_turns(flat),
+        **turn_figures(flat),
         **agent_figures(flat),
     }
 
 
-def _turns(flat: Sequence[Trajectory]) -> dict[str, float]:
-    """What an environment gave for turns, if it gave anything."""
+def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
+    """Figures of the rewards that an environment gave for turns; nothing without any."""
     rewards = [[c.reward for c in t.tool_calls if c.reward is not None] for t in flat]
     given = [reward for of_turns in rewards for reward in of_turns]
     if not given:

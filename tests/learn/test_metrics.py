@@ -25,7 +25,7 @@ from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import KINDS
-from coa_jax.trajectory import read_trajectories, write_records
+from coa_jax.trajectory import ToolCall, read_trajectories, write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import pooled, rl_config, rows, run_rl, run_sft, sft_config
 
@@ -75,7 +75,10 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
     }
     group = read_trajectories(folder / "rl" / "traces.jsonl")[:4]
     of_agent = [dataclasses.replace(group[0], metadata={"agent_turns": 2})]
+    call = ToolCall("turn", "5", "too low", "ok", True, 0.0, 0.1, reward=0.5)
+    of_environment = [dataclasses.replace(group[0], tool_calls=(call,))]
     more = metrics.staleness([group], step=9) | metrics.agent_figures(of_agent)
+    more |= metrics.turn_figures(of_environment)
     return {**names, "rl": names["rl"] | set(more)}
 
 
