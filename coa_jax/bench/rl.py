@@ -113,7 +113,7 @@ def rl_config(
     per_row = max(1, max(row_length, attention_length) // workload.longest)
     return RLConfig(
         model="",
-        tasks="",
+        tasks="arithmetic",  # none is asked: the trajectories are given
         num_tasks=len(members),
         seed=workload.seed,
         groups=len(members),
