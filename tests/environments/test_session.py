@@ -251,14 +251,14 @@ def test_tasks_need_a_protocol_that_has_the_tags():
 
 def test_a_policy_behind_an_endpoint_is_refused():
     from coa_jax.cli import load_config
-    from coa_jax.evaluate.__main__ import Command
+    from coa_jax.api import EvaluateRun
     from coa_jax.settings import build
 
     config = load_config("configs/evaluate/tiny.py")
     config.environment.path = "guess:Guess"
     config.endpoint.url, config.endpoint.model = "http://localhost:1/v1", "m"
     with pytest.raises(UserError, match=r"environment\.path and endpoint\.url are set"):
-        build(Command, config)
+        build(EvaluateRun, config)
 
 
 def test_a_constraint_needs_tags():
