@@ -40,7 +40,8 @@ def folder(tmp_path_factory):
 def train(folder, name, seed=0, **changes):
     config = rl_config(folder / "model", folder / "tasks.jsonl", **{**STREAM, **changes})
     with RunDir(folder / name) as run:
-        rl.train(config, run, folder / name / "model", slow_tools(seed))
+        hang_share = 0.1 if config.late_samples == "leave_out" else 0.0
+        rl.train(config, run, folder / name / "model", slow_tools(seed, hang_share=hang_share))
     return config
 
 
