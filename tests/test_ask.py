@@ -221,7 +221,7 @@ def test_the_tools_are_those_of_a_config_or_of_the_command_line():
     assert (chosen.names, chosen.top_k) == (("code",), 7)
     assert chosen.web_search.provider == "serper"  # the other settings stay
     with pytest.raises(UserError, match="no group 'tools'"):
-        tools_of(load_config("configs/sft/tiny.py"), None, None)
+        tools_of(load_config("configs/dpo/factbook.py"), None, None)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_every_entry_point_has_a_command():
         for path in PACKAGE.rglob("*.py")
         if re.search(r'^if __name__ == "__main__":$', path.read_text(), re.MULTILINE)
     }
-    workers = {"tools.code_libraries", "model.chat_template"}  # run by commands
+    workers = {"tools.code_libraries", "model.chat_template", "agents.leash"}  # run by commands
     assert modules - workers == {*COMMANDS.values(), "__main__"}
 
 

@@ -60,6 +60,7 @@ class _Group:
         done: trajectories by sample number, each graded alone.
         members: the whole group with the rewards to learn from; [] until then.
         grading: what grades in the background.
+        ended: numbers of the samples that have ended, graded or not.
     """
 
     request: Request
@@ -68,10 +69,8 @@ class _Group:
     members: list[Trajectory] = dataclasses.field(default_factory=list)
     grading: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
 
-    @property
-    def ended(self) -> int:
-        """Samples that have ended."""
-        return len(self.done) + len(self.grading)
+    def __post_init__(self) -> None:
+        self.ended = set(self.done)
 
 
 class Stream:
@@ -214,7 +213,8 @@ class Stream:
                 group = self._groups.get(trajectory.metadata["prompt_id"])
                 current = group and group.request.metadata == _origin(trajectory, group.request)
                 wanted = trajectory.stop_reason != StopReason.CANCELLED
-                if group and current and wanted and group.ended < group.size:
+                if group and current and wanted and len(group.ended) < group.size:
+                    group.ended.add(trajectory.sample_id)
                     self._work(tasks, group, self._finish(group, trajectory))
                 self._news.set()
 
@@ -321,11 +321,12 @@ class Stream:
 
         A group of which fewer than two samples have ended goes on, and may become too old.
         """
-        if 2 <= group.ended < group.size:
+        ended = len(group.ended)
+        if 2 <= ended < group.size:
             self._sampler.cancel(group.request)
-            self._left_out += group.size - group.ended
-            group.size = group.ended
-            if not group.grading:
+            self._left_out += group.size - ended
+            group.size = ended
+            if len(group.done) == ended:  # else the last one that is graded sees to that
                 self._work(tasks, group, self._check_whole(group))
 
     async def _hand_over(self, composition: Composition) -> None:

@@ -409,6 +409,7 @@ def conversation_ids(
         UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
             or it is not byte-level.
     """
+    control_id(tokenizer, IM_START)  # a model without ChatML is told so first
     check_byte_level(tokenizer)
     before, system = stock_prompt(chat_template(tokenizer), tokenizer)
     if not turns or turns[0][0] != "system":

@@ -64,13 +64,13 @@ def parts_of(sources: Sources) -> dict[str, Part]:
         if not sources.tasks:
             raise UserError('tasks is ""; give a source, or several by mixture.NAME.tasks')
         return {"": Part(sources.tasks, options=sources.task_options)}
+    for name in sources.mixture:
+        check(name, Name, "mixture")
     if sources.tasks or sources.task_options:
         raise UserError(
             f"tasks is {sources.tasks!r} and mixture has {', '.join(sources.mixture)}; give tasks= "
             "to mix, and options as mixture.NAME.options"
         )
-    for name in sources.mixture:
-        check(name, Name, "mixture")
     return {name: build(Part, part, f"mixture.{name}") for name, part in sources.mixture.items()}
 
 

