@@ -250,8 +250,8 @@ def test_tasks_need_a_protocol_that_has_the_tags():
 
 
 def test_a_policy_behind_an_endpoint_is_refused():
-    from coa_jax.cli import load_config
     from coa_jax.api import EvaluateRun
+    from coa_jax.cli import load_config
     from coa_jax.settings import build
 
     config = load_config("configs/evaluate/tiny.py")

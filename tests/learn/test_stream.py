@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import random
 import subprocess
@@ -13,11 +15,15 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn import rl
+from coa_jax.learn.admission import Ledger, Rules
 from coa_jax.learn.record import Spool, checksum, versions_of
 from coa_jax.learn.step import OptimizerConfig
+from coa_jax.learn.stream import Stream
 from coa_jax.model.api import Model, save_model
+from coa_jax.rollout.request import Request
 from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import Author, read_trajectories
+from coa_jax.tasks import Task
+from coa_jax.trajectory import Author, Reward, StopReason, Trajectory, read_trajectories
 from tests import tiny_policy
 from tests.learn.slow_tools import slow_tools
 from tests.learn.test_kill import kill_once
@@ -163,3 +169,84 @@ def test_the_command_repeats_a_run_without_a_work_directory(tmp_path):
     assert missing.returncode == 2 and "config.json: cannot be read" in missing.stderr
     neither = subprocess.run(command, capture_output=True, text=True)
     assert neither.returncode == 2 and "give --workdir, or --replay" in neither.stderr
+
+
+class Bursts:
+    """A sampler whose samples end one or a few turns of the event loop after each other."""
+
+    def __init__(self, chance: random.Random):
+        self.ended, self.chance, self.version = asyncio.Queue(), chance, 0
+
+    def submit(self, request):
+        for sample in request.samples:
+            metadata = {
+                **request.metadata,
+                "prompt_id": request.prompt_id,
+                "policy_versions": [[0, self.version]],
+            }
+            one = Trajectory(
+                "task", sample, "", "generalist", [1], [Author.POLICY], [0.0], "", (), (),
+                StopReason.EOS, None, (), metadata,
+            )  # fmt: skip
+            self.ended.put_nowait(one)
+
+    def cancel(self, request):
+        pass
+
+    def publish(self, weights, version):
+        self.version = version
+
+    async def finished(self):
+        while True:
+            for _ in range(self.chance.randrange(4)):
+                await asyncio.sleep(0)
+            yield await self.ended.get()
+
+    def oldest(self, request):
+        return None
+
+    def figures(self):
+        return {"slots": 1.0}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("leave_out", [False, True])
+@pytest.mark.parametrize("pauses", [(0,), (0, 0, 1), (0, 2, 5)])
+def test_a_group_is_whole_however_its_endings_and_gradings_follow_each_other(
+    tmp_path, leave_out, pauses
+):
+    chance = random.Random(str(pauses))
+
+    async def grade(request, trajectory):
+        for _ in range(chance.choice(pauses)):
+            await asyncio.sleep(0)
+        return dataclasses.replace(trajectory, reward=Reward(1.0))
+
+    async def complete(request, group):
+        return group
+
+    def ask(index):
+        task = Task("task", "?", "generalist", (), "tests")
+        return Request(task, (1,), 0, index, tuple(range(4)))
+
+    stream = Stream(
+        Ledger(Rules(2, 4, 3, False, 4, steps=20)),
+        Bursts(chance),
+        Spool(tmp_path),
+        ask=ask,
+        grade=grade,
+        complete=complete,
+        has_signal=lambda group: True,
+        wait_seconds=9.0,
+        leave_out=leave_out,
+    )
+    stream.start()
+    try:
+        for step in range(1, 21):
+            share = stream.step()
+            assert share is not None and share.composition.step == step
+            sizes = {len(group) for group in share.groups.values()}
+            assert sizes <= {2, 3, 4} if leave_out else sizes == {4}
+            stream.publish(None, step)
+    finally:
+        stream.close()
