@@ -92,6 +92,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                         "timeout_s": 60.0,
                     },
                     "concurrency": 64,
+                    "patience": 3600.0,
                 },
             },
             "mesh": {
