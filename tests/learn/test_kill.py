@@ -25,7 +25,7 @@ from tests.learn.tiny_runs import SFT_STEPS, config_of, rows, run_rl, run_sft
 
 ROOT = Path(__file__).parents[2]
 STEPS = {"sft": SFT_STEPS, "rl": 3}
-PHASE = {"sft": "sft", "rl": "rl", "stream": "rl", "pool": "rl"}
+PHASE = {"sft": "sft", "rl": "rl", "stream": "rl", "pool": "rl", "leave_out": "rl"}
 
 
 @pytest.fixture(scope="module")

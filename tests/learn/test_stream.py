@@ -27,7 +27,7 @@ from coa_jax.trajectory import Author, Reward, StopReason, Trajectory, read_traj
 from tests import tiny_policy
 from tests.learn.slow_tools import slow_tools
 from tests.learn.test_kill import kill_once
-from tests.learn.tiny_runs import STREAM, config_of, rl_config, rows, run_rl
+from tests.learn.tiny_runs import LEAVE_OUT, STREAM, config_of, rl_config, rows, run_rl
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def train(folder, name, seed=0, **changes):
     [
         ("keep", {}),
         ("recompute", {"in_flight_weights": "recompute", "admission": "task_order"}),
-        ("left-out", {"late_samples": "leave_out", "max_staleness": 1, "groups_in_flight": 8}),
+        ("left-out", LEAVE_OUT),
     ],
 )
 def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
@@ -115,18 +115,18 @@ def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
     assert first == second
 
 
-def killed_until_done(folder, name, kills, chance):
+def killed_until_done(kind, folder, name, kills, chance):
     """A streaming run that is killed at random moments; what had ended before each kill."""
-    (folder / "stream-compiled").mkdir(exist_ok=True)
+    (folder / f"{kind}-compiled").mkdir(exist_ok=True)
     ended = []
-    while kills and kill_once("stream", folder, name, chance):
+    while kills and kill_once(kind, folder, name, chance):
         kills -= 1
         ended.append(Spool(folder / name / "spool").read())
-    run_rl(folder / name, config_of("stream", folder))
+    run_rl(folder / name, config_of(kind, folder))
     return ended
 
 
-def check_nothing_is_lost(folder, name, ended):
+def check_nothing_is_lost(folder, name, ended, bound=2):
     kept = {}
     for t in read_trajectories(folder / name / "traces.jsonl"):
         key = t.metadata["prompt_id"], t.sample_id
@@ -138,25 +138,26 @@ def check_nothing_is_lost(folder, name, ended):
             if key in kept and checksum(found[-1]) not in learned:
                 # Another sample of the task took its place only if this one was too old.
                 step = kept[key].metadata["step"]
-                assert step - 1 - versions_of(found[-1])[0][1] > 2 or len(found) > 1
+                assert step - 1 - versions_of(found[-1])[0][1] > bound or len(found) > 1
 
 
 def test_a_killed_stream_loses_no_finished_trajectory_and_is_repeated_to_the_bit(folder):
-    ended = killed_until_done(folder, "stream-killed", 1, random.Random(5))
+    ended = killed_until_done("stream", folder, "stream-killed", 1, random.Random(5))
     check_nothing_is_lost(folder, "stream-killed", ended)
     found = rl.repeat(config_of("stream", folder), folder / "stream-killed")
     assert found.steps == 8 and found.identical, str(found)
 
 
 @pytest.mark.slow
-def test_streams_killed_twenty_times_are_repeated_to_the_bit(folder):
+@pytest.mark.parametrize("kind", ["stream", "leave_out"])
+def test_streams_killed_twenty_times_are_repeated_to_the_bit(folder, kind):
     chance, kills = random.Random(23), 0
     for part in range(20):
-        name = f"stream-often-{part}"
-        ended = killed_until_done(folder, name, 3, chance)
+        name, config = f"{kind}-often-{part}", config_of(kind, folder)
+        ended = killed_until_done(kind, folder, name, 3, chance)
         kills += len(ended)
-        check_nothing_is_lost(folder, name, ended)
-        found = rl.repeat(config_of("stream", folder), folder / name)
+        check_nothing_is_lost(folder, name, ended, config.max_staleness)
+        found = rl.repeat(config, folder / name)
         assert found.steps == 8 and found.identical, str(found)
         if kills >= 20:
             break

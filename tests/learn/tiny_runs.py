@@ -1,6 +1,6 @@
 """Short SFT and RL runs of the tiny policy; as a program, a run that may be killed.
 
-python -m tests.learn.tiny_runs {sft,rl,stream,pool} FOLDER RUN
+python -m tests.learn.tiny_runs {sft,rl,stream,pool,leave_out} FOLDER RUN
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ STREAM = {
 }
 """Settings of a run whose rollouts go on while it learns."""
 
+LEAVE_OUT = {**STREAM, "late_samples": "leave_out", "max_staleness": 1, "groups_in_flight": 8}
+"""Such a run that learns from groups without their late samples."""
+
 
 def pooled(tasks: Path) -> dict[str, object]:
     """Settings of a run that asks two sources, and lets tasks rest."""
@@ -118,7 +121,8 @@ def config_of(kind: str, folder: Path) -> sft.SFTConfig | RLConfig:
     """The run of a kind: SFT, RL, RL that streams, or a stream that lets tasks rest."""
     if kind == "sft":
         return sft_config(folder / "base", folder / "data.jsonl")
-    changes: dict[str, object] = STREAM if kind in ("stream", "pool") else {}
+    streams = {"stream": STREAM, "pool": STREAM, "leave_out": LEAVE_OUT}
+    changes: dict[str, object] = streams.get(kind, {})
     if kind == "pool":
         changes = {**changes, **pooled(folder / "tasks.jsonl")}
     return rl_config(folder / "model", folder / "tasks.jsonl", **changes)
