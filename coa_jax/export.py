@@ -10,7 +10,7 @@ the step whose samples, drawn before them, earned it.  The run's config says whi
 from: architecture and tokenizer are taken from there.  ``agent.json`` beside the weights names the
 prompt and the protocol of the training, with which ``ask`` and ``serve`` put their questions.
 The tensors are bfloat16; ``--dtype=float32`` keeps every bit of training in twice the bytes.
-transformers, vLLM and ``coa_jax`` read what is written.
+transformers, vLLM and ``coa_jax`` can load the exported directory.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _groups(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Ma
 
 
 def _is_used(path: str, group: Mapping[str, Any], tools: Mapping[str, Any]) -> bool:
-    """Whether the run asks a server: a tool's only where the tool is among those of the run."""
+    """Whether the run uses a server; the run uses the server of a tool only if it has the tool."""
     if not path.startswith("tools."):
         return True
     tool = path.split(".")[1]

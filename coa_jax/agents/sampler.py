@@ -30,7 +30,7 @@ _HOPELESS = 8
 
 
 class AgentSampler:
-    """A `rollout.sampler.Sampler` whose samples are programs that ask the policy over HTTP."""
+    """A `rollout.sampler.Sampler`: each sample is a run of a program that asks the policy."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ class Session:
             content = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
             again = self._prompts[content]
             self._prompts[content] += 1
-        # The order in which agents ask at the same time must not decide what they draw.
+        # Concurrent requests arrive in any order; their random keys must not depend on the order.
         name = f"{self.request.prompt_id} {self.sample} {content} {again}"
         return Place(before, new, tuple(added), tuple(prompt), zlib.crc32(name.encode()) >> 1)
 

@@ -279,7 +279,7 @@ class Session(ToolLoop):
         return seen
 
     async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Awaits what is async, and runs the rest in the thread of the environment."""
+        """Awaits an async method; runs any other method in the thread of the environment."""
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
         result = await self._thread.run(lambda: function(*arguments, **named))

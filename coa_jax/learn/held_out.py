@@ -1,8 +1,8 @@
 """The evaluation of a policy while it is trained, on tasks that it does not learn from.
 
 An evaluation comes between two steps and changes neither parameters nor randomness: a run has the
-same parameters with and without it.  Its trajectories are in ``evaluations/``, each from the moment
-at which it is graded, so that a run that was killed goes on with the missing ones.
+same parameters with and without it.  Each trajectory is in ``evaluations/`` as soon as it is
+graded.  A run that was killed samples only the missing trajectories.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class HeldOut:
     def _requests(
         self, done: Mapping[Key, Trajectory], about: Mapping[str, Any], tokenizer: Any
     ) -> Iterator[Request]:
-        """This process's share of what is missing."""
+        """Requests for the samples of this process that have no trajectory yet."""
         config = self._config
         for index in range(processes.index(), len(self.tasks), processes.count()):
             missing = tuple(n for n in range(config.samples) if (index, n) not in done)

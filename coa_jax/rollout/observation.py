@@ -106,7 +106,7 @@ def encode_reply(
 
 
 def reply_length(tokenizer: Any) -> int:
-    """Tokens of a reply besides those of its body, at most."""
+    """Upper bound of the tokens that frame the body of a reply."""
     return sum(map(len, _reply_frame(tokenizer)))
 
 

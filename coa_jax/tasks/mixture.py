@@ -1,4 +1,4 @@
-r"""The tasks of a run: those of one source, or of several by weight.
+r"""The tasks of a run, from one source or from a weighted mixture of sources.
 
     --config.tasks= --config.mixture.facts.tasks=factbook:hops=1 --config.mixture.facts.weight=2 \
         --config.mixture.sums.tasks=arithmetic

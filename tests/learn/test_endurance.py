@@ -116,5 +116,4 @@ def test_faulty_tools_and_a_judge_that_is_down_cost_no_step_and_no_memory(folder
     assert np.mean(learned) > 0.5
     later = np.asarray(memory[STEPS // 4 :], float)
     slope = np.polyfit(np.arange(len(later)), later, 1)[0]
-    print(f"{slope:.0f} bytes a step, {clock.now / HOUR:.1f} hours, {np.mean(learned)} groups")
     assert slope < 10_000, f"resident memory grows by {slope:.0f} bytes a step"

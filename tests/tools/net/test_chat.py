@@ -1,4 +1,4 @@
-"""The one client of OpenAI-compatible endpoints: what it tries again, what it refuses to read."""
+"""The client of OpenAI-compatible endpoints: failures that it retries, answers that it refuses."""
 
 from __future__ import annotations
 
