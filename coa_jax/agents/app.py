@@ -17,7 +17,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
 from coa_jax.protocol import Prompt
 from coa_jax.serve.app import handle_errors
-from coa_jax.serve.chat import chat_completion
+from coa_jax.serve.chat import chat_completion, read_messages
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.errors import error_response
 from coa_jax.serve.exchange import check_length, make_visit
@@ -74,9 +74,7 @@ class Sessions(Service):
             Refused: the session is used up, or the conversation is none that the policy can go on.
         """
         length = self.config.engine.max_length
-        messages = [
-            ("system" if m.role == "developer" else str(m.role), m.content) for m in body.messages
-        ]
+        messages = read_messages(body)
         if messages[-1][0] == "assistant":
             raise Refused(400, "the last message is the assistant's; add one to answer", "messages")
         session.asked += 1
@@ -96,7 +94,9 @@ class Sessions(Service):
         except Refused:
             session.ended_by = session.ended_by or StopReason.LENGTH
             raise
-        visit = make_visit(self, body, place.prompt, min(body.limit or room, room))
+        visit = make_visit(
+            self, body, place.prompt, min(body.limit or room, room), calls=body.calls
+        )
         values = {f.name: getattr(visit, f.name) for f in dataclasses.fields(Visit)}
         request = session.request
         values |= {

@@ -19,18 +19,10 @@ from typing import Any
 import numpy as np
 
 from coa_jax.agents.program import Outcome
-from coa_jax.model.tokenizer import (
-    conversation_ids,
-    decode_ids,
-    encode_plain,
-    end_of_turn_id,
-    turn_ids,
-)
+from coa_jax.model.tokenizer import decode_ids
 from coa_jax.rollout.request import Request
+from coa_jax.serve.functions import Message, further_ids, prompt_ids, same_turn
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
-
-Message = tuple[str, str]
-"""Role and text."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,12 +51,13 @@ class Turn:
     def is_said(self, message: Message) -> bool:
         """Whether a message is the answer of this turn.
 
-        Programs cut blanks off, and write the stop string again that the endpoint has left out.
+        Programs cut blanks off, write the stop string again that the endpoint has left out, and
+        write the JSON of calls in their own way.
         """
         role, text = message
         said, text, written = self.said.strip(), text.strip(), self.answer.text.strip()
         whole = text == said or (text.startswith(said) and written.startswith(text))
-        return role == "assistant" and whole
+        return role == "assistant" and (whole or same_turn(text, said))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +134,10 @@ class Session:
             before, new: what `known` gave.
         """
         if before is None:
-            added = conversation_ids(self._tokenizer, new)
-            prompt = added
+            added = prompt = prompt_ids(self._tokenizer, new)
         else:
-            ids, end = before.answer.tokens.tolist(), end_of_turn_id(self._tokenizer)
-            closing = [] if ids[-1] == end else [end]
-            closing += encode_plain(self._tokenizer, "\n")
-            added = closing + turn_ids(self._tokenizer, new)
+            ids = before.answer.tokens.tolist()
+            added = further_ids(self._tokenizer, ids[-1], new)
             prompt = ids + added
         with self._lock:
             content = zlib.crc32(np.asarray(prompt, np.int32).tobytes())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from coa_jax.errors import UserError
@@ -37,6 +37,10 @@ INSTRUCTIONS = (
     "The result comes between tags <tool_response>. A turn without a call ends the task."
 )
 """System message for models whose chat template knows no tools."""
+
+
+RESULT = "tool"
+"""Role of a message that holds the result of a call."""
 
 
 class Frames(NamedTuple):
@@ -132,12 +136,26 @@ def tool_conversation_ids(
             system = rest.pop(0)[1]
         described = "\n".join(json.dumps(t, ensure_ascii=False) for t in json.loads(tools))
         text = f"{system}\n\n{INSTRUCTIONS.format(tools=described)}".lstrip()
-        return conversation_ids(tokenizer, [("system", text), *rest])
+        return conversation_ids(tokenizer, [("system", text), *results_as_user(rest)])
     control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     check_byte_level(tokenizer)
     frame = _frame(template, tokenizer, tuple(role for role, _ in turns), tools)
     contents = [content for _, content in turns]
     return _ids(tokenizer, frame, contents)
+
+
+def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Turns in which consecutive results are one turn of the user, as in `CHATML`."""
+    found: list[tuple[str, str]] = []
+    results = False
+    for role, text in turns:
+        if role == RESULT:
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            found.append(("user", f"{found.pop()[1]}\n{text}" if results else text))
+        else:
+            found.append((role, text))
+        results = role == RESULT
+    return found
 
 
 def frame_ids(tokenizer: Any, text: str) -> list[int]:

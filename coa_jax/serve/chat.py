@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.rollout.request import prompt_ids
-from coa_jax.serve import answers
+from coa_jax.serve import answers, functions
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.exchange import (
     check_length,
@@ -100,30 +100,55 @@ def _written(
     return answer
 
 
+def read_messages(body: ChatRequest) -> list[functions.Message]:
+    """Role and text of each message of a request, with its tools as the first message.
+
+    Raises:
+        Refused: the arguments of a call are no JSON object.
+    """
+    messages: list[functions.Message] = []
+    if body.tools:
+        tools = [tool.model_dump() for tool in body.tools]
+        messages.append((functions.TOOLS, json.dumps(tools, ensure_ascii=False)))
+    for index, message in enumerate(body.messages):
+        text, calls = message.content, message.tool_calls or ()
+        try:
+            if calls:
+                found = [functions.Call(**call.function.model_dump()) for call in calls]
+                text = functions.join(text, found)
+        except ValueError as error:
+            field = f"messages[{index}].tool_calls"
+            raise Refused(400, f"{field}: the arguments are no JSON object", field) from error
+        messages.append(("system" if message.role == "developer" else message.role, text))
+    return messages
+
+
 def _visit(service: Service, body: ChatRequest) -> Visit:
     """The request for the agent loop; it encodes the conversation, so it runs in a thread."""
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
-    texts = [message.content for message in body.messages]
+    turns = read_messages(body)
+    texts = [text for _, text in turns]
     if not check_model(service, body.model, agents=True):
         if 5 * len(texts) > length:  # two control tokens, two line breaks and a role
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")
         check_length(tokenizer, texts, length, "messages")
-        roles = ("system" if m.role == "developer" else m.role for m in body.messages)
-        turns = list(zip(roles, texts, strict=True))
         prefix: str | None = "" if body.add_generation_prompt else None
         # A last message of the assistant is continued, unless the client asks for a new turn.
         asked = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
         if turns[-1][0] == "assistant" and not asked:
             prefix = turns.pop()[1]
-        return make_visit(
-            service, body, conversation_ids(tokenizer, turns, prefix=prefix), body.limit
-        )
+        if prefix is None and body.tools:
+            raise Refused(400, "tools need a generation prompt", "add_generation_prompt")
+        ids = functions.prompt_ids(tokenizer, turns, prefix)
+        return make_visit(service, body, ids, body.limit, calls=body.calls)
     last = body.messages[-1]
     if last.role != "user":
         raise Refused(400, "the agent answers a last message of the user", "messages")
     if any(message.role != "user" for message in body.messages) or len(body.messages) > 1:
         raise Refused(400, "the agent answers one question: send one message", "messages")
+    if body.tools:
+        raise Refused(400, "the agent has tools of its own: send none", "tools")
     if body.stop:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
@@ -144,11 +169,12 @@ def _choice(
     scored: Sequence[Scored] | None,
 ) -> dict[str, Any]:
     assert choice.last is not None
+    message, finish = _message(visit, index, choice)
     answer: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message,
         "logprobs": None,
-        "finish_reason": choice.last.finish,
+        "finish_reason": finish,
         "stop_reason": choice.last.stop,
     }
     if visit.agent:
@@ -158,6 +184,16 @@ def _choice(
             choice.tokens, scored, body.top_logprobs or 0, service.table
         )
     return answer
+
+
+def _message(visit: Visit, index: int, choice: Choice) -> tuple[dict[str, Any], str | None]:
+    """The message of a completion, with calls of the client's functions, and why it ended."""
+    assert choice.last is not None
+    finish = choice.last.finish
+    if not visit.calls or finish != "stop":
+        return {"role": "assistant", "content": choice.text, "refusal": None}, finish
+    message = functions.message_of(choice.text, f"{visit.prompt_id:x}_{index}")
+    return message, "tool_calls" if "tool_calls" in message else finish
 
 
 def _agent(last: Event) -> dict[str, Any]:
@@ -198,10 +234,16 @@ async def _stream(
             more["logprobs"] = answers.chat_logprobs(event.tokens, None, 0, service.table)
         if visit.agent and event.text:
             more["agent"] = answers.part(event)
-        if event.text or more:
-            yield chunk(event.sample, {"content": event.text}, **more)
+        # A text that may hold calls is sent when it is whole.
+        if more or (event.text and not visit.calls):
+            yield chunk(event.sample, {"content": "" if visit.calls else event.text}, **more)
         if event.finish is not None:
-            ended: dict[str, Any] = {"finish_reason": event.finish, "stop_reason": event.stop}
+            message, finish = _message(visit, event.sample, choice)
+            if visit.calls:
+                for position, call in enumerate(message.get("tool_calls", ())):
+                    call["index"] = position
+                yield chunk(event.sample, message)
+            ended: dict[str, Any] = {"finish_reason": finish, "stop_reason": event.stop}
             if visit.agent:
                 ended["agent"] = _agent(event)
             yield chunk(event.sample, {}, **ended)

@@ -81,6 +81,7 @@ def make_visit(
     *,
     question: str = "",
     agent: bool = False,
+    calls: bool = False,
 ) -> Visit:
     """The request for the agent loop.
 
@@ -91,6 +92,7 @@ def make_visit(
         max_tokens: most tokens of a completion; None for as many as fit.
         question: text of the task, for an agent.
         agent: whether the agent answers.
+        calls: whether a completion may call functions of the client.
 
     Raises:
         Refused: the request exceeds a limit of the server.
@@ -129,6 +131,7 @@ def make_visit(
         ),
         max_tokens=len(prompt) + (room if max_tokens is None else max_tokens),
         agent=agent,
+        calls=calls,
         stops=body.stop,
         keep_stop=body.include_stop_str_in_output,
     )

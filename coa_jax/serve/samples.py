@@ -66,12 +66,14 @@ class Visit(Request):
             agents holds for it.
         stops: strings that end a completion.
         keep_stop: whether a completion's text includes the string that ended it.
+        calls: whether a completion may call functions of the client.
     """
 
     events: asyncio.Queue[Event] = dataclasses.field(default_factory=asyncio.Queue)
     agent: bool = False
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
+    calls: bool = False
 
     # Two clients may ask the same.
     __eq__ = object.__eq__

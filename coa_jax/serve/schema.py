@@ -49,12 +49,37 @@ def _content(value: Any) -> str:
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]
 
 
+class CalledFunction(BaseModel):
+    """Name and arguments of a call; the arguments are the text of a JSON object."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call in a message of the assistant."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """A turn of a conversation; other fields of a message are allowed and have no effect."""
 
     model_config = ConfigDict(extra="ignore")
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)]
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_PARTS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls(cls, value: Any) -> Any:
+        calls = isinstance(value, dict) and value.get("tool_calls")
+        if calls and value.get("role") != "assistant":
+            raise ValueError("tool_calls are for messages of the assistant only")
+        # A turn of calls alone has no content.
+        return {**value, "content": ""} if calls and value.get("content") is None else value
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -113,10 +138,31 @@ class ResponseFormat(_Strict):
     type: Literal["text"]
 
 
+class Function(BaseModel):
+    """A function of the client; its other fields are shown to the policy too."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class FunctionTool(_Strict):
+    """A function that the policy may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatRequest(Sampling):
-    """POST /v1/chat/completions"""
+    """POST /v1/chat/completions
+
+    ``tool_choice`` is "none" or "auto"; other values mean "auto", because the policy's tokens are
+    sampled freely.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[FunctionTool], Field(max_length=_MOST_PARTS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
     logprobs: bool | None = None
@@ -138,6 +184,11 @@ class ChatRequest(Sampling):
         if self.continue_final_message and opens:
             raise ValueError("continue_final_message excludes add_generation_prompt")
         return self
+
+    @property
+    def calls(self) -> bool:
+        """Whether completions may call functions of the client."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def limit(self) -> int | None:

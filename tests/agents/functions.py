@@ -95,17 +95,48 @@ async def streamed(base_url: str, api_key: str, question: str, stop: str = "</th
     return text
 
 
-async def refused_fields(base_url: str, api_key: str, question: str) -> str:
-    """What the endpoint says of a request with tools."""
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+async def caller(
+    base_url: str, api_key: str, question: str, stream: bool = False
+) -> dict[str, Any]:
+    """Calls a function of its own for the policy, twice, and writes the JSON in its own way."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    ends = []
     async with client(base_url, api_key) as policy:
-        try:
-            await policy.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": question}], tools=[tool]
+        for turn in range(2):
+            asked: dict[str, Any] = {"model": "any", "messages": messages, "stop": ["!"]}
+            asked |= {"tools": [LOOK], "tool_choice": "required", "max_tokens": 4}
+            if stream:
+                chunks = [
+                    c async for c in await policy.chat.completions.create(**asked, stream=True)
+                ]
+                (calls,) = [c.choices[0].delta.tool_calls for c in chunks
+                            if c.choices[0].delta.tool_calls]  # fmt: skip
+                content, end = None, chunks[-1].choices[0].finish_reason
+            else:
+                choice = (await policy.chat.completions.create(**asked)).choices[0]
+                calls, content, end = (
+                    choice.message.tool_calls, choice.message.content, choice.finish_reason
+                )  # fmt: skip
+            ends.append(end)
+            said = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json.dumps(json.loads(call.function.arguments), indent=1),
+                    },
+                }
+                for call in calls
+            ]
+            messages.append({"role": "assistant", "content": content, "tool_calls": said})
+            messages.append(
+                {"role": "tool", "tool_call_id": said[0]["id"], "content": f"Seen, {turn}."}
             )
-        except openai.BadRequestError as error:
-            return str(error.body["message"])
-    return ""
+    return {"answer": json.dumps([ends, said])}
 
 
 async def broken(base_url: str, question: str) -> None:

@@ -27,11 +27,13 @@ def one(samples: int = 1, task: int = 0, temperature: float = 1.0) -> Request:
     return dataclasses.replace(made, metadata={"stage": "test"})
 
 
-def sampler(function: str = "", *, budget: RolloutConfig = BUDGET, **settings: Any) -> AgentSampler:
+def sampler(
+    function: str = "", *, length: int = LENGTH, budget: RolloutConfig = BUDGET, **settings: Any
+) -> AgentSampler:
     """A sampler for an agent of `functions`, or for another program by its settings."""
     named = {"function": f"{HERE}:{function}"} if function else {}
     config = AgentConfig(**{"seconds": 60.0, **named, **settings})
-    engines = [engine(max_length=LENGTH)]
+    engines = [engine(max_length=length)]
     return AgentSampler(tiny_policy.policy(), engines, config, budget, 0)
 
 

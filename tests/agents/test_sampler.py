@@ -12,8 +12,12 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.model import tokenizer as tokenizer_module
 from coa_jax.model.api import logits
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.serve import service
 from coa_jax.trajectory import Author, StopReason, Trajectory
 from tests import tiny_policy
+from tests.agents.functions import LOOK
 from tests.agents.live import LENGTH, one, sampler, solve
 
 
@@ -120,9 +124,35 @@ def test_a_full_context_and_too_many_requests_are_the_policys_ends():
     assert many.metadata["agent_turns"] == 2
 
 
-def test_tools_are_refused_in_one_line():
-    (found,) = solve(sampler("refused_fields"), [one()])
-    assert found.answer == "tools: this server does not know the field"
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_a_programs_functions_stay_exact_tokens(monkeypatch, stream):
+    class Calls(TokenTable):
+        """Every token reads as a whole call, because random weights write none."""
+
+        def __init__(self) -> None:
+            pass
+
+        def __getitem__(self, token_id: int) -> bytes:
+            return b'<tool_call>{"name": "look", "arguments": {"at":[1,"x"]}}</tool_call>!'
+
+    monkeypatch.setattr(service, "token_table", lambda _: Calls())
+    budget = RolloutConfig(max_tokens=640)
+    on = sampler("caller", length=640, budget=budget, options={"stream": stream})
+    (found,) = solve(on, [one()])
+    assert found.stop_reason == StopReason.ANSWER
+    ends, said = json.loads(found.answer)
+    assert ends == ["tool_calls"] * 2
+    function = {"name": "look", "arguments": json.dumps({"at": [1, "x"]}, indent=1)}
+    assert [call["function"] for call in said] == [function]
+    assert found.metadata["agent_turns"] == 2 and not found.branches
+    assert (found.author == Author.POLICY).sum() == 2
+    assert_as_sampled(found)
+    between = [s.text for s in found.segments if s.author is Author.ENVIRONMENT]
+    frame = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n"
+    frame += "<|im_start|>assistant\n"
+    assert between == [frame.format(f"Seen, {turn}.") for turn in range(1)]
+    prompt = tiny_policy.policy().tokenizer.decode(found.tokens[found.author == Author.PROMPT])
+    assert json.dumps(LOOK) in prompt
 
 
 def test_a_function_that_fails_masks_its_sample_and_one_that_always_fails_ends_the_run():

@@ -31,6 +31,9 @@ from tests import tiny_policy
 from tests.serve.live import CONFIG, engine, meter, server, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LOOK = {"type": "function", "function": {"name": "look"}}
+CALL = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+BROKEN = {"type": "function", "function": {"name": "look", "arguments": "[1]"}}
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "river?"}], "temperature": 1.0}
 
 TEXT = {"model": "tiny", "prompt": "river", "max_tokens": 4}
@@ -51,10 +54,16 @@ def post(address, body, route="chat/completions", **options):
     [
         ({"model": "gpt-4o"}, 404, "there is no model 'gpt-4o' here, but tiny and tiny-agent"),
         ({"messages": []}, 400, "messages: "),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: "),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role: "),
         ({"temprature": 1}, 400, "temprature: this server does not know the field"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty: "),
-        ({"tools": [{"type": "function"}]}, 400, "tools: this server does not know the field"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0.function: "),
+        ({"model": "tiny-agent", "tools": [LOOK]}, 400, "the agent has tools of its own"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, 400,
+         "tool_calls are for messages of the assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [BROKEN]}]}, 400,
+         "messages[0].tool_calls: the arguments are no JSON object"),
+        ({"functions": [LOOK]}, 400, "functions: this server does not know the field"),
         ({"temperature": -1}, 400, "temperature: "),
         ({"top_p": 0}, 400, "top_p: "),
         ({"n": 9}, 400, "n is 9; this server allows 8"),

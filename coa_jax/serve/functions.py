@@ -1,0 +1,161 @@
+"""Functions of the client: a chat request describes them, and the client itself calls them.
+
+The policy calls a function as Hermes and Qwen models do, with
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.  Clients get calls, and give results,
+in the fields of OpenAI's interface (https://platform.openai.com/docs/guides/function-calling).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from coa_jax import reading
+from coa_jax.model.tokenizer import (
+    IM_START,
+    conversation_ids,
+    encode_plain,
+    end_of_turn_id,
+    turn_ids,
+)
+from coa_jax.model.tool_chat import (
+    RESULT,
+    frame_ids,
+    result_frames,
+    results_as_user,
+    tool_conversation_ids,
+)
+
+TOOLS = "tools"
+"""Role of a message that holds the functions of a request, as a JSON list."""
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+Message = tuple[str, str]
+"""Role and text."""
+
+
+class Call(NamedTuple):
+    """A call of a function.
+
+    Attributes:
+        name: name of the function.
+        arguments: arguments as a JSON object.
+    """
+
+    name: str
+    arguments: str
+
+
+def split(text: str) -> tuple[str, tuple[Call, ...]]:
+    """Splits a turn of the policy into its content and its calls.
+
+    A turn with a malformed call has no calls: the client gets the whole text as the content, as
+    from other servers.
+    """
+    calls = []
+    for match in _CALL.finditer(text):
+        try:
+            value = reading.parse_json(match[1])
+        except reading.MALFORMED:
+            return text, ()
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return text, ()
+        arguments = value.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return text, ()
+        calls.append(Call(value["name"], json.dumps(arguments, ensure_ascii=False)))
+    return (_CALL.sub("", text).strip(), tuple(calls)) if calls else (text, ())
+
+
+def join(content: str, calls: Iterable[Call]) -> str:
+    """Writes a turn as the policy would; ``split`` gives content and calls back.
+
+    Raises:
+        ValueError: the arguments of a call are no JSON object.
+    """
+    parts = [content] if content else []
+    for call in calls:
+        arguments = reading.parse_json(call.arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of {call.name} are no JSON object")
+        text = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+        # Inside of a JSON string, the escape keeps the closing tag from ending the call.
+        text = text.replace("</tool_call>", "\\u003c/tool_call>")
+        parts.append(f"<tool_call>\n{text}\n</tool_call>")
+    return "\n".join(parts)
+
+
+def same_turn(left: str, right: str) -> bool:
+    """Whether two turns have the same content and the same calls, however the JSON is spaced."""
+
+    def parsed(text: str) -> tuple[str, list[tuple[str, Any]]]:
+        content, calls = split(text)
+        return content.strip(), [(call.name, json.loads(call.arguments)) for call in calls]
+
+    return parsed(left) == parsed(right)
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message], prefix: str | None = "") -> list[int]:
+    """Token ids of a conversation, up to the opening of the policy's turn.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        messages: the conversation; the first message may be that of the `TOOLS`.
+        prefix: beginning of the policy's turn; None for no turn, which excludes tools.
+
+    Raises:
+        UserError: the chat template of the model cannot be used.
+    """
+    if messages and messages[0][0] == TOOLS:
+        ids = tool_conversation_ids(tokenizer, messages[1:], messages[0][1])
+        return ids + encode_plain(tokenizer, prefix or "")
+    return conversation_ids(tokenizer, results_as_user(messages), prefix=prefix)
+
+
+def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[int]:
+    """Token ids of messages behind a turn of the policy, up to the opening of its next turn.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        last: last token of the policy's turn, which may be the end of the turn.
+        messages: messages behind that turn.
+
+    Raises:
+        UserError: the chat template of the model does not show results of tools.
+    """
+    end = end_of_turn_id(tokenizer)
+    ids = [] if last == end else [end]
+    count = next((i for i, (role, _) in enumerate(messages) if role != RESULT), len(messages))
+    if not count:
+        ids += encode_plain(tokenizer, "\n")
+        return ids + turn_ids(tokenizer, results_as_user(messages))
+    frames = result_frames(tokenizer)
+    ids += frame_ids(tokenizer, frames.head)
+    for index, (_, text) in enumerate(messages[:count]):
+        ids += frame_ids(tokenizer, frames.between) if index else []
+        ids += encode_plain(tokenizer, text)
+    if count == len(messages):
+        return ids + frame_ids(tokenizer, frames.tail)
+    closing = frames.tail.partition(IM_START)[0]
+    rest = results_as_user(messages[count:])
+    return ids + frame_ids(tokenizer, closing) + turn_ids(tokenizer, rest)
+
+
+def message_of(text: str, name: str) -> dict[str, Any]:
+    """The assistant's message of a completion, with its calls.
+
+    Args:
+        text: text of the completion.
+        name: name of the completion, from which its calls get their ids.
+    """
+    content, calls = split(text)
+    message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call_{name}_{index}", "type": "function", "function": call._asdict()}
+            for index, call in enumerate(calls)
+        ]
+    return message
