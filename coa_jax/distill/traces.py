@@ -21,7 +21,7 @@ from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.errors import UserError
 from coa_jax.extensions import Named
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import get_protocol, split_level
 from coa_jax.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
@@ -161,7 +161,7 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             record = dataclasses.replace(record, id=name)
             log = log_of(record)
             about: dict[str, Any] = {"trace": {"file": path.name, "line": line}}
-            if record.protocol == "code":  # solutions are programs, or values in a box
+            if split_level(record.protocol)[0] == "code":  # solutions are programs, or values in a box
                 tests = any(answer.lstrip().startswith("{") for answer in record.gold)
                 about["grader"] = "code" if tests else "math"
             task = Task(name, record.question, record.protocol, record.gold, RECORDS, about)

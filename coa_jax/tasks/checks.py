@@ -9,7 +9,7 @@ from typing import Any
 
 from coa_jax import jsonl, reading
 from coa_jax.extensions import Kind
-from coa_jax.protocol import parse_boxed
+from coa_jax.protocol import parse_boxed, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
 from coa_jax.tasks.grading import parse_number
@@ -62,7 +62,7 @@ def checked(task: Task) -> Task:
         _check_scorer(task)
         return task
     grader = task.metadata.get("grader")
-    if grader is None and task.protocol == "code":
+    if grader is None and split_level(task.protocol)[0] == "code":
         grader = _grader_of(task.gold)
         task = dataclasses.replace(task, metadata={**task.metadata, "grader": grader})
     if grader is not None and not (isinstance(grader, str) and REWARDS.knows(grader)):

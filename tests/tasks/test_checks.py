@@ -70,6 +70,13 @@ def test_answers_of_the_code_protocol_are_graded_as_what_they_are(
     assert graders(task, finished(wrong, "code")).value == 0.0
 
 
+@pytest.mark.parametrize("protocol", ["code:paper", "code:hermes"])
+def test_levels_and_formats_of_the_code_protocol_infer_the_same_grader(tmp_path, protocol):
+    options = f":protocol={protocol}"
+    (task,) = load(tmp_path, {"question": "a?", "answer": TESTS}, options=options)
+    assert (task.protocol, task.metadata["grader"]) == (protocol, "code")
+
+
 def test_a_named_grader_and_tests_kept_apart_are_left_alone(tmp_path):
     words = {"answer": "Oslo", "metadata": {"grader": "exact_match"}}
     apart = {"question": "b?", "answer": "-", "metadata": {"grader": "code", "question_id": "q"}}
