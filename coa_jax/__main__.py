@@ -29,6 +29,7 @@ COMMANDS = {
     "ask": "ask",
     "serve": "serve",
     "report": "report",
+    "watch": "report.watch",
     "sweep": "report.sweep",
     "export": "export",
     "synthesize": "synthesize",

@@ -1,0 +1,276 @@
+"""Shows a run on the terminal while it trains: curves, warnings and the newest trajectories.
+
+    coa-jax watch --workdir=runs/rl
+
+Reads the files of the run directory and nothing else: the command may start before the run, end at
+any time, and run on another machine that mounts the directory.  Without a terminal, or with
+``--once``, it prints the present state and ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from coa_jax import reading
+from coa_jax.cli import run_main, workdir_flag
+from coa_jax.errors import UserError
+from coa_jax.learn.watch import warnings_of
+from coa_jax.report.charts import number
+from coa_jax.report.page import as_number, phase_title
+from coa_jax.report.terminal import COLOURS, clean
+from coa_jax.report.traces import verdict_of
+from coa_jax.trajectory import Trajectory
+
+SHOWN = (
+    "loss", "validation/loss", "eval/pass_at_1", "reward/mean", "reward/masked_frac",
+    "group/frac_zero_std", "policy/entropy", "policy/kl_old", "mismatch/abs_logp_max",
+    "optim/grad_norm", "len/mean", "format/valid", "tool/calls", "tool/fail_frac", "stale/mean",
+    "perf/occupancy", "perf/rollout_tok_s", "perf/train_tok_s", "time/rollout_wait", "time/data",
+    "time/update", "time/step",
+)  # fmt: skip
+"""Metrics with a line of their own, as far as the run has them; docs/metrics.md explains them."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_POINTS = 32  # columns of a curve
+_RECENT = 10  # rows whose mean is shown
+_WARNINGS = 3
+_TAIL = 1 << 21  # bytes at the end of a file of trajectories that are read
+_COLOUR = {"correct": COLOURS["answer"], "partial": COLOURS["reflection"],
+           "wrong": COLOURS["fault"], "ungraded": COLOURS["think"]}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Tail:
+    """The complete lines of a growing file, read once each.
+
+    Attributes:
+        path: file of JSON objects, a line each.
+        rows: the objects so far.  They are read anew when a resumed run has cut the file.
+    """
+
+    path: Path
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    _offset: int = 0
+
+    def read(self) -> None:
+        """Reads the lines that are new.
+
+        Raises:
+            UserError: a line is no JSON object.
+        """
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:
+                    self._offset, self.rows = 0, []
+                file.seek(self._offset)
+                whole = file.read(size - self._offset).rpartition(b"\n")[0]
+        except FileNotFoundError:
+            self._offset, self.rows = 0, []
+            return
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
+        for line in whole.split(b"\n") if whole else ():
+            self.rows.append(_object(self.path, line))
+        self._offset += len(whole) + bool(whole)
+
+
+def _object(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        value = reading.parse_json(line.decode())
+    except reading.MALFORMED as error:
+        raise UserError(f"{path}: a line is no JSON: {reading.reason(error)}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: a line is no JSON object")
+    return value
+
+
+def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
+    """The trajectories that ended last, the newest first.
+
+    Graded trajectories stand in ``spool/`` from the moment at which they end, later in
+    ``traces.jsonl``.  A folder ``traces/`` of compressed shards is not read.
+    """
+    plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
+    stamped = sorted(((_modified(p), p) for p in plain), reverse=True)
+    found: list[Trajectory] = []
+    for stamp, path in stamped:
+        if stamp and len(found) < count:
+            found += _last(path, count - len(found))
+    return found
+
+
+def _modified(path: Path) -> float:
+    """When a file was written last; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _last(path: Path, count: int) -> list[Trajectory]:
+    """The trajectories of the last complete lines of a file, the last first."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, 2) - _TAIL)
+            file.seek(start)
+            lines = file.read().split(b"\n")[bool(start) : -1]
+    except OSError:  # pruned by the run
+        return []
+    found = []
+    for line in reversed(lines[-count:]):
+        try:
+            found.append(Trajectory.from_json(json.loads(line)))
+        except reading.MALFORMED:
+            continue
+    return found
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve of one line, from the smallest to the largest value."""
+    shown = [v for v in values if v - v == 0]  # finite
+    if not shown:
+        return ""
+    if len(shown) > _POINTS:  # means of equal parts
+        edges = [round(i * len(shown) / _POINTS) for i in range(_POINTS + 1)]
+        parts = [shown[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        shown = [sum(part) / len(part) for part in parts]
+    low, high = min(shown), max(shown)
+    step = (high - low) / (len(_BARS) - 1) or 1.0
+    return "".join(_BARS[round((value - low) / step)] for value in shown)
+
+
+class Picture:
+    """The state of a run as a renderable of rich."""
+
+    def __init__(self, run: Path, trajectories: int):
+        """Begins to read a run directory; ``trajectories`` are shown of it."""
+        self._run, self._count = run, trajectories
+        self._tail = Tail(run / "metrics.jsonl")
+
+    def draw(self) -> RenderableType:
+        """Reads what is new, and draws it."""
+        self._tail.read()
+        rows = self._tail.rows
+        if not rows:
+            return Text(f"{self._run}: no step yet", style=COLOURS["think"])
+        phase = str(rows[-1].get("phase", "run"))
+        mine = [row for row in rows if str(row.get("phase", "run")) == phase]
+        parts = [self._head(phase, mine), _curves(mine), *_warnings(mine)]
+        if newest := newest_trajectories(self._run, self._count):
+            parts.append(_trajectories(newest))
+        return Group(*parts)
+
+    def _head(self, phase: str, rows: Sequence[Mapping[str, Any]]) -> Text:
+        total = _total_steps(self._run, phase)
+        age = time.time() - _modified(self._tail.path)
+        text = Text(f"{self._run.resolve().name}  ", style="bold")
+        step = number(as_number(rows[-1].get("step")) or 0)
+        text.append(f"{phase_title(phase)} step {step}{f' of {total}' if total else ''}")
+        seconds = [s for row in rows[-_RECENT:] if (s := as_number(row.get("time/step")))]
+        if seconds:
+            text.append(f", {3600 * len(seconds) / sum(seconds):,.0f} steps an hour")
+        text.append(f", last row {age:,.0f} s ago")
+        return text
+
+
+def _total_steps(run: Path, phase: str) -> int:
+    """Steps of a phase that the config asks for; 0 if the config does not say."""
+    try:
+        config = json.loads((run / "config.json").read_text())
+        return int(config.get(phase, config)["optimizer"]["total_steps"])
+    except (OSError, *reading.MALFORMED):
+        return 0
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, side in (("metric", "left"), ("now", "right"), (f"mean of {_RECENT}", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table.add_column("whole run")
+    columns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name in SHOWN:
+            if (value := as_number(row.get(name))) is not None:
+                columns[name].append(value)
+    for name in (n for n in SHOWN if n in columns):
+        values = columns[name]
+        recent = values[-_RECENT:]
+        mean = sum(recent) / len(recent)
+        curve = Text(sparkline(values), style=COLOURS["wiki_search"])
+        table.add_row(name, number(values[-1]), number(mean), curve)
+    return table
+
+
+def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
+    return [
+        Text(f"step {number(step)}: {clean(text)}", style=COLOURS["fault"])
+        for _, step, text in warnings_of(rows)[-_WARNINGS:]
+    ]
+
+
+def _trajectories(found: Sequence[Trajectory]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    for name, width in (("newest", 9), ("reward", 6), ("stop", 9), ("tokens", 6), ("calls", 5)):
+        left = name in ("newest", "stop")
+        table.add_column(name, justify="left" if left else "right", min_width=width, no_wrap=True)
+    table.add_column("question", ratio=2, no_wrap=True, overflow="ellipsis")
+    table.add_column("answer", ratio=1, no_wrap=True, overflow="ellipsis")
+    for trajectory in found:
+        verdict = verdict_of(trajectory)
+        reward = trajectory.reward.value if trajectory.reward else None
+        table.add_row(
+            Text(verdict, style=_COLOUR[verdict]),
+            "" if reward is None else number(reward),
+            str(trajectory.stop_reason),
+            str(trajectory.num_policy_tokens),
+            str(len(trajectory.tool_calls)),
+            Text(clean(" ".join(trajectory.question.split()))),
+            Text(clean(" ".join((trajectory.answer or "").split()))),
+        )
+    return table
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    workdir_flag("directory of the run")
+    flags.DEFINE_integer("trajectories", 8, "newest trajectories that are shown", lower_bound=0)
+    flags.DEFINE_float("every", 2.0, "seconds between two pictures", lower_bound=0.1)
+    flags.DEFINE_bool("once", False, "print the present state and end")
+
+
+def main(argv: list[str]) -> None:
+    """Shows the run until Ctrl-C."""
+    run = Path(flags.FLAGS.workdir)
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run directory; pass the --workdir of a run")
+    if not any((run / name).exists() for name in ("config.json", "metrics.jsonl")):
+        raise UserError(f"{run}: not a run directory: it has no config.json and no metrics.jsonl")
+    picture, console = Picture(run, flags.FLAGS.trajectories), Console()
+    if flags.FLAGS.once or not console.is_terminal:
+        console.print(picture.draw())
+        return
+    try:
+        with Live(picture.draw(), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(flags.FLAGS.every)
+                live.update(picture.draw(), refresh=True)
+    except KeyboardInterrupt:
+        console.print(picture.draw())
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)
