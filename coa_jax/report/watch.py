@@ -10,6 +10,7 @@ any time, and run on another machine that mounts the directory.  Without a termi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections import defaultdict
@@ -146,7 +147,7 @@ def sparkline(values: Sequence[float]) -> str:
         return ""
     if len(shown) > _POINTS:  # means of equal parts
         edges = [round(i * len(shown) / _POINTS) for i in range(_POINTS + 1)]
-        parts = [shown[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [shown[a:b] for a, b in itertools.pairwise(edges)]
         shown = [sum(part) / len(part) for part in parts]
     low, high = min(shown), max(shown)
     step = (high - low) / (len(_BARS) - 1) or 1.0
