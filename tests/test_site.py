@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -139,6 +140,7 @@ def test_the_figures_are_those_that_the_script_draws():
     draw = load("figures/draw.py")
     for name, function in draw.FIGURES.items():
         assert (DOCS / "figures" / name).read_text() == function(), "run docs/figures/draw.py"
+        ElementTree.fromstring(function())  # well-formed
 
 
 @pytest.mark.parametrize(
