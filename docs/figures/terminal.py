@@ -30,7 +30,7 @@ STYLE = """
 .paper { fill: #fcfcfa } text { fill: #1d2b2f; white-space: pre }
 .command { font-weight: 600 }
 .late { animation: appear 0.2s both }
-@keyframes appear { from { opacity: 0.2 } }
+@keyframes appear { from { opacity: 0.45 } }
 @media (prefers-color-scheme: dark) { .paper { fill: #14201f } text { fill: #e2eceb } }
 @media (prefers-reduced-motion: reduce) { .late { animation: none } }
 """
