@@ -1,4 +1,4 @@
-"""Writes a folder with an extension of your own: a module, its test and how a run uses it.
+"""Writes a folder with a first extension: a module, its test, and a README with a command.
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
@@ -33,7 +33,7 @@ coa-jax rl --config=configs/rl/tiny.py --workdir=runs/{name} \\
     {options}
 ```
 
-The options stand in any config of RL alike; docs/extending.md of coa_jax says what else there is.
+The same options work with every RL config; docs/extending.md of coa_jax describes all extensions.
 """
 
 

@@ -82,7 +82,7 @@ class EngineConfig(Bounded):
     def on_platform(self, platform: str) -> EngineConfig:
         """With the extend_buckets and the extend_block of a platform where none are given.
 
-        On CPUs there is a single bucket: larger programs read no faster (docs/findings.md).
+        CPUs have a single bucket: a larger program computes no more tokens per second there.
         """
         buckets, block = ((64,), 8) if platform == "cpu" else ((32, 128, 512), 16)
         return dataclasses.replace(

@@ -2,8 +2,8 @@
 
 There are two reasons.  Results: XLA shares a reduction or a matmul out over the cores in ways that
 depend on the number of rows, so the last bits of a sequence would depend on how many sequences are
-decoded beside it.  Speed: each function says what the compiler does badly.  Figures are in
-docs/findings.md.  Nothing here runs on other platforms.
+decoded beside it.  Speed: each function says what the compiler does badly.  Nothing here runs on
+other platforms.
 """
 
 from __future__ import annotations

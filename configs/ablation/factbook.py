@@ -1,22 +1,22 @@
-r"""SFT of the quickstart's small policy on differently filtered Factbook runs.
+r"""Compares filters: SFT of the quickstart's small policy on differently filtered Factbook runs.
 
     python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
 
-Needs: what the quickstart needs; launch/quickstart.sh shows settings of malloc that make a step on
-a CPU shorter.
-Takes: for each of four arms and three seeds as long as the stages ``sft`` and ``evaluate_sft`` in
+Needs: the requirements of the quickstart.  launch/quickstart.sh shows malloc settings that make a
+step on a CPU faster.
+Takes: for each of four arms and three seeds, the time of the stages ``sft`` and ``evaluate_sft`` in
 the ``timings_s`` of a quickstart's summary.json.
 Gives: runs/ablation/report.md: pass@1 on 800 held-out questions for each arm, and its differences
 to the unfiltered and the filtered set with intervals over seeds and over tasks.
 
-The teacher slips often here, and most of its wrong suggestions pass its own check, so that the
-unfiltered set holds the defects that filters are for: wrong answers, and mistakes that were lucky.
-The arms:
+The teacher makes many mistakes here, and most of its wrong suggestions pass its own check.  So the
+unfiltered set contains the defects that filters should remove: wrong answers, and right answers
+despite a mistake.  The arms:
 
-- ``unfiltered``: every run as it is;
-- ``filtered``: the filters of quality (paper §3.2.1), as in configs/distill/factbook.py;
-- ``reflection``: these, and of the runs without reflection one half;
-- ``correction``: these, and runs that corrected their answer count twice.
+- ``unfiltered``: every run;
+- ``filtered``: after the quality filters (paper §3.2.1), as in configs/distill/factbook.py;
+- ``reflection``: as ``filtered``, without one half of the runs that have no reflection;
+- ``correction``: as ``filtered``, with runs that corrected their answer twice.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-r"""What the filters are worth to a policy that learns for longer: one comparison, planned ahead.
+r"""Measures the effect of the filters on a policy that trains longer; fixed in advance.
 
     python -m coa_jax.ablation --config=configs/ablation/filters.py --workdir=runs/filters
 
-Needs: what configs/ablation/factbook.py needs.
-Takes: for each of two arms and four seeds two and a half times as long as the stage ``sft`` in the
+Needs: the requirements of configs/ablation/factbook.py.
+Takes: for each of two arms and four seeds, two and a half times the stage ``sft`` in the
 ``timings_s`` of a quickstart's summary.json, and once its ``evaluate_sft``.
-Gives: runs/filters/report.md, as configs/ablation/factbook.py does.
+Gives: runs/filters/report.md, in the form of configs/ablation/factbook.py.
 
-After the 800 updates of that ablation a policy solves one question in five: most answers are wrong
-for want of skill, and it matters little whether the data held wrong answers too.  Here each policy
-is given 2,000.  Teacher, filters and questions are the same; the seeds are others.  Arms, seeds and
-updates were fixed before the first of these policies was trained.
+After the 800 updates of configs/ablation/factbook.py a policy solves one question in five.  Most
+answers are wrong because the policy is weak, so wrong answers in the data make little difference.
+Here each policy is trained for 2,000 updates.  Teacher, filters and questions are the same; the
+seeds differ.  Arms, seeds and updates were fixed before the first of these policies was trained.
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@ r"""Distil Factbook questions from a language model behind an OpenAI-compatible 
 
     python -m coa_jax.distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
 
-Needs: the extra ``endpoint`` and an endpoint: vLLM, a cloud, anything that speaks
-``/v1/chat/completions``.  ``--config.endpoint.url=... --config.endpoint.model=...`` name it;
+Needs: the extra ``endpoint`` and a server with ``/v1/chat/completions``, such as vLLM or a cloud
+service.  ``--config.endpoint.url=... --config.endpoint.model=...`` name it;
 the key is read from the environment variable ``endpoint.key_env``.
-Takes: as long as the endpoint takes for ten to thirty calls a task; ``teacher.concurrency`` tasks
-are in flight at once.
+Takes: ten to thirty calls per task; ``teacher.concurrency`` tasks run concurrently.
 Gives: the files of configs/distill/factbook.py and ``calls/SPLIT.jsonl`` with every prompt and
-reply.  The run stops before a call that a limit forbids (``endpoint.max_calls``,
-``max_total_tokens``, ``max_money`` by ``endpoint.prices``; the price below is an example: put in
-that of your provider) and goes on when started again; no recorded reply is paid for twice.
+reply.  The run stops before a call that would exceed a limit (``endpoint.max_calls``,
+``max_total_tokens``, ``max_money`` with ``endpoint.prices``; the price below is an example, replace
+it by that of your provider).  Started again, the run continues; no recorded reply is paid twice.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@ r"""Distil multi-hop questions about the World Factbook from the scripted teache
     python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
 
 Needs: nothing beyond the package (the Factbook is a dependency; programs run in the sandbox).
-Takes: as long as the stage ``distill`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: the trajectories that the quickstart learns from; some call the sandbox, some contain a slip
-of the teacher and its correction.  The teacher's minds are scripted, so its pass@1 is near 1 by
-design: it is the upper bound that a policy is compared with, not a finding.
+Takes: the time of the stage ``distill`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: the trajectories that the quickstart learns from. Some call the sandbox, some contain a
+mistake of the teacher and its correction. The teacher is scripted, so its pass@1 is near 1 by
+design: it is the upper bound for a policy, not a result.
 
-The mistake rate is for a decision: a trajectory has many, so several times as many have a mistake.
-``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper (§3.2.1),
-``plain_fraction`` and ``corrected_copies`` its third and fourth filter; a small policy needs the
-plain cases as well, and most of these questions need one to three calls.
+The mistake rate applies to each decision. A trajectory has many decisions, so the share of
+trajectories with a mistake is several times as high.
+``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper (§3.2.1);
+``plain_fraction`` and ``corrected_copies`` are its third and fourth filter. They are off here,
+because a small policy needs simple cases too, and most questions need one to three calls.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@ r"""Distil Factbook questions from smolagents: a CodeAgent that manages a search
 
     python -m coa_jax.distill --config=configs/distill/smolagents.py --workdir=runs/smolagents
 
-Needs: the extra ``distill`` and an endpoint, as configs/distill/endpoint.py says.
-Takes: as long as the endpoint takes for ten to twenty calls a task.
-Gives: ``smolagents/SPLIT.jsonl`` with the memory of the agents, one run a line, and what
-configs/distill/traces.py makes of it.  Started again it solves what is missing.
+Needs: the extra ``distill`` and an endpoint as in configs/distill/endpoint.py.
+Takes: ten to twenty calls per task.
+Gives: ``smolagents/SPLIT.jsonl`` with the memory of the agents, one run per line, and the files of
+configs/distill/traces.py.  Started again, the run solves the missing tasks.
 """
 
 from __future__ import annotations

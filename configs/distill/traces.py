@@ -6,18 +6,18 @@ r"""Make a data set from the logs of another multi-agent system, or from publish
 
 Needs: the logs, named by ``--config.traces.files=results.jsonl``, their
 ``--config.traces.format`` (``oagents``, ``smolagents``, ``openai``, ``mcp`` or ``messages``) and
-the ``--config.traces.protocol`` of the trajectories; docs/distillation.md tells what each format
-holds.  With ``:records`` the files hold trajectories in any form of docs/data.md; they are filtered
-as they are.  The extra ``distill`` for the search for near-duplicates.
+the ``--config.traces.protocol`` of the trajectories; docs/distillation.md lists the limits
+of each format.  With ``:records`` the files contain trajectories in any form of docs/data.md, which
+are filtered without conversion.  The search for near-duplicates needs the extra ``distill``.
 Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line and the reason.
 
-The filters are those of the paper (§3.2.1), the first of which keeps runs with five tool calls or
-more: ``--config.teacher.selection.min_tool_calls=0`` keeps the others too.  A run whose log gives
-no accepted answer cannot be graded and is dropped as ``no_accepted_answer``, unless
-``--config.teacher.keep_without_gold=True``, which is the setting of ``:records``: published records
-seldom name accepted answers, and their authors have graded them.
+The filters are those of the paper (§3.2.1).  The first keeps only runs with at least five tool
+calls; ``--config.teacher.selection.min_tool_calls=0`` disables it.  A run whose log contains no
+accepted answer cannot be graded and is dropped as ``no_accepted_answer``, unless
+``--config.teacher.keep_without_gold=True``, the default of ``:records``, because published records
+rarely contain accepted answers and have been graded by their authors.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-r"""Teaches the small policy to prefer its right trajectories to its wrong ones: a baseline of RL.
+r"""DPO: the small policy learns to prefer right trajectories to wrong ones; a baseline for RL.
 
     python -m coa_jax.dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
 
 Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of it: those that
 configs/rl/factbook.py left in runs/rl/traces.jsonl, or those of an evaluation on the training split
 (then set ``config.phase`` to its phase).
-Takes: no figure: the length of a run is ``config.optimizer.total_steps``.
-Gives: runs/dpo/model.  Read in metrics.jsonl: ``dpo/accuracy`` (share of pairs in the right order,
-rises from a half) and ``dpo/chosen_log_ratio`` (if it falls far below 0, right trajectories get
-less likely as well: lower the rate or raise ``beta``).
+Takes: depends on ``config.optimizer.total_steps``; not measured.
+Gives: runs/dpo/model.  Metrics to watch in metrics.jsonl: ``dpo/accuracy`` (share of pairs in the
+right order, rises from 0.5) and ``dpo/chosen_log_ratio`` (if it falls far below 0, right
+trajectories become less likely too: lower the learning rate or raise ``beta``).
 
 Choices: rows hold two trajectories of up to 416 tokens; a task gives at most four pairs.
 """

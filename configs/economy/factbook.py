@@ -1,15 +1,14 @@
-r"""Tokens of the quickstart's policy against those of the team that taught it.
+r"""Compares the tokens of the quickstart's policy with those of the team that taught the policy.
 
     python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
 
 Needs: a finished quickstart in runs/quickstart; or trajectories of ``python -m coa_jax.evaluate``:
-give ``traces``, their ``phase`` (``evaluate-`` and the stage), ``model`` for its tokenizer, and the
-``tasks`` of that evaluation.
-Takes: seconds with the scripted team.  A config that adds ``endpoint``, as
-configs/distill/endpoint.py does, measures a team of language models, with ten to thirty calls a
-task.
-Gives: success of both, and tokens for each task that both solved and for each solved task over all
-attempts, with the share that the policy saves.
+set ``traces``, their ``phase`` (``evaluate-STAGE``), ``model`` for its tokenizer, and the ``tasks``
+of that evaluation.
+Takes: seconds with the scripted team. A config that adds ``endpoint``, as in
+configs/distill/endpoint.py, measures a team of language models with ten to thirty calls per task.
+Gives: the success rates of both; tokens per task that both solved; tokens of all attempts per
+solved task; and the share that the policy saves.
 """
 
 from __future__ import annotations

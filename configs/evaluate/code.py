@@ -1,15 +1,15 @@
-r"""Measures the paper's code agent on LiveCodeBench or CodeContests.
+r"""Evaluates the paper's code agent on LiveCodeBench or CodeContests.
 
     python -m coa_jax.evaluate --config=configs/evaluate/code.py:lcb5 --workdir=runs/code-lcb5
 
 Variants: ``lcb5`` (default), ``lcb4``, ``codecontests``; and ``7b`` (default) or ``32b``, which
-differ in temperature, as in ``code.py:lcb4,32b``.  ``code.py:lcb5,debug`` is the same in small:
-configs/evaluate/tiny.py.
-Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
---config.endpoint.model=NAME``; the questions and private tests (docs/benchmarks.md says where
-from) in /mnt/data; the sandbox for programs.
-Takes: no figure: it was not run at this size by its authors.
-Gives: pass@1 with its error, by difficulty and platform, costs.  ``--config.samples=8`` gives
+differ in temperature, as in ``code.py:lcb4,32b``. ``code.py:lcb5,debug`` scales the config down,
+see configs/evaluate/tiny.py.
+Needs: a policy of configs/rl/code.py, or any served policy: ``--config.endpoint.url=http://.../v1
+--config.endpoint.model=NAME``; the questions and private tests (docs/benchmarks.md says where from)
+in /mnt/data; the sandbox for programs.
+Takes: unknown: nobody has run this size yet.
+Gives: pass@1 with its error, by difficulty and platform, costs. ``--config.samples=8`` gives
 pass@2, 3, 4 and 8 as well.
 
 From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), top-p 1, 4,096 tokens of

@@ -1,15 +1,15 @@
-r"""Measures a small policy on questions about places that are in no training question.
+r"""Evaluates a small policy on questions about places that occur in no training question.
 
     python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
 
-Needs: the policy of configs/rl/factbook.py in runs/rl; another one by its directory and a name for
-the results, as in ``--config.model=runs/sft/model --config.stage=sft``.  Stages that are measured
-into one work directory stand side by side in its summary.json and in its report.
-Takes: as long as the stage ``evaluate_rl`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took,
-in evaluate/rl/results.json and on the page beside it.  ``--config.samples=8`` gives pass@2, 3, 4
-and 8 and a majority vote as well.  Killed and started again it goes on where it was.
-``factbook.py:debug`` is the same in small: configs/evaluate/tiny.py.
+Needs: the policy of configs/rl/factbook.py in runs/rl, or another policy by its directory and a
+name for the results: ``--config.model=runs/sft/model --config.stage=sft``. Stages that share a
+work directory are listed side by side in its summary.json and in its report.
+Takes: the time of the stage ``evaluate_rl`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: pass@1 with its 95 % interval, results by hops and kind of question, tool calls and tokens,
+in evaluate/rl/results.json and on the page beside it. ``--config.samples=8`` adds pass@2, 3, 4 and
+8 and a majority vote. A killed evaluation continues when started again. ``factbook.py:debug``
+scales the config down, see configs/evaluate/tiny.py.
 """
 
 from __future__ import annotations

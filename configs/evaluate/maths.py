@@ -1,18 +1,19 @@
-r"""Measures the paper's code agent on AIME, AMC, MATH500 or OlympiadBench.
+r"""Evaluates the paper's code agent on AIME, AMC, MATH500 or OlympiadBench.
 
     python -m coa_jax.evaluate --config=configs/evaluate/maths.py:aime24 --workdir=runs/aime24
 
 Variants: ``aime24`` (default), ``aime25``, ``amc23``, ``math500``, ``olympiad``; and ``7b``
 (default) or ``32b``, which differ in temperature, as in ``maths.py:math500,32b``.
-``maths.py:aime24,debug`` is the same in small: configs/evaluate/tiny.py.
-Needs: a policy of configs/rl/code.py, or any served one by ``--config.endpoint.url=http://.../v1
+``maths.py:aime24,debug`` scales the config down, see configs/evaluate/tiny.py.
+Needs: a policy of configs/rl/code.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=aime:PATH``; the sandbox for programs; the extra ``maths``.
-Takes: no figure: it was not run at this size by its authors.
+Takes: unknown: nobody has run this size yet.
 Gives: avg@16 for AIME and AMC, else pass@1, with its error; majority vote, by level and topic, and
 costs.
 
-From the paper (§4.2) and its script: as configs/evaluate/code.py; 16 samples for AIME and AMC.
+From the paper (§4.2) and its script: as configs/evaluate/code.py, but with 16 samples for AIME and
+AMC.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-r"""Measures the paper's agent for multi-hop questions on one of its seven sets.
+r"""Evaluates the paper's agent for multi-hop questions on one of its seven sets.
 
     python -m coa_jax.evaluate --config=configs/evaluate/mhqa.py:hotpotqa --workdir=runs/hotpotqa
 
 Variants: ``nq`` (default), ``triviaqa``, ``popqa``, ``hotpotqa``, ``2wiki``, ``musique``,
-``bamboogle``.  ``mhqa.py:nq,debug`` is the same in small: configs/evaluate/tiny.py.
-Needs: a policy of configs/rl/mhqa.py, or any served one by ``--config.endpoint.url=http://.../v1
+``bamboogle``. ``mhqa.py:nq,debug`` scales the config down, see configs/evaluate/tiny.py.
+Needs: a policy of configs/rl/mhqa.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at ``--config.tools.wiki_url``.
-Takes: no figure: it was not run at this size by its authors.
+Takes: unknown: nobody has run this size yet.
 Gives: exact match with its error, by hops and kind of question, costs.
 
 From the paper (§4.1) and its script: greedy, one sample, 2,048 tokens of prompt and 8,192 of
-answer, 8 turns, 3 passages of a search.  ``--config.graders.answer=mhqa_eval`` compares the first
-answer only, as the release does; ``--config.graders.judge_all=True`` with a judge, as the paper
+answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval`` compares the first
+answer only, as the release does. ``--config.graders.judge_all=True`` uses a judge, as the paper
 says.
 """
 

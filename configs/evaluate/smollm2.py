@@ -1,15 +1,15 @@
-r"""Measures SmolLM2-135M-Instruct after RL on places that are in no training question.
+r"""Evaluates SmolLM2-135M-Instruct after RL on places that occur in no training question.
 
     python -m coa_jax.evaluate --config=configs/evaluate/smollm2.py --workdir=runs/smollm2-evaluate
 
 Needs: the policy of configs/rl/smollm2.py in runs/smollm2-rl; the model before it by
 ``--config.model=weights/SmolLM2-135M-Instruct --config.stage=base`` or
 ``--config.model=runs/smollm2-sft/model --config.stage=sft``.
-Takes: no figure yet; 100 questions in 32 slots are about three times the rollouts of a step of
+Takes: not measured; 100 questions in 32 slots are about three times the rollouts of a step of
 configs/rl/smollm2.py.
-Gives: pass@1 with its 95 % interval, by hops and kind of question, what tools and tokens it took.
-The untouched model has never seen the protocol and the brief prompt does not explain it: a pass@1
-of 0 says nothing about what it knows.  ``smollm2.py:debug`` is the same in small:
+Gives: pass@1 with its 95 % interval, results by hops and kind of question, tool calls and tokens.
+The original model has never seen the protocol, and the brief prompt does not explain it, so a
+pass@1 of 0 says nothing about its knowledge. ``smollm2.py:debug`` scales the config down, see
 configs/evaluate/tiny.py.
 """
 

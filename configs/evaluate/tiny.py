@@ -1,12 +1,12 @@
-r"""Measures a policy of one layer on four questions: the smallest evaluation there is.
+r"""Evaluates a policy of one layer on four questions: the smallest possible evaluation.
 
     python -m coa_jax.evaluate --config=configs/evaluate/tiny.py --workdir=runs/debug/evaluate
 
 Needs: ``bash launch/debug_files.sh``.
 Takes: less than a minute on a CPU core, most of it compilation.
-Gives: every file of a large evaluation, and a pass@1 that means nothing.  The debug forms of the
-other files here (``configs/evaluate/web.py:gaia,debug``) have these sizes, their own settings and a
-few questions in the form of their benchmark; their tools need no network, and no model judges.
+Gives: every file of a large evaluation, and a meaningless pass@1.  The debug variants of the other
+files here (``configs/evaluate/web.py:gaia,debug``) combine these sizes with their own settings and
+a few questions in the format of their benchmark.  They use tools without a network and no judge.
 """
 
 from __future__ import annotations

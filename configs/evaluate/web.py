@@ -1,20 +1,20 @@
-r"""Measures the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, with live search.
+r"""Evaluates the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, with live search.
 
     python -m coa_jax.evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
 
-Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``.  ``web.py:gaia,debug`` is the
-same in small: configs/evaluate/tiny.py.
-Needs: a policy of configs/rl/web.py, or any served one by ``--config.endpoint.url=http://.../v1
+Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``.  ``web.py:gaia,debug`` scales
+the config down, see configs/evaluate/tiny.py.
+Needs: a policy of configs/rl/web.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=gaia:PATH``; a judge at ``--config.graders.judge.chat.url``, a model that
 summarises pages at ``--config.tools.crawl_page.summarizer.url``, and the key of the search service.
-Takes: no figure: it was not run at this size by its authors.
+Takes: unknown: nobody has run this size yet.
 Gives: pass@1 over 5 rounds with its error, pass@3 and pass@5, by level, topic and kind, costs, and
-what met a copy of the benchmark.  ``--config.best_of.n=3`` adds best-of-3.
+the samples that reached a copy of the benchmark.  ``--config.best_of.n=3`` adds best-of-3.
 
-From the paper (§4.1, §5.3) and its script: temperature 1, top-p 0.9, top-k 20, 4,096 tokens of
-answer a turn and 32,768 in all, 36 turns, 10 results of a search, 5 rounds, Qwen2.5-72B-Instruct
-judges and picks.  What differs is in docs/benchmarks.md.
+From the paper (§4.1, §5.3) and its script: temperature 1, top-p 0.9, top-k 20, 4,096 tokens per
+turn and 32,768 in total, 36 turns, 10 results per search, 5 rounds, and Qwen2.5-72B-Instruct as the
+judge and the best-of-n model.  docs/benchmarks.md lists the differences.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-r"""The whole pipeline with a small policy that is trained from nothing, on a CPU.
+r"""The complete pipeline on a CPU, with a small policy trained from scratch.
 
     bash launch/quickstart.sh --workdir runs/quickstart
 
 Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
 Takes: 12 to 15 minutes on 2 cores, installation included.
-Gives: at temperature 1 on 800 held-out questions, 0 before training, about a third after SFT and
-7 points more after RL; the README has the figures of runs.
+Gives: pass@1 on 800 held-out questions at temperature 1: 0 before training, about a third after
+SFT, and 7 points more after RL.  The README has the figures of a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.learn.step import OptimizerConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import complete
 
-# Six in ten questions have one hop; each kind of question has one wording.
+# 60 % of the questions have one hop; each kind of question has a single wording.
 TASKS = "factbook:weights=60/25/10/5,templates=1"
 
 
@@ -87,8 +87,8 @@ def get_config() -> ml_collections.ConfigDict:
             "tasks": TASKS,
             "num_tasks": 4000,
             "seed": 0,
-            # Of 24 groups about 14 have a signal.  A second round for the rest would pay the wait
-            # for its slowest trajectory once more.
+            # About 14 of 24 groups have a signal.  A second round of sampling for the others would
+            # wait for its slowest trajectory again.
             "groups": 24,
             "group_size": 8,
             "max_sampled": 1.0,
@@ -111,8 +111,8 @@ def get_config() -> ml_collections.ConfigDict:
                     "warmup_steps": 3,
                     "final_ratio": 0.1,
                     "weight_decay": 0.0,
-                    # Gradients of policies are noisy: the longer memory keeps rare large ones from
-                    # moving weights by a full step.
+                    # Policy gradients are noisy: the longer average keeps rare large gradients from
+                    # moving the weights by a full step.
                     "b2": 0.99,
                 },
             ),

@@ -1,12 +1,13 @@
-r"""The whole pipeline in small under the protocol of the web agent.
+r"""The complete pipeline at small scale, with the protocol of the paper's web agent.
 
     bash launch/quickstart.sh --config=configs/quickstart/web.py --workdir=runs/quickstart-web
 
 Needs: 2 CPU cores, 4 GB of memory.  No network: search results and pages are those of the Factbook.
-Takes: 6 minutes on 2 cores of a Xeon that other programs shared, 4 of them SFT.
-Gives: on 400 held-out questions of one hop at temperature 1, pass@1 0.000 (95 % 0.000-0.010) before
-SFT, 0.338 (0.293-0.385) after SFT and 0.370 (0.324-0.418) after RL (one run, seed 0).  After 1,000
-updates instead of 2,000 it was 0.037 (0.023-0.061): a link must be copied without a slip.
+Takes: 6 minutes on 2 cores of a Xeon beside other programs, 4 of them SFT.
+Gives: pass@1 on 400 held-out questions of one hop at temperature 1 (one run, seed 0, 95 %
+intervals): 0.000 (0.000-0.010) before SFT, 0.338 (0.293-0.385) after SFT, 0.370 (0.324-0.418) after
+RL.  With 1,000 SFT updates instead of 2,000, pass@1 after SFT was 0.037 (0.023-0.061), because the
+policy must copy links exactly.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
             ToolsConfig,
             {
                 "names": ("web_search", "crawl_page"),
-                # A snippet ends before the fact, which only the page holds.
+                # A snippet is cut before the fact, so the policy must open the page.
                 "web_search": {"provider": "local", "top_k": 1, "snippet_chars": 24},
                 "crawl_page": {"page_chars": 120},
             },

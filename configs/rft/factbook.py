@@ -1,16 +1,15 @@
-r"""Fine-tunes the small policy on its own right trajectories: a baseline of RL.
+r"""Rejection sampling: SFT of the small policy on its own right trajectories; a baseline for RL.
 
     python -m coa_jax.rft --config=configs/rft/factbook.py --workdir=runs/rft
 
 Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of it: those that
 configs/rl/factbook.py left in runs/rl/traces.jsonl, or those of an evaluation on the training split
 (then set ``config.phase`` to its phase).
-Takes: no figure: the length of a run is ``config.optimizer.total_steps``.
+Takes: depends on ``config.optimizer.total_steps``; not measured.
 Gives: runs/rft/model.
 
-Choices: trajectories of the whole RL run are read, so most were sampled by policies that were
-better than the one that learns here.  A task gives at most four, or easy tasks would crowd out the
-others.
+Choices: the trajectories come from the whole RL run, so most were sampled by better policies than
+the one that learns here.  At most four per task are used, so that easy tasks do not dominate.
 """
 
 from __future__ import annotations

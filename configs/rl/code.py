@@ -1,26 +1,26 @@
-r"""Reinforces the paper's code agent with the sandbox (DAPO).
+r"""Trains the paper's code agent by RL with the sandbox (DAPO).
 
     python -m coa_jax.rl --config=configs/rl/code.py:7b --workdir=/mnt/runs/rl-code-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
-Needs: the policy of configs/sft/code.py and, in a directory that all hosts share (here /mnt),
-tasks of mathematics and programming.  7b is for the 64 chips of a v5p:4x4x4, 32b for the 128 of a
-v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will do,
-``launch/`` has what starts it there.
-Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
-Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
+configs/rl/tiny.py.
+Needs: the policy of configs/sft/code.py and, in a directory that all hosts share (here /mnt), tasks
+of mathematics and programming. 7b is sized for the 64 chips of a v5p:4x4x4, 32b for the 128 of a
+v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks whether the run fits another slice;
+``launch/`` has the scripts that start the run on a slice.
+Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
+Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
 
 From the paper (§3.2, §4.2) and its scripts: 256 prompts of 8 samples at temperature 1, 8 updates of
-32 prompts a step, learning rate 1e-6 after 10 steps of warm-up, clip 0.2 and 0.28, dual clip 3, no
-KL term, at most 8 tool calls, and an answer counts only where the format was obeyed (eq 11).  The
-paper takes 150 steps with 7B, as here, and 120 with 32B; the scripts up to 2,000.  Its context is
-32,768 tokens, with 32B 16,384 until step 40; the scripts have 4,096 tokens of prompt and 16,384 of
-answer.  The paper shapes the reward of long answers, with a buffer of 1/8 of the response; the
-release turns that off, and so does this file: ``--config.algorithm.overlong_buffer=4096`` turns it
-on for 32,768 tokens.  A weight decay is not stated for this agent: 0.01.  The release drops groups
-without a signal and samples further ones; here a step looks at
-``max_sampled`` times its groups at most.  3B, which neither
-has, gets the values of 7B.
+32 prompts per step, learning rate 1e-6 after 10 steps of warm-up, clip 0.2 and 0.28, dual clip 3,
+no KL term, at most 8 tool calls, and an answer counts only if the format is valid (eq 11). The
+paper makes 150 steps with 7B, as here, and 120 with 32B; the scripts make up to 2,000. Its context
+is 32,768 tokens, with 32B 16,384 until step 40; the scripts have 4,096 tokens of prompt and 16,384
+of answer. The paper shapes the reward of long answers, with a buffer of 1/8 of the response; the
+release disables this shaping, and so does this file (``--config.algorithm.overlong_buffer=4096``
+enables it for 32,768 tokens). The weight decay of this agent is not stated; this file uses 0.01.
+The release drops groups without a signal and samples others; here a step samples at most
+``max_sampled`` times its number of groups. Neither has a 3B agent; 3B uses the values of 7B.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-r"""Reinforces the fine-tuned small policy with live tools: DAPO.
+r"""Trains the fine-tuned small policy by RL with live tools (DAPO).
 
     python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
 
 Needs: the policy of configs/sft/factbook.py in runs/sft.
-Takes: as long as the stage ``rl`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/rl/model.  Read in metrics.jsonl: ``reward/mean`` (share of right answers in training,
-rises), ``group/frac_zero_std`` (tasks whose samples are all right or all wrong and teach nothing),
-``format/valid`` (rises; if it falls, the learning rate is too high) and
-``mismatch/abs_logp_max`` (sampler against trainer: below 1e-4 with float32 on a CPU).  The debug
-form mixes two sources and measures the policy on both (``eval/*``).
+Takes: the time of the stage ``rl`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: runs/rl/model.  Metrics to watch in metrics.jsonl:
+
+- ``reward/mean``: share of right answers in training; should rise;
+- ``group/frac_zero_std``: share of tasks whose samples are all right or all wrong, which give no
+  signal;
+- ``format/valid``: should rise; if it falls, the learning rate is too high;
+- ``mismatch/abs_logp_max``: sampler against trainer; below 1e-4 with float32 on a CPU.
+
+The debug variant mixes two sources and evaluates the policy on both (``eval/*``).
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     if not debug:
         return config
     config = in_small(config, "rl")
-    # Two sources, of which the first is asked twice as often, and an evaluation of both.
+    # Two sources, the first with twice the weight, and an evaluation on both.
     questions, config.tasks = config.tasks, ""
     config.mixture = {
         "questions": {"tasks": questions, "weight": 2.0},

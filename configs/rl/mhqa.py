@@ -1,4 +1,4 @@
-r"""Reinforces the paper's agent for multi-hop questions (MHQA) with a search engine.
+r"""Trains the paper's agent for multi-hop questions (MHQA) by RL with a search engine.
 
     python -m coa_jax.rl --config=configs/rl/mhqa.py:7b --workdir=/mnt/runs/rl-mhqa-qwen2.5-7b
 
@@ -7,17 +7,17 @@ Needs: the policy of configs/sft/mhqa.py and, in a directory that all hosts shar
 the training questions of NQ and HotpotQA.  7b is for the 64 chips of a v5p:4x4x4, 32b for the
 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will do,
 ``launch/`` has what starts it there.
-Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
-Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
+Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
 
-From the paper (§3.2, §4.1) and its scripts: PPO with a value head, generalised advantages (gamma
-and lambda 1), 512 questions of one sample at temperature 1, 2 updates of 256 a step, 1,005 steps,
-learning rate 1e-6 after a warm-up of 28.5 % of the steps (286), the critic's 1e-5 after 5 % (50),
-KL term of 0.001 (low variance), clip 0.2 on both sides (the script defines 0.28 and does not pass
-it on), dual clip 3, 2,048 tokens of prompt and 8,192 of answer, at most 7 searches.  The reward is
-exact match (eq 9) without the faults of the release's, which is
-``--config.graders.answer=mhqa_train`` (docs/grading.md).  A weight decay is not stated for this
-agent: 0.01.  32B, which neither has, gets the same values.
+From the paper (§3.2, §4.1) and its scripts: PPO with a value head, generalised advantage estimation
+(gamma and lambda 1), 512 questions of one sample at temperature 1, 2 updates of 256 questions per
+step, 1,005 steps, learning rate 1e-6 after a warm-up of 28.5 % of the steps (286), the critic's
+1e-5 after 5 % (50), KL term of 0.001 (low variance), clip 0.2 on both sides (the script defines
+0.28 but does not use it), dual clip 3, 2,048 tokens of prompt and 8,192 of answer, at most 7
+searches. The reward is the corrected exact match (eq 9, docs/grading.md);
+``--config.graders.answer=mhqa_train`` is that of the release. The weight decay of this agent is
+not stated; this file uses 0.01. Neither has a 32B agent; 32B uses the same values.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-r"""Distils a teacher into the small policy on the policy's own trajectories.
+r"""On-policy distillation: a teacher scores the small policy's own trajectories.
 
     python -m coa_jax.rl --config=configs/rl/opd.py --workdir=runs/opd
 
 Needs: the policy of configs/sft/factbook.py in runs/sft, and a teacher with the same vocabulary:
-here that of configs/rl/factbook.py in runs/rl.  Any larger model with the policy's tokenizer will
-do, in a directory (``--config.teacher.model``) or behind a server that returns log-probabilities of
-prompts (``--config.teacher.url``); see docs/algorithms.md.
-Takes: no figure: a step is one of configs/rl/factbook.py with two more forward passes.
-Gives: runs/opd/model.  Read in metrics.jsonl: ``opd/reverse_kl`` (divergence from the teacher in
-nats a token, falls) and ``reward/mean`` (which nothing here maximises, rises with it).
+here that of configs/rl/factbook.py in runs/rl.  The teacher may be any larger model with the
+policy's tokenizer, in a directory (``--config.teacher.model``) or behind a server that returns
+log-probabilities of prompts (``--config.teacher.url``); see docs/algorithms.md.
+Takes: not measured: a step of configs/rl/factbook.py with two more forward passes.
+Gives: runs/opd/model.  Metrics to watch in metrics.jsonl: ``opd/reverse_kl`` (divergence from the
+teacher in nats per token; should fall) and ``reward/mean`` (not optimised here, but should rise).
 
-Choices: no two samples are compared, so each of the 192 of a step has a task of its own; the
-teacher's advantages stand alone.  With ``--config.algorithm.advantage=group
---config.group_size=8 --config.groups=24`` they are added to those of rewards.
+Choices: samples are not compared, so each of the 192 samples of a step has its own task; only the
+teacher's advantages are used.  With ``--config.algorithm.advantage=group
+--config.group_size=8 --config.groups=24`` they are added to the advantages of the rewards.
 """
 
 from __future__ import annotations

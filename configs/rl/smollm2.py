@@ -1,14 +1,14 @@
-r"""Reinforces the fine-tuned SmolLM2-135M-Instruct with live tools.
+r"""Trains the fine-tuned SmolLM2-135M-Instruct by RL with live tools.
 
     python -m coa_jax.rl --config=configs/rl/smollm2.py --workdir=runs/smollm2-rl
 
 Needs: the policy of configs/sft/smollm2.py in runs/smollm2-sft.
-Takes: minutes a step.  Measured on 2 CPU cores that had other work as well: 355 s for the 64
-rollouts of a step that needed a second round, 170 s for its update.
+Takes: minutes per step. Measured on 2 CPU cores with other load: 355 s for the 64 rollouts of a
+step that needed a second round of sampling, 170 s for its update.
 Gives: runs/smollm2-rl/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
 
-Choices: 4 groups of 8 samples keep a step to minutes on 2 cores; with so few groups the reward of
-a step is noisy, so judge it over ten.  All 32 samples decode at once.
+Choices: 4 groups of 8 samples keep a step to minutes on 2 cores; with so few groups the reward of a
+step is noisy, so average it over ten steps. All 32 samples decode concurrently.
 """
 
 from __future__ import annotations

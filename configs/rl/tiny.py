@@ -1,11 +1,12 @@
-r"""One step of RL with a policy of one layer: the smallest run there is.
+r"""One step of RL with a policy of one layer: the smallest possible run.
 
     python -m coa_jax.rl --config=configs/rl/tiny.py --workdir=runs/debug/rl
 
 Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of it compilation.
-Gives: a run directory with everything a large run has, and no good model.  The debug forms of the
-other files here (``configs/rl/web.py:debug``) have these sizes and their own settings.
+Gives: a run directory with everything a large run has, and an untrained model.  The debug
+variants of the other files here (``configs/rl/web.py:debug``) combine these sizes with their own
+settings.
 """
 
 from __future__ import annotations

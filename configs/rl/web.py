@@ -1,4 +1,4 @@
-r"""Reinforces the paper's web agent with live search (DAPO).
+r"""Trains the paper's web agent by RL with live search (DAPO).
 
     python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
 
@@ -8,18 +8,18 @@ questions with answers; the key of serper.dev in ``SERPER_API_KEY``; the judge, 
 server, at ``graders.judge.chat.url``, which all hosts ask.  7b is for the 64 chips of a v5p:4x4x4,
 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice
 will do, ``launch/`` has what starts it there.
-Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
-Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
+Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
 
-From the paper (§3.2, §4.1) and its scripts: 64 prompts of 8 samples at temperature 1, one update a
-step, 60 steps, learning rate 1e-6 after 3 steps of warm-up, weight decay 0.1, clip 0.2 and 0.28,
-dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 24 tool calls, an
-hour a trajectory, and the judge's verdict on the answer alone is the reward (eq 10).  The judge is
-the model that the paper names for evaluation; the release asks gpt-4.1-mini and scores 0 where it
-gets no verdict, here such a trajectory is masked.  The release samples until 64 groups have a
-signal; here a step looks at
-``max_sampled`` times its groups at most.  3B, which neither has, gets the same values.  The debug
-form has the protocol ``web_wiki``, whose search needs no network, and no judge: it compares.
+From the paper (§3.2, §4.1) and its scripts: 64 prompts of 8 samples at temperature 1, one update
+per step, 60 steps, learning rate 1e-6 after 3 steps of warm-up, weight decay 0.1, clip 0.2 and
+0.28, dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 24 tool calls,
+an hour per trajectory. The reward is the judge's verdict on the answer alone (eq 10). The judge
+is the model that the paper names for evaluation. The release uses gpt-4.1-mini and scores 0
+without a verdict; here a trajectory without a verdict is masked. The release samples until 64
+groups have a signal; here a step samples at most ``max_sampled`` times its number of groups.
+Neither has a 3B agent; 3B uses the same values. The debug variant has the protocol ``web_wiki``,
+whose search needs no network, and exact match instead of a judge.
 """
 
 from __future__ import annotations

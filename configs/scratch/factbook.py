@@ -1,12 +1,12 @@
-r"""The small policy of the quickstart: its own tokenizer, random parameters.
+r"""Creates the untrained policy of the quickstart: its own tokenizer and random parameters.
 
     python -m coa_jax.scratch --config=configs/scratch/factbook.py --workdir=runs/scratch
 
 Needs: the data of configs/distill/factbook.py in runs/distill.
-Takes: as long as the stage ``base`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/scratch/model, which knows nothing yet: its pass@1 is 0.  Sizes are those of the
-quickstart; names of places are no tokens of their own (see ``common_word``), so that the policy
-has to copy them from what it reads and does so for places that it never saw in training.
+Takes: the time of the stage ``base`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: runs/scratch/model, with pass@1 0.  Its sizes are those of the quickstart.  Names of places
+are not single tokens (see ``common_word``), so the policy must copy them from observations, and can
+do so for places that do not occur in training.
 """
 
 from __future__ import annotations

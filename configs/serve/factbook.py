@@ -2,13 +2,13 @@ r"""Serves the policy of the quickstart, and its chain of agents, to OpenAI clie
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-Needs: the extra ``serve`` and the policy of the quickstart, or another policy by its
-directory: ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
-The agent works best under the budgets (``--config.rollout...``) of the policy's training.  Protocol
-and prompt are those that ``agent.json`` in the policy's directory names; ``--config.protocol`` and
-``--config.rollout.prompt_style`` set others.
-Takes: seconds to load and compile; then it runs until Ctrl-C or SIGTERM.
-Gives: ``http://127.0.0.1:8000`` with a page to ask questions, and ``/v1`` for clients.  If the
+Needs: the extra ``serve`` and the policy of the quickstart, or the directory of another policy:
+``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``.
+The agent works best with the budgets (``--config.rollout...``) of the policy's training.  Protocol
+and prompt come from ``agent.json`` in the policy's directory, unless ``--config.protocol`` or
+``--config.rollout.prompt_style`` is set.
+Takes: seconds to load and compile; then the server runs until Ctrl-C or SIGTERM.
+Gives: ``http://127.0.0.1:8000`` with a web page for questions, and ``/v1`` for clients.  If the
 environment variable ``COA_JAX_API_KEY`` is set, clients must send its value as their API key.
 Other machines (``--config.host=0.0.0.0``) are served with a key only.
 """

@@ -2,24 +2,24 @@ r"""Fine-tunes Qwen2.5-Coder-Instruct as the paper's code agent.
 
     python -m coa_jax.sft --config=configs/sft/code.py:7b --workdir=/mnt/runs/sft-code-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
-Needs: a directory that all hosts share (here /mnt) with Qwen2.5-Coder-7B-Instruct (or 3B, 32B)
-in Hugging Face format and distilled data of the protocol ``code``, or the published SFT
-file as it is, with ``--config.prompt_style=data`` for its own instructions (docs/data.md).
-7b is for the 64 chips of a
-v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
-another slice will do, ``launch/`` has what starts it there.
-Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
+configs/sft/tiny.py.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-Coder-7B-Instruct (or 3B, 32B) in
+Hugging Face format and distilled data of the protocol ``code``, or the published SFT file, with
+``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
+of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks
+whether the run fits another slice; ``launch/`` has the scripts that start the run on a slice.
+Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/code.py starts from.
 
 From the paper (§4.2.1): 2 epochs, learning rate 3e-5 and batch 32 (7B) or 1.4e-5 and 64 (32B), a
-tenth of the updates of linear warm-up and then cosine, context 32,768, all parameters.  2 epochs of
+tenth of the updates of linear warm-up and then cosine, context 32,768, all parameters. 2 epochs of
 its 59,929 trajectories (Table 9; its text says about 47,000) are 3,745 or 1,873 updates; set
-``optimizer.total_steps`` for your data.  The release's scripts have the same rates and batches but
-no warm-up and a linear decay.  Neither has a 3B code agent: it gets the values of 7B.
+``optimizer.total_steps`` for your data. The release's scripts have the same rates and batches but
+no warm-up and a linear decay. Neither has a 3B code agent; 3B uses the values of 7B.
 
-Trajectories share rows of 32,768 tokens.  ``rows`` rows make a micro-batch: one for each group of
-``mesh.tensor`` chips.
+Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows: one for each
+group of ``mesh.tensor`` chips.
 """
 
 from __future__ import annotations

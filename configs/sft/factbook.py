@@ -4,11 +4,11 @@ r"""Fine-tunes the small policy of the quickstart on the teacher's trajectories.
 
 Needs: the data of configs/distill/factbook.py in runs/distill and the policy of
 configs/scratch/factbook.py in runs/scratch.
-Takes: as long as the stage ``sft`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/sft/model.  The loss counts the tokens that the policy writes itself; observations are
-read and never learned.  ``validation/loss`` is about places that are in no training question: it
-falls only as far as the policy copies names and figures out of what it reads instead of knowing
-them.  Fewer updates give a policy that writes the form of a trajectory and answers wrongly.
+Takes: the time of the stage ``sft`` in the ``timings_s`` of a quickstart's summary.json.
+Gives: runs/sft/model.  The loss covers the policy's tokens only; observations are masked.
+``validation/loss`` is measured on places that occur in no training question: it falls only if the
+policy copies names and figures from observations instead of memorising them.  With fewer updates
+the policy writes well-formed trajectories with wrong answers.
 """
 
 from __future__ import annotations

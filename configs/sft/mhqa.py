@@ -2,25 +2,25 @@ r"""Fine-tunes Qwen2.5 as the paper's agent for multi-hop questions (MHQA).
 
     python -m coa_jax.sft --config=configs/sft/mhqa.py:7b --workdir=/mnt/runs/sft-mhqa-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
-Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B (or 3B, 32B)
-in Hugging Face format and distilled data of the protocol ``mhqa``, or the published SFT
-file as it is, with ``--config.prompt_style=data`` for its own instructions (docs/data.md).
-7b is for the 64 chips of a
-v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
-another slice will do, ``launch/`` has what starts it there.
-Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
+Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
+configs/sft/tiny.py.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B (or 3B, 32B) in Hugging Face
+format and distilled data of the protocol ``mhqa``, or the published SFT file, with
+``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
+of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks
+whether the run fits another slice; ``launch/`` has the scripts that start the run on a slice.
+Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/mhqa.py starts from.
 
 From the paper (§3.1, §4.1.1): batch 256, 2.5 epochs, learning rate 1.4e-5, AdamW, cosine, context
-32,768, all parameters.  2.5 epochs of its 8,826 trajectories are 86 updates; set
-``optimizer.total_steps`` for your data.  The release's scripts differ: 4 epochs of trajectories cut
-at 5,120 tokens, with 3B a learning rate of 1e-5 and batches of 128, with 7B 2e-5 and 32; their
-warm-up over 3 % of the updates, of which the paper says nothing, is taken here.  The paper has
-base and instruct models of 3B and 7B; 32B gets the same values.
+32,768, all parameters. 2.5 epochs of its 8,826 trajectories are 86 updates; set
+``optimizer.total_steps`` for your data. The release's scripts differ: 4 epochs of trajectories cut
+at 5,120 tokens, with 3B a learning rate of 1e-5 and batches of 128, with 7B 2e-5 and 32; the paper
+does not mention a warm-up, so this file uses the scripts' warm-up over 3 % of the updates. The
+paper has base and instruct models of 3B and 7B; 32B uses the same values.
 
-Trajectories share rows of 32,768 tokens.  ``rows`` rows make a micro-batch: one for each group of
-``mesh.tensor`` chips.
+Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows: one for each
+group of ``mesh.tensor`` chips.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@ r"""Fine-tunes SmolLM2-135M-Instruct, a pretrained model that still fits a CPU.
     python -m coa_jax.sft --config=configs/sft/smollm2.py --workdir=runs/smollm2-sft
 
 Needs: ``coa-jax fetch smollm2``, the data of configs/distill/factbook.py in runs/distill.
-Takes: 8 to 33 s an update on 2 CPU cores, depending on what else they did: 15 minutes in all.
-Gives: runs/smollm2-sft/model, with a validation loss of 0.04 a token after 40 updates.  More of
-them are worth their time where there is more of it.
+Takes: 8 to 33 s per update on 2 CPU cores with other load: 15 minutes in total.
+Gives: runs/smollm2-sft/model, with a validation loss of 0.04 per token after 40 updates.  More
+updates improve the policy further.
 
-Choices: the brief prompt saves some 700 tokens a trajectory against the full one, two thirds of
-the work; rows of 704 tokens hold all but the longest trajectories in this tokenizer, which splits
-numbers into digits; products in bfloat16 are faster than in float32 on CPUs that have them; what
-is not a product is computed again in the backward pass, which saves a third of the memory.
+Choices: the brief prompt is about 700 tokens shorter than the full one, which saves two thirds of
+the work.  Rows of 704 tokens hold all but the longest trajectories in this tokenizer, which splits
+numbers into digits.  Products in bfloat16 are faster than in float32 on CPUs that support them.
+Elementwise operations are recomputed in the backward pass, which saves a third of the memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-r"""Fine-tunes a policy of one layer for two updates: the smallest run there is.
+r"""Fine-tunes a policy of one layer for two updates: the smallest possible run.
 
     python -m coa_jax.sft --config=configs/sft/tiny.py --workdir=runs/debug/sft
 
 Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of it compilation.
-Gives: a run directory with everything a large run has, and no good model.  The debug forms of the
-other files here (``configs/sft/web.py:debug``) have these sizes and their own settings.
+Gives: a run directory with everything a large run has, and an untrained model.  The debug
+variants of the other files here (``configs/sft/web.py:debug``) combine these sizes with their own
+settings.
 """
 
 from __future__ import annotations

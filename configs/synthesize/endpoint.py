@@ -1,18 +1,19 @@
-r"""Questions with checked answers from any corpus, written by a language model.
+r"""Generates questions with checked answers from any corpus, with a language model.
 
     python -m coa_jax.synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
 
-Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.url``,
-``endpoint.model``) and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
-Takes: for each question a call to write it, ten to thirty for the team that solves it with tools,
-and ``without_tools.samples`` (32) for the answers without; ``synthesis.batch`` go on at a time.
-Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every exchange.
+Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.url``, ``endpoint.model``)
+and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
+Takes: per question, one call to write it, ten to thirty calls for the team that solves it with
+tools, and ``without_tools.samples`` (32) calls for the answers without tools. ``synthesis.batch``
+questions are processed concurrently.
+Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every request and reply.
 
-``config.solver`` is the model that is asked without tools (the paper takes Qwen2.5-72B-Instruct).
-Where its ``url`` or ``model`` is blank it is ``endpoint``'s, ``key_env`` goes with the
-address, and ``endpoint.prices`` count behind its own; each of the two has its own budget.  A judge
-(``judge.chat.url``, ``model``) decides where the team's answer is not word for word the accepted
-one.
+``config.solver`` is the model that answers without tools (Qwen2.5-72B-Instruct in the paper). If
+its ``url`` or ``model`` is empty, the value of ``endpoint`` is used; ``key_env`` follows the
+address, and ``endpoint.prices`` apply after its own prices. Each of the two has its own budget. A
+judge (``judge.chat.url``, ``model``) decides if the team's answer is not literally the accepted
+answer.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-r"""Questions with checked answers from the World Factbook, without a language model.
+r"""Generates questions with checked answers from the World Factbook, without a language model.
 
     python -m coa_jax.synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
 
 Needs: nothing beyond the package.
-Takes: 5 s for 63 questions on one core, loading included.
-Gives: runs/questions/questions.jsonl: questions of one hop, of two and three hops, and pairs of
-questions joined by arithmetic, in the split of the country that they are about (the same as that of
-the source ``factbook``).  Each was solved by the scripted team with live tools, and guessing by how
-such questions are usually answered found the answer in at most 0.3 of 32 guesses.
+Takes: 5 s for 63 questions on one core, including loading.
+Gives: runs/questions/questions.jsonl: questions of one, two and three hops, and pairs of questions
+joined by arithmetic. The country of a question decides its split, as in the source ``factbook``.
+The scripted team solved each question with live tools. Of 32 guesses from the usual answers to
+such questions, at most a share of 0.3 is right.
 
-``--config.tools.corpus=FILE.jsonl`` takes another corpus (``{"title", "text"}`` a line); the author
-without a model understands only sentences such as those of the Factbook's pages, so any other text
-needs configs/synthesize/endpoint.py.  ``without_tools.who=policy`` with
+``--config.tools.corpus=FILE.jsonl`` uses another corpus (``{"title", "text"}`` per line). The
+author without a model understands only sentences like those of the Factbook, so another corpus
+needs configs/synthesize/endpoint.py. ``without_tools.who=policy`` with
 ``without_tools.policy=DIR`` asks a policy on this machine instead of guessing.
 """
 
@@ -35,5 +35,5 @@ def get_config() -> ml_collections.ConfigDict:
         {"attempts": 1, "concurrency": 16, "max_messages": 80}
     )
     config.without_tools = complete(ClosedBookConfig, {})
-    config.judge = complete(JudgeConfig, {})  # judge.chat.url: asked where words differ
+    config.judge = complete(JudgeConfig, {})  # judge.chat.url: decides if words differ
     return config

@@ -8,8 +8,12 @@ readable on light and on dark pages.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+sys.path.insert(0, str(Path(__file__).parent))
+import terminal
 
 STYLE = """
 .paper { fill: #fcfcfa } .group { fill: #eef4f4; stroke: #9fc0c2 }
@@ -120,7 +124,13 @@ def data_flow() -> str:
     return figure(960, 484, title, *top, *inside, *ends)
 
 
-FIGURES = {"data_flow.svg": data_flow}
+def ask() -> str:
+    """The chain of agents of the quickstart's policy after SFT, as `coa-jax ask` showed it."""
+    question = "What is the railway length of the longest-border neighbour of Sudan?"
+    return terminal.draw(Path(__file__).with_name("ask.cast"), f'coa-jax ask "{question}"')
+
+
+FIGURES = {"data_flow.svg": data_flow, "ask.svg": ask}
 """Name of each file -> the function that draws it."""
 
 
