@@ -162,7 +162,7 @@ def test_calls_of_one_turn_are_answered_one_behind_the_other():
 @pytest.mark.parametrize(
     ("form", "text", "told"),
     [
-        ("hermes", '<tool_call>\n{"name": "wiki_search", "argu\n</tool_call>', "is no JSON"),
+        ("hermes", '<tool_call>\n{"name": "wiki_search", "argu\n</tool_call>', "is not valid JSON"),
         ("hermes", call("wiki", "one"), "There is no tool 'wiki'"),
         ("react", "Action: wiki\nAction Input: one\nObservation:", "There is no tool 'wiki'"),
     ],
