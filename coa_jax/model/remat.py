@@ -1,4 +1,6 @@
-"""What of a layer's activations is kept for the backward pass, and what is computed again."""
+"""Rematerialisation: which activations of a layer are saved, and which the backward pass
+recomputes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ computed again with each of them.
 
 
 def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A layer that keeps for its backward pass what a policy of `POLICIES` says."""
+    """Applies a rematerialisation policy of `POLICIES` to a layer."""
     policy = POLICIES[name]
-    # Within a scan XLA merges nothing across the two passes, so there is nothing to prevent.
+    # Within a scan XLA cannot merge the two passes, so common subexpressions need no barrier.
     return layer if name == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)
