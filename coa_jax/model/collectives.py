@@ -32,8 +32,9 @@ from coa_jax.model.ops import product
 from coa_jax.parallel.mesh import gather, sharding_for
 
 STREAM = ("batch", "length", None)
-"""Logical axes of the residual stream.  XLA would otherwise split it along D, as the kernels are,
-and add up partial logits of all devices."""
+"""Logical axes of the residual stream. Without them XLA would shard it along D, like the kernels,
+and add up partial logits of all devices.
+"""
 
 Axes = tuple[str | None, ...]
 

@@ -186,7 +186,9 @@ _TABLE: Table = {
     ("layers", "mlp_norm", "scale"): Row((f"{_LAYER}output.LayerNorm.weight",), *SAME),
     ("layers", "mlp_norm", "bias"): Row((f"{_LAYER}output.LayerNorm.bias",), *SAME),
 }
-"""Path of each array -> its tensors, whose names may have one prefix, e.g. ``bert.``."""
+"""Path of each array -> its tensors. A checkpoint may put one prefix, e.g. ``bert.``, before all
+names.
+"""
 
 
 def load_params(source: TensorSource, config: BertConfig, device: jax.Device) -> Params:

@@ -39,7 +39,7 @@ _MOST = {
     "rope_theta": 1e30,
     "rms_norm_eps": 1.0,
 }
-"""The largest values that are taken for those of a model and not for damage."""
+"""The largest plausible values of a model's sizes; larger values mean a damaged file."""
 
 
 def read_config(directory: str | Path) -> ModelConfig:

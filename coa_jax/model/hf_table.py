@@ -104,7 +104,7 @@ TABLE: Table = {
     ("final_norm", "scale"): Row(("model.norm.weight",), *SAME),
     ("head", "kernel"): Row((HEAD,), *TRANSPOSED),
 }
-"""The table of `model.decoder`."""
+"""The table of the decoder, `model.decoder`."""
 
 
 def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:

@@ -39,11 +39,12 @@ __all__ = [
 # --- matmuls -------------------------------------------------------------------------------
 
 _PARTS = 4
-"""Parts of the contracted axis into which the matmul of a single row falls."""
+"""Number of parts into which the contracted axis is split for the matmul of a single row."""
 
 _TOKEN_ROWS, _BLOCK_ROWS = 16, 64
-"""Rows of one matmul with an outputs-first kernel: where each row is the one new token of a
-sequence, and where a sequence has several."""
+"""Rows of one matmul with an outputs-first kernel: if each row is the only new token of its
+sequence, and if a sequence has several new tokens.
+"""
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
@@ -129,11 +130,12 @@ materialize.defvjp(lambda x: (materialize(x), None), lambda _, g: (g,))
 # --- decoding ------------------------------------------------------------------------------
 
 _BLOCK = 128
-"""Weights of one block of `inverse_cdf`."""
+"""Number of weights in one block of `inverse_cdf`."""
 
 _GROUP = 8
-"""Sequences that attention takes together: their pages stay in a processor's cache from the copy to
-the matmuls, and no sequence is gone over further than the longest of its group."""
+"""Sequences per group in attention. The pages of a group stay in the CPU cache from the copy to the
+matmuls, and no sequence is processed beyond the longest of its group.
+"""
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:

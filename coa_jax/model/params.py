@@ -23,7 +23,7 @@ from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
 
 Params = dict[str, Any]
-"""Nested dict of arrays.  Those of layers are stacked along a first axis."""
+"""Nested dict of arrays. The parameters of the layers are stacked along their first axis."""
 
 Path = tuple[str, ...]
 

@@ -20,7 +20,7 @@ _PEFT = {
     **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
     **{name: ("mlp", f"{name}_lora", f"mlp.{name}_proj") for name in ("gate", "up", "down")},
 }
-"""Projection -> where its adapter is in a layer, and PEFT's name of the module."""
+"""Projection -> path of its adapter in a layer, and PEFT's module name."""
 
 
 def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:

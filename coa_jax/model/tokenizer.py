@@ -30,7 +30,7 @@ _ALL_FILES = (
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "chat_template.json", "chat_template.jinja"),
 )
-"""What transformers opens for a tokenizer, without a look at size or kind."""
+"""Files that transformers opens for a tokenizer without checking their size or kind."""
 _GGUF_ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -202,7 +202,7 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
 
 
 _LONG = 4096
-"""Characters from which a text is encoded without holding Python's global lock."""
+"""Length in characters from which a text is encoded without holding Python's GIL."""
 
 _Plain = tuple[Any, dict[int, str] | None]
 _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()

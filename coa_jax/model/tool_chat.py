@@ -38,7 +38,7 @@ INSTRUCTIONS = (
     'turn:\n<tool_call>\n{{"name": TOOL, "arguments": {{...}}}}\n</tool_call>\n'
     "The result comes between tags <tool_response>. A turn without a call ends the task."
 )
-"""System message for models whose chat template knows no tools."""
+"""System message for models whose chat template does not support tools."""
 
 
 class Frames(NamedTuple):
@@ -54,7 +54,7 @@ CHATML = Frames(
     "\n</tool_response>\n<tool_response>\n",
     f"\n</tool_response>{IM_END}\n{IM_START}assistant\n",
 )
-"""Frames for models whose chat template knows no tools."""
+"""Frames for models whose chat template does not support tools."""
 
 
 def _marked(number: int) -> str:

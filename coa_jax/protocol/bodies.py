@@ -10,7 +10,7 @@ import json
 import re
 
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
-"""What a graded reflection judges, in the order in which it is written."""
+"""The criteria that a reflection grades, in the order in which it is written."""
 
 GRADES = ("good", "average", "poor")
 

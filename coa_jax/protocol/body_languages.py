@@ -46,7 +46,9 @@ _GAP, _SPACES = up_to(4, _BLANK), up_to(2, _SPACE)
 _NEWLINE, _FENCE = literal("\n"), literal("```")
 
 BLANKS_BETWEEN = _GAP
-"""What may stand between segments.  Without a bound an untrained policy would stay there."""
+"""Text allowed between segments. Without a bound, an untrained policy would write blanks
+forever.
+"""
 
 
 MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})

@@ -30,13 +30,13 @@ FORMATS = Kind(
         "react": "coa_jax.protocol.react:React",
     },
 )
-"""A subclass of `Format`, made without arguments."""
+"""The setting ``format``: a subclass of `Format`, constructed without arguments."""
 
 TAGS = "tags"
 """The format of a chain of agents."""
 
 BAD_CALL = "tool_call"
-"""Role of a call that cannot be made: no JSON, no such tool, no such arguments."""
+"""Role of an invalid call: no JSON, an unknown tool, or wrong arguments."""
 
 
 class Reader(typing.Protocol):

@@ -23,7 +23,7 @@ from coa_jax.protocol.spec import (
 
 FILE = "protocols.json"
 _AROUND = 3
-"""Folders around that of a file in which that of its run is looked for."""
+"""Parent folders of a file that are searched for its run."""
 
 
 def write_protocols(folder: str | os.PathLike[str]) -> None:

@@ -62,9 +62,9 @@ _ANSWERS = {
 
 PROMPT_STYLES = ("full", "brief", "data")
 QUESTION = "{question}"
-"""Stands in a template for the question."""
+"""Placeholder of the question in a template."""
 LIBRARIES = "{libraries}"
-"""Stands in a template for the sentence about what programs can import; "" where there is none."""
+"""Placeholder, in a template, of the sentence about the packages that programs can import."""
 
 
 @dataclasses.dataclass(frozen=True)

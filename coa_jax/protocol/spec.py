@@ -198,13 +198,13 @@ def _code() -> Protocol:
 
 
 LEVELS = ("lenient", "paper")
-"""How much a protocol demands, see the module."""
+"""Levels of strictness of a protocol, see the module docstring."""
 
 Level = Annotated[str, OneOf("", *LEVELS)]
-"""A setting of a level; "" keeps the level that the name of a protocol has."""
+"""Type of a setting for the level; "" keeps the level in the name of the protocol."""
 
 FormatName = Annotated[str, Named(FORMATS, "", TAGS)]
-"""A setting of a format; "" keeps the format that the name of a protocol has."""
+"""Type of a setting for the format; "" keeps the format in the name of the protocol."""
 
 
 def _as_the_paper_demands(protocol: Protocol) -> Protocol:
@@ -292,7 +292,9 @@ TURNS = Protocol(
     body_form=types.MappingProxyType({}),
     verbatim=frozenset(),
 )
-"""No tags and no rules: whole turns of a conversation, which an environment answers."""
+"""A protocol without tags and rules: whole turns of a conversation, which an environment
+answers.
+"""
 
 _PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (*_BUILT_IN, TURNS)}
 

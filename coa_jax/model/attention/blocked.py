@@ -19,7 +19,7 @@ from coa_jax.model.ops import einsum
 from coa_jax.model.remat import ATTENTION
 
 _BLOCK = 128
-"""Queries that are attended together."""
+"""Number of queries in a block."""
 
 _MASKED = -1e30
 

@@ -21,8 +21,9 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.remat import ATTENTION, OPERANDS
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""A function of rotated q ``[B, T, N, G, K]``, and k and v ``[B, T, N, K]``, all float32.  Its
-results are the attended values, float32 like q, and the layer's pages where there is a cache."""
+"""Attention: maps rotated q ``[B, T, N, G, K]``, and k and v ``[B, T, N, K]``, all float32, to the
+attended values, float32 of the shape of q, and the layer's pages (None without a cache).
+"""
 
 
 class Unfolded(NamedTuple):
@@ -214,8 +215,10 @@ def _pallas_gpu(
 
 
 STAND_IN = "stand_in"
-"""Never chosen, because it is no attention: it reads and returns what a kernel does.  A program
-with it is compiled to see what the rest takes, where a kernel cannot be (`coa_jax.aot`)."""
+"""A placeholder that reads and returns arrays like a kernel but computes no attention, so it is
+never chosen. `coa_jax.aot` compiles it, where a kernel cannot run, to measure the rest of a
+program.
+"""
 
 
 def _stand_in(

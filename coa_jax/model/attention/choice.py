@@ -36,7 +36,7 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
         "pallas_gpu": ("cuda", f"{_OPS}.gpu.paged_attention"),
     },
 }
-"""Kind -> kernel -> its platform and the module of JAX that holds it; the best comes first."""
+"""Kind -> kernel -> its platform and its JAX module; the best kernel comes first."""
 
 
 @dataclasses.dataclass(frozen=True)
