@@ -358,9 +358,7 @@ def define_flags() -> None:
     for name, text in _SHAPES.items():
         least = 0 if name == "pages" else 1
         flags.DEFINE_integer(name, None, f"{text}; default: as recorded", lower_bound=least)
-    flags.DEFINE_list(
-        "extend_buckets", None, "token counts of the prefills; default: as recorded"
-    )
+    flags.DEFINE_list("extend_buckets", None, "token counts of the prefills; default: as recorded")
 
 
 def given_shapes(values: Any) -> dict[str, Any]:

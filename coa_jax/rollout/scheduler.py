@@ -335,7 +335,7 @@ class Scheduler:
         return None
 
     def _check_ended(self, run: Running, active: bool) -> None:
-        """Checks that no sample is stuck: its slot has stopped decoding, and no tool runs for it."""
+        """Checks that no sample is stuck in a slot that neither decodes nor waits for a tool."""
         if not active and run.tool is None and self.running.get(run.slot) is run:
             run.paused = run.must_pause(self.version)
             if run.paused:
