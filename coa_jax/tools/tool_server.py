@@ -70,9 +70,9 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
     queries, top_k = _field(body, "queries", list, None), _field(body, "topk", int, 3)
     scores = _field(body, "return_scores", bool, False)
     if not 0 < len(queries) <= _MAX_QUERIES or not all(isinstance(q, str) for q in queries):
-        raise BadRequestError(f"'queries' must be 1 to {_MAX_QUERIES} texts")
+        raise BadRequestError(f"'queries' must be 1 to {_MAX_QUERIES} strings")
     if max(map(len, queries)) > _MAX_QUERY_CHARS:
-        raise BadRequestError(f"'queries' must be texts of at most {_MAX_QUERY_CHARS} characters")
+        raise BadRequestError(f"'queries' must be strings of at most {_MAX_QUERY_CHARS} characters")
     if not 1 <= top_k <= _MAX_TOP_K:
         raise BadRequestError(f"'topk' must be 1 to {_MAX_TOP_K}")
     if len(queries) * top_k > _MAX_RESULTS:
