@@ -252,8 +252,8 @@ def test_a_model_without_a_card_gets_the_full_instructions_and_a_line_says_so(tm
     ("card", "why"),
     [
         ({"prompt_style": "long"}, "prompt style 'long' is unknown"),
-        ({"prompt_style": 3}, "must be texts"),
-        ({"prompt_style": "full", "system": []}, "must be texts"),
+        ({"prompt_style": 3}, "must be strings"),
+        ({"prompt_style": "full", "system": []}, "must be strings"),
     ],
 )
 def test_a_damaged_card_is_refused_with_its_name(tmp_path, card, why):

@@ -82,9 +82,7 @@ def _behind(words: str, mark: re.Match[str]) -> str:
     """
     line, _, below = words[mark.end() :].partition("\n")
     emphasis = _EMPHASIS.search(mark["before"])
-    if (
-        emphasis and emphasis[0] not in mark["within"]
-    ):  # emphasis that opens before the mark closes later
+    if emphasis and emphasis[0] not in mark["within"]:  # opened before the mark
         if line.startswith(emphasis[0]):
             line = line.removeprefix(emphasis[0])
         elif line.rstrip().endswith(emphasis[0]):

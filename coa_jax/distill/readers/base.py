@@ -158,7 +158,7 @@ def _decode(raw: bytes, number: int) -> Line:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # e.g. numbers with thousands of digits, deep nesting
+    ) as error:  # e.g. very long numbers, deep nesting
         return Line(number, Malformed(f"not JSON that can be read: {str(error)[:80]}"))
 
 
