@@ -117,6 +117,7 @@ def _check_scorer(task: Task) -> None:
     wanted: dict[str, Any] = {"scorer": str, "generator": str, "generator_metadata": dict}
     for key, kind in wanted.items():
         if not isinstance(task.metadata.get(key), kind):
-            raise ValueError(f"metadata.{key} must be {'an object' if kind is dict else 'a string'}")
+            form = "an object" if kind is dict else "a string"
+            raise ValueError(f"metadata.{key} must be {form}")
     if task.metadata["scorer"] != "reasoning_gym":
         raise ValueError(f"the scorer {task.metadata['scorer']!r} is unknown: use reasoning_gym")
