@@ -134,9 +134,7 @@ def test_a_reward_of_the_group_is_missed_where_a_sample_is_graded_alone(folder, 
     rewards = {"grader": {}, "short": {"path": "my_rewards:shortest"}}
     graders = Graders(GradersConfig(rewards=rewards))
     assert [graders(task, finished("Ume")).value for _ in range(2)] == [1.0, 1.0]
-    told = [
-        record for record in caplog.records if "samples graded one by one" in record.message
-    ]
+    told = [record for record in caplog.records if "samples graded one by one" in record.message]
     assert len(told) == 1 and "short" in told[0].message
 
 
