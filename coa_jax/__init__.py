@@ -1,7 +1,7 @@
 """Chain-of-Agents in JAX: distillation, observation-masked SFT and agentic RL.
 
-The names below are loaded on first use, so `import coa_jax` costs nothing and a command that
-needs no model never imports JAX.
+The exported names are imported on first use. So `import coa_jax` is fast, and commands without a
+model never import JAX.
 """
 
 from __future__ import annotations

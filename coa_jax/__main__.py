@@ -2,8 +2,8 @@
 
     coa-jax COMMAND [--flag=value ...]
 
-``coa-jax sft ...`` runs the same code as ``python -m coa_jax.sft ...``.  Only the module of the
-command that is asked for is imported.
+``coa-jax sft ...`` runs the same code as ``python -m coa_jax.sft ...``. Only the module of the
+requested command is imported.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
     except BrokenPipeError:  # `coa-jax --help | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:  # during the imports; `run_main` has its own way to end
+    except KeyboardInterrupt:  # during the imports; later `run_main` handles it
         print("interrupted", file=sys.stderr)
         return 130
     return 0

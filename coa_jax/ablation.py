@@ -1,11 +1,11 @@
-r"""What the filters of distillation are worth: SFT on sets that were filtered in different ways.
+r"""Measures the value of the distillation filters: SFT on sets filtered in different ways.
 
     python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
 
-For each seed the teacher solves the training tasks once.  Each arm selects from the same runs, a
-policy is fine-tuned from the same parameters for the same number of updates, and answers the same
-held-out tasks with live tools.  Writes ``report.md`` and ``summary.json``; each arm of each seed
-has a run directory of its own.  A killed run continues when started again.
+For each seed the teacher solves the training tasks once. Each arm selects from the same runs; then
+a policy is fine-tuned from the same parameters for the same number of updates, and answers the same
+held-out tasks with live tools. Writes ``report.md`` and ``summary.json``; each arm of each seed has
+its own run directory. A killed run continues when started again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import DistilledRecord, write_records
 
 UNFILTERED = "unfiltered"
-"""The arm that learns every run as it is."""
+"""The arm that trains on every run unfiltered."""
 
 _OF_RUNS = ("mistake_rate", "unrecovered_rate", "seed", "concurrency", "max_messages")
-"""Settings of the teacher's runs, which come before any arm."""
+"""Settings of the teacher's runs, which all arms share."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """Which tasks the teacher solves.
+    """The tasks that the teacher solves.
 
     Attributes:
         tasks: source of the tasks, see `tasks.load_tasks`.
@@ -67,11 +67,11 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command; those of SFT lack the paths.
+    """The settings of the command; the settings of SFT have no paths.
 
     Attributes:
-        seeds: of data, policy and order; each once.
-        references: arms with which every other one is compared.
+        seeds: seeds of data, policy and order, without repetition.
+        references: arms with which every other arm is compared.
         arms: name -> settings of the filters that differ from the teacher's.
         prompt_style, tools, distill, teacher, policy, sft, evaluate: as in the quickstart.
     """
@@ -92,16 +92,16 @@ class Command(Bounded):
         for name in self.arms:
             check(name, Name, "arms")
         if UNFILTERED in self.arms:
-            raise UserError(f"arms.{UNFILTERED} is there without filters; choose another name")
+            raise UserError(f"arms.{UNFILTERED} is the arm without filters; choose another name")
         known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
         check(self.references, known, "references")
         twice = [seed for seed, n in collections.Counter(self.seeds).items() if n > 1]
         if twice:
-            raise UserError(f"seeds holds {twice[0]} twice; give each seed once")
+            raise UserError(f"seeds contains {twice[0]} twice; give each seed once")
         self.filters()
 
     def filters(self) -> dict[str, DistillConfig]:
-        """The teacher's settings with the filters of each arm."""
+        """Returns the teacher's settings with the filters of each arm."""
         teacher = dataclasses.asdict(self.teacher)
         return {
             name: build(DistillConfig, _arm(teacher, arm, where), where)
@@ -110,7 +110,13 @@ class Command(Bounded):
         }
 
     def sft_config(self, folder: Path, name: str, seed: int) -> SFTConfig:
-        """The settings of SFT of an arm, in the folder of a seed."""
+        """Returns the SFT settings of an arm.
+
+        Args:
+            folder: folder of the seed.
+            name: name of the arm.
+            seed: the seed.
+        """
         values = {
             **self.sft,
             "model": str(folder / "base"),
@@ -123,7 +129,7 @@ class Command(Bounded):
 
 
 class Ablation:
-    """The stages over one work directory."""
+    """The stages of the ablation in one work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: Path):
         """Reads the configuration.
@@ -135,12 +141,14 @@ class Ablation:
         self.command = build(Command, config)
         self.teacher, self.evaluation = self.command.teacher, self.command.evaluate
         self.arms = self.command.filters()
-        self.command.sft_config(workdir, UNFILTERED, 0)  # refused now, not after the data are made
+        self.command.sft_config(workdir, UNFILTERED, 0)  # fails now if wrong
         self.tools: list[Tool] = make_tools(self.command.tools)
         self.held_out = load(self.evaluation)
 
     def data(self, seed: int) -> dict[str, dict[str, Any]]:
-        """Distils for one seed and writes every arm's records; returns figures of the sets."""
+        """Distils for one seed and writes the records of every arm; returns statistics of the
+        sets.
+        """
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
         tasks = load_tasks(source.tasks, "train", source.train, seed)
@@ -164,7 +172,7 @@ class Ablation:
     def _sets(
         self, tasks: Sequence[Task], split: Split, seed: int
     ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
-        """(arm, records, what its filters dropped) of all arms, from the same runs."""
+        """Returns (arm, records, numbers of dropped runs) of all arms, from the same runs."""
         sets = [(UNFILTERED, [run.record for run in split.runs], dict[str, int]())]
         for name, arm in self.arms.items():
             runs = split.runs
@@ -175,7 +183,7 @@ class Ablation:
         return sets
 
     def base(self, seed: int) -> Path:
-        """The untrained policy of a seed, from which every arm starts."""
+        """Returns the untrained policy of a seed, from which every arm starts."""
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
@@ -184,7 +192,7 @@ class Ablation:
         return path
 
     def arm(self, seed: int, name: str) -> dict[str, Any]:
-        """Fine-tunes and measures one arm; returns its figures and its answers' grades."""
+        """Fine-tunes and evaluates one arm; returns its results and the grades of its answers."""
         folder = self.workdir / f"seed{seed}" / name
         with RunDir(folder) as run:
             summary = folder / "summary.json"
@@ -210,10 +218,10 @@ class Ablation:
 
 
 def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
-    """The teacher's settings with those of an arm in their place.
+    """Returns the teacher's settings, with the settings of an arm replaced.
 
     Raises:
-        UserError: the arm sets what the runs depend on, which are the same for all arms.
+        UserError: the arm changes settings of the runs, which all arms share.
     """
     if not isinstance(arm, Mapping):
         raise UserError(f"{where} is {shown(arm)}; it is a group of settings of the filters")
@@ -224,7 +232,7 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others put over them, group by group."""
+    """Merges settings recursively; the second argument takes precedence."""
     merged = dict(one)
     for name, value in other.items():
         known = merged.get(name)
@@ -239,7 +247,9 @@ def _show(bar: Bar, done: int) -> None:
 
 
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
-    """For each task the share of its graded samples that solved it; None where none was graded."""
+    """Returns for each task the share of its graded samples that are right; None without graded
+    samples.
+    """
     grades = []
     for task in outcome["tasks"]:
         values = [s["value"] for s in task["samples"] if s["value"] is not None]
@@ -247,11 +257,11 @@ def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
     return grades
 
 
-# --- what comes out ------------------------------------------------------------------------
+# --- statistics ----------------------------------------------------------------------------
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and 95 % interval by Student's t over seeds; no interval for a single one."""
+    """Returns mean and 95 % interval by Student's t over seeds; no interval for a single seed."""
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return {"mean": mean, "ci95": None, "seeds": list(values)}
@@ -260,15 +270,15 @@ def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
-    """How much better one arm is than another.
+    """Returns the difference between two arms.
 
     Args:
         one, other: float[seeds, tasks], grades from 0 to 1; NaN where there is none.
 
     Returns:
-        The mean difference with two 95 % intervals: over seeds (Student's t: would other seeds show
-        it?), and over tasks, their differences averaged over these seeds (normal approximation:
-        would other tasks show it for policies like these?).
+        The mean difference with two 95 % intervals. The interval over seeds (Student's t) covers
+        other seeds. The interval over tasks (normal approximation, with differences averaged over
+        the seeds) covers other tasks for policies like these.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)
@@ -280,7 +290,7 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
 
 
 def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict[str, Any]:
-    """pass@1 of every arm and its difference to each reference, see `paired_difference`."""
+    """Returns pass@1 of every arm and its difference to each reference, see `paired_difference`."""
     return {
         name: {
             "pass_at_1": mean_over_seeds([float(np.nanmean(row)) for row in values]),
@@ -297,12 +307,12 @@ def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict
 def report(
     told: Mapping[str, Any], sets: Mapping[str, Sequence[Mapping[str, Any]]], updates: int
 ) -> str:
-    """The results as Markdown.
+    """Formats the results as Markdown.
 
     Args:
-        told: of `results`.
-        sets: for each arm the figures of its set, by seed.
-        updates: of each policy.
+        told: result of `results`.
+        sets: for each arm the statistics of its set, by seed.
+        updates: number of updates of each policy.
     """
     lines = [
         "# SFT on differently filtered sets",
@@ -341,7 +351,7 @@ def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
 
 
 def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs every arm of every seed that is not there yet; returns the summary."""
+    """Runs every arm of every seed that is not finished yet; returns the summary."""
     with RunDir(workdir) as run:
         run.keep_config(config)
         work = Ablation(config, workdir)
@@ -356,7 +366,8 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 done = work.arm(seed, name)
                 sets[name].append(figures[name])
                 rows[name].append(done["grades"])
-                # Older versions wrote the timings after the grades: a kill may have been between.
+                # Older versions wrote the timings after the grades, so a kill may have left no
+                # timings.
                 took[f"seed{seed}/{name}"] = sum(done.get("timings_s", {}).values())
                 block = done["policy"]
                 rate = shown_rate(block["pass_at_1"])
@@ -371,7 +382,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/ablation/factbook.py")
     workdir_flag("where the runs are written", "runs/ablation")
 

@@ -1,7 +1,7 @@
-"""The package from Python: load a policy, ask it, train it, evaluate it (docs/api.md).
+"""The Python API: load a policy, ask it, train it, evaluate it (docs/api.md).
 
-The commands call the same functions.  All of them also work where an event loop runs already, as
-in Jupyter, and raise `coa_jax.errors.UserError` for what the caller can mend.
+The commands call the same functions. All of them also work inside a running event loop, as in
+Jupyter, and raise `coa_jax.errors.UserError` for errors that the caller can correct.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ __all__ = [
 ]
 
 Config: TypeAlias = ConfigDict | Mapping[str, Any]
-"""Settings by name, such as `load_config` gives; a dataclass of settings will do as well."""
+"""Settings by name, e.g. from `load_config`; a dataclass of settings is accepted too."""
 
 Tasks: TypeAlias = str | Sequence[Task] | Callable[..., Sequence[Task]]
-"""A task source by name, tasks, or a function that gives them (docs/extending.md)."""
+"""A task source by name, tasks, or a function that returns tasks (docs/extending.md)."""
 
 RewardFunction: TypeAlias = Callable[..., Any]
 Rewards: TypeAlias = (
     RewardFunction | Mapping[str, float | RewardFunction | tuple[RewardFunction, float]]
 )
-"""A reward function, or several by name, each alone or with its weight (docs/extending.md).
-
-A name with a weight and no function is a built-in reward; ``grader`` is that of the task itself.
+"""A reward function, or several by name, each alone or with its weight (docs/extending.md). A
+weight without a function selects the built-in reward of that name; ``grader`` is the reward of the
+task itself.
 """
 
 
@@ -81,7 +81,7 @@ class Trained:
 
     @property
     def model(self) -> Path:
-        """Directory of the policy, for `Agent`, `load_policy` and the setting ``model``."""
+        """Directory of the trained policy, for `Agent`, `load_policy` and the setting ``model``."""
         return self.path / "model"
 
 
@@ -104,17 +104,17 @@ def train_sft(
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
-    """Fine-tunes a policy on trajectories; called again with the same directory it goes on there.
+    """Fine-tunes a policy on trajectories; a second call with the same directory continues the run.
 
     Args:
         config: see `learn.sft.SFTConfig`.
         workdir: directory of the run; the policy is written to its ``model``.
-        records: what is learnt, in place of the files that ``config.data`` names.
-        wandb_project: project of W&B that gets the metrics too; "" for none.
-        changes: settings in place of those of the config; a group is replaced whole.
+        records: training records, which replace the files of ``config.data``.
+        wandb_project: W&B project that also gets the metrics; "" for none.
+        changes: settings that replace those of the config; a group is replaced completely.
 
     Raises:
-        UserError: what the caller can mend.
+        UserError: an error that the caller can correct.
     """
     values, path = {**_values(config), **_plain(changes)}, Path(workdir)
     if records is not None:
@@ -141,26 +141,26 @@ def train_rl(
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
-    """Reinforces a policy; called again with the same directory it goes on there.
+    """Trains a policy by RL; a second call with the same directory continues the run.
 
     Args:
         config: see `RLRun`.
         workdir: directory of the run; the policy is written to its ``model``.
-        tasks: in place of ``config.tasks``.
-        rewards: in place of ``config.graders.rewards``.
-        tools: in place of ``config.tools``, or of the tools that it names.
-        wandb_project: project of W&B that gets the metrics too; "" for none.
-        changes: settings in place of those of the config; a group is replaced whole.
+        tasks: replaces ``config.tasks``.
+        rewards: replaces ``config.graders.rewards``.
+        tools: replaces ``config.tools``, or the tools that it names.
+        wandb_project: W&B project that also gets the metrics; "" for none.
+        changes: settings that replace those of the config; a group is replaced completely.
 
     Raises:
-        UserError: what the caller can mend.
+        UserError: an error that the caller can correct.
     """
     values = {**_given(config, tasks, rewards, tools), **_plain(changes)}
     found, path = build(RLRun, values), Path(workdir)
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
-            tools = None if found.agent else found.tools  # a program brings its own
+            tools = None if found.agent else found.tools  # an agent program has its own tools
             live = [] if tools is None else make_tools(tools, tags_of(found.environment))
             check_ready(found.probe_s, graders=found.graders, tools=tools)
             rl.train(found, run, output, live)
@@ -195,11 +195,11 @@ class EvaluateRun(EvaluateConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation; as text it is a table of the figures.
+    """A finished evaluation; its string is a table of the results.
 
     Attributes:
         path: directory of the run.
-        outcome: what the result file holds, see docs/benchmarks.md.
+        outcome: content of the result file, see docs/benchmarks.md.
     """
 
     path: Path
@@ -207,25 +207,25 @@ class Evaluation:
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """All figures."""
+        """All results."""
         found: Mapping[str, Any] = self.outcome["figures"]
         return found
 
     @property
     def pass_at_1(self) -> float | None:
-        """Share of the samples that are right, as a mean over tasks; None without a verdict."""
+        """Share of right samples, averaged over tasks; None without grades."""
         value: float | None = self.figures["pass_at_1"]
         return value
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Interval around ``pass_at_1`` that holds the true rate in 95 of 100 evaluations."""
+        """95 % confidence interval of ``pass_at_1``."""
         low, high = self.figures["ci95"]
         return low, high
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each sample: its task, number, value, end, tokens and calls."""
+        """Returns a row for each sample: its task, number, value, stop reason, tokens and calls."""
         return [
             {
                 **{key: value for key, value in task.items() if key != "samples"},
@@ -238,17 +238,17 @@ class Evaluation:
 
     @property
     def page(self) -> Path:
-        """The page that shows the figures."""
+        """Path of the HTML page with the results."""
         return self.path / "evaluate" / self.outcome["stage"] / "index.html"
 
     def trajectories(self) -> list[Trajectory]:
-        """What the policy and its tools wrote."""
+        """Reads the trajectories of the evaluation."""
         found = read_trajectories(self.path / "traces.jsonl")
         stage = self.outcome["stage"]
         return [one for one in found if one.metadata.get("stage") == stage]
 
     def compared_to(self, other: Evaluation) -> Comparison:
-        """How this evaluation differs from another of the same tasks, task by task.
+        """Compares this evaluation with another one of the same tasks, task by task.
 
         Raises:
             UserError: they have no task in common.
@@ -270,21 +270,21 @@ def evaluate_policy(
     fresh: bool = False,
     **changes: Any,
 ) -> Evaluation:
-    """Measures a policy; what is finished in the directory is not run again.
+    """Evaluates a policy; samples that are finished in the directory are not run again.
 
     Args:
         config: see `EvaluateRun`.
         workdir: directory of the run.
-        policy: directory of the policy, in place of ``config.model``.
-        tasks: in place of ``config.tasks``.
-        rewards: in place of ``config.graders.rewards``.
-        tools: in place of ``config.tools``, or of the tools that it names.
-        fresh: drop the samples of the stage that are there.
-        changes: settings in place of those of the config, such as ``stage``, the name of the
-            results; a group is replaced whole.
+        policy: directory of the policy, which replaces ``config.model``.
+        tasks: replaces ``config.tasks``.
+        rewards: replaces ``config.graders.rewards``.
+        tools: replaces ``config.tools``, or the tools that it names.
+        fresh: whether to delete the existing samples of the stage.
+        changes: settings that replace those of the config, such as ``stage``, the name of the
+            results; a group is replaced completely.
 
     Raises:
-        UserError: what the caller can mend; what is finished is kept.
+        UserError: an error that the caller can correct; finished samples are kept.
     """
     values = {"stage": "policy", **_given(config, tasks, rewards, tools), **_plain(changes)}
     values |= {"model": str(policy)} if policy is not None else {}
@@ -302,11 +302,11 @@ def evaluate_policy(
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     tags = tags_of(config.environment)
-    # First: tools may bring the protocol that tasks name.  A program has tools of its own.
+    # Tools first: they may define the protocol that tasks name. An agent program has its own tools.
     live = [] if config.agent else make_tools(config.tools, tags)
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
-    described.pop("store")  # where answers are kept does not change them
+    described.pop("store")  # the storage of answers does not affect them
     again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
         path = Path(config.model)
@@ -316,11 +316,11 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     return evaluate(policy, tasks, config, run, config.stage, about, **again)
 
 
-# --- what the functions take ---------------------------------------------------------------
+# --- arguments of the functions -----------------------------------------------------------
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """Settings by name."""
+    """Returns settings by name."""
     if isinstance(config, ConfigDict):
         found: dict[str, Any] = config.to_dict()
         return found
@@ -330,7 +330,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name, in which those that are dataclasses are groups by name, too."""
+    """Returns settings by name, with nested dataclasses converted to groups by name."""
     return {
         name: _values(value) if dataclasses.is_dataclass(value) else value
         for name, value in changes.items()
@@ -340,7 +340,7 @@ def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
 def _given(
     config: Any, tasks: Tasks | None, rewards: Rewards | None, tools: Tools | None
 ) -> dict[str, Any]:
-    """Settings by name, in which code that was given has names, too."""
+    """Returns settings by name, with the arguments of the caller registered under names."""
     values = _values(config)
     if tasks is not None:
         values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks)
@@ -352,12 +352,12 @@ def _given(
 
 
 def _source(tasks: Sequence[Task] | Callable[..., Sequence[Task]]) -> str:
-    """The name of a task source."""
+    """Returns a name for a task source."""
     return SOURCES.name_of(tasks if callable(tasks) else lambda: tasks, "tasks")
 
 
 def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
-    """The setting ``graders.rewards``."""
+    """Returns the setting ``graders.rewards``."""
     if callable(rewards):
         rewards = {getattr(rewards, "__name__", "reward").strip("<>"): rewards}
     found = {}

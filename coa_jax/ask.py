@@ -1,13 +1,13 @@
-"""Asks a policy questions and shows its chain of agents while it is written.
+"""Asks a policy questions and shows its chain of agents while it is generated.
 
     python -m coa_jax.ask "What is the capital of Lesotho?" --model=runs/quickstart/models/rl
 
-Without a question it reads questions, one a line: from a prompt on a terminal (Ctrl-D ends), or
-from a pipe.  The budgets and ``--top_k`` should be those that the policy was trained with; the
-defaults are those of the quickstart.
+Without a question on the command line, it reads one question per line: from a prompt on a terminal
+(Ctrl-D ends), or from a pipe. The budgets and ``--top_k`` should equal those of the policy's
+training; the defaults are those of the quickstart.
 
-The tools are those of a config file, any that has a group ``tools``: ``--config=FILE.py``, and
-``--config.tools.X=...`` to change a setting of theirs.  ``--tools`` names others.
+The tools come from a config file, any that has a group ``tools``: ``--config=FILE.py``, and
+``--config.tools.X=...`` to change one of their settings. ``--tools`` names other tools.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, 
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("model", "runs/quickstart/models/rl", "Hugging Face directory or GGUF file")
     config_flag("configs/evaluate/factbook.py")
     flags.DEFINE_string("protocol", "", "protocol of its answers (default: as in its training)")
@@ -74,27 +74,32 @@ def define_flags() -> None:
         "prompt_style", "model", "full, brief, a file with instructions, or model: as in training"
     )
     flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocol's rules")
-    flags.DEFINE_string("format", "", "of calls: tags, hermes, react (default: as in its training)")
-    flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
-    flags.DEFINE_float("top_p", 1.0, "nucleus of sampling", lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_string("format", "", "tags, hermes or react (default: as trained)")
+    flags.DEFINE_float("temperature", 0.0, "sampling temperature; 0 is greedy", lower_bound=0.0)
+    flags.DEFINE_float("top_p", 1.0, "probability of the nucleus", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_INT)
     flags.DEFINE_integer("max_tokens", 416, "tokens of prompt and answer together", lower_bound=2)
-    flags.DEFINE_integer("max_turn_tokens", 160, "tokens in a row, 0 for any", lower_bound=0)
-    flags.DEFINE_integer("max_tool_calls", 8, "calls before it is stopped", lower_bound=0)
-    flags.DEFINE_integer("max_observation_tokens", 160, "an observation is cut", lower_bound=1)
-    flags.DEFINE_bool("constrain", False, "write nothing that the protocol does not allow")
-    flags.DEFINE_list("tools", None, "tools that it may use, in place of the config's")
+    flags.DEFINE_integer("max_turn_tokens", 160, "tokens in a row; 0 for no limit", lower_bound=0)
+    flags.DEFINE_integer("max_tool_calls", 8, "maximum number of tool calls", lower_bound=0)
+    flags.DEFINE_integer("max_observation_tokens", 160, "tokens of an observation", lower_bound=1)
+    flags.DEFINE_bool("constrain", False, "sample only text that the protocol allows")
+    flags.DEFINE_list("tools", None, "tools of the policy, in place of the config's")
     flags.DEFINE_integer("top_k", None, "passages in an observation of wiki_search", lower_bound=1)
 
 
 def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None) -> ToolsConfig:
-    """The tools of a config, with other names and another ``top_k`` where they are given.
+    """Returns the tools of a config, with names and ``top_k`` replaced if they are given.
+
+    Args:
+        config: the config.
+        names: names of tools, or None.
+        top_k: passages in an observation of ``wiki_search``, or None.
 
     Raises:
-        UserError: the config has no tools, or a setting of theirs is wrong.
+        UserError: the config has no tools, or one of their settings is wrong.
     """
     if "tools" not in config:
-        raise UserError("--config: the file has no group 'tools'; take configs/evaluate/web.py")
+        raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
     if names is not None:
         tools = dataclasses.replace(tools, names=tuple(names))

@@ -30,18 +30,18 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 MAX_INT = 2**31 - 1
-"""Largest whole number of a setting: XLA counts positions, rows and bytes of a row in int32."""
+"""Largest whole number of a setting: XLA uses int32 for positions, rows and bytes of a row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """Numbers from ``low`` to ``high``; NaN never, infinity only as a bound that is included.
+    """Numbers from ``low`` to ``high``; NaN is never allowed, infinity only as an included bound.
 
     Attributes:
         low, high: bounds.
         above: whether ``low`` itself is excluded.
         below: whether ``high`` itself is excluded.
-        also: further values, such as a 0 that means none.
+        also: additional values, such as a 0 that means none.
     """
 
     low: float
@@ -51,7 +51,7 @@ class Between:
     also: tuple[float, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """Whether a value of the annotated type is allowed."""
+        """Returns whether a value of the annotated type is allowed."""
         inside = self.low <= value <= self.high
         edge = (self.above and value == self.low) or (self.below and value == self.high)
         return (inside and not edge) or value in self.also
@@ -70,7 +70,7 @@ class Between:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class OneOf:
-    """Names that are known.
+    """A fixed set of allowed names.
 
     Attributes:
         known: the names, or a function that lists them when a value is checked.
@@ -84,11 +84,11 @@ class OneOf:
         object.__setattr__(self, "known", table)
 
     def names(self) -> tuple[str, ...]:
-        """The names that are known now."""
+        """Returns the names that are allowed now."""
         return tuple(self.known() if callable(self.known) else self.known)
 
     def holds(self, value: Any) -> bool:
-        """Whether a value of the annotated type is allowed."""
+        """Returns whether a value of the annotated type is allowed."""
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
@@ -98,13 +98,13 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Texts that a path and a request can hold: UTF-8 without NUL.
+    """Strings that paths and requests can contain: UTF-8 without NUL.
 
     Attributes:
-        longest: characters.
-        pattern: regular expression of the whole text.
+        longest: maximum length in characters.
+        pattern: regular expression that must match the whole string.
         what: completes "give ..." in an error.
-        hidden: whether errors leave out the value, in case it is a secret.
+        hidden: whether errors omit the value, because it may be a secret.
     """
 
     longest: int = 100_000
@@ -113,7 +113,7 @@ class Text:
     hidden: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Whether a value of the annotated type is allowed."""
+        """Returns whether a value of the annotated type is allowed."""
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None
@@ -125,13 +125,13 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """Tuples and tables of ``low`` to ``high`` items."""
+    """Tuples and tables with ``low`` to ``high`` items."""
 
     low: int
     high: int
 
     def holds(self, value: Any) -> bool:
-        """Whether a value of the annotated type is allowed."""
+        """Returns whether a value of the annotated type is allowed."""
         return self.low <= len(value) <= self.high
 
     def wanted(self, kind: type[Any]) -> str:
@@ -146,49 +146,49 @@ Seed = Annotated[int, Between(0, MAX_INT)]
 Count = Annotated[int, Between(1, MAX_INT)]
 Natural = Annotated[int, Between(0, MAX_INT)]
 Amount = Annotated[int, Between(0, 2**63 - 1)]
-"""Bytes, or tokens of a whole run: what is counted in Python and not in int32."""
+"""Bytes, or tokens of a whole run: quantities counted in Python, not in int32."""
 Temperature = Annotated[float, Between(0, 100)]
 TopP = Annotated[float, Between(0, 1, above=True)]
 Positive = Annotated[float, Between(0, 1e9, above=True)]
 NotNegative = Annotated[float, Between(0, 1e9)]
 Seconds = Annotated[float, Between(0, 30 * 86400, above=True)]
-"""Limits of time; a longer one than 30 days is a mistake."""
+"""Time limits in seconds; a limit longer than 30 days is a mistake."""
 SecondsOrNone = Annotated[float, Between(0, 30 * 86400)]
 Size = Annotated[int, Between(1, 2**24)]
-"""Rows, tokens of a row or slots: what is a dimension of an array."""
+"""Rows, tokens of a row or slots: dimensions of arrays."""
 Times = Annotated[int, Between(1, 1000)]
-"""Attempts at something, or things at a time."""
+"""Numbers of attempts, or of concurrent operations."""
 MiB = Annotated[int, Between(1, 2**24)]
 Bytes = Annotated[int, Between(1, 2**44)]
 Port = Annotated[int, Between(0, 65535)]
 Prose = Annotated[str, Text()]
 Place = Annotated[str, Text(4096, r"[^\x00-\x1f\x7f]*")]
-"""A file, a directory, a model or a source of tasks; "" where the field allows for none."""
+"""A file, a directory, a model or a source of tasks; "" if the field allows none."""
 Address = Annotated[
     str,
     Text(4096, r"(https?://\S+)?", 'an address such as http://localhost:8000/v1, or ""'),
 ]
-"""Where a service is; "" for none."""
+"""URL of a service; "" for none."""
 Variable = Annotated[
     str,
     Text(200, r"([A-Za-z_]\w*)?", 'the name of an environment variable, or ""', hidden=True),
 ]
 """The name of an environment variable; "" for none."""
 Name = Annotated[str, Text(100, r"(?!\.)[\w.+-]+", "a name of letters, digits and . _ + -")]
-"""A name that a user makes up, such as that of a stage, which becomes part of a path."""
+"""A name chosen by the user, such as that of a stage, which becomes part of a path."""
 Split = Literal["train", "validation", "test"]
-"""Which part of a source of tasks."""
+"""A split of a task source."""
 
 
 class Bounded:
-    """Base of a config dataclass: its fields keep to their annotations."""
+    """Base class of config dataclasses: checks that the fields obey their annotations."""
 
     def __post_init__(self) -> None:
-        """Checks the fields; a subclass with checks of its own calls this first.
+        """Checks the fields; a subclass with additional checks calls this method first.
 
         Raises:
-            UserError: a value has another type or is out of bounds; the message begins with the
-                field's name, before which `settings.build` sets the place.
+            UserError: a value has another type or is out of bounds. The message begins with the
+                field's name; `settings.build` puts the name of the config before it.
         """
         cls: Any = type(self)
         for name, annotation in declared(cls).items():
@@ -197,13 +197,13 @@ class Bounded:
 
 @functools.cache
 def declared(cls: type[Any]) -> dict[str, Any]:
-    """The annotations of a dataclass's fields by name, bounds included."""
+    """Returns the annotations of a dataclass's fields by name, including bounds."""
     found = typing.get_type_hints(cls, include_extras=True)
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
 def present(annotation: Any) -> Any:
-    """``X`` of an annotation ``X | None``, and every other annotation itself."""
+    """Returns ``X`` for an annotation ``X | None``, and every other annotation unchanged."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     (kind,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
@@ -211,11 +211,11 @@ def present(annotation: Any) -> Any:
 
 
 def check(value: T, annotation: Any, where: str) -> T:
-    """Returns a value that has the type and keeps the bounds of an annotation.
+    """Returns a value after checking its type and bounds against an annotation.
 
     Args:
-        value: of a setting.
-        annotation: such as ``int``, `Count` or ``tuple[Share, ...]``.
+        value: value of a setting.
+        annotation: an annotation such as ``int``, `Count` or ``tuple[Share, ...]``.
         where: name of the setting.
 
     Raises:
@@ -242,7 +242,7 @@ def check(value: T, annotation: Any, where: str) -> T:
 
 
 def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
-    """The class and the bounds of an annotation; names for a ``Literal``, tuple for its items'."""
+    """Returns the class and the bounds of an annotation; for a ``Literal`` its names as a bound."""
     plain = annotation_of(annotation)
     bounds = () if plain is annotation else typing.get_args(annotation)[1:]
     origin = typing.get_origin(plain)
@@ -252,25 +252,25 @@ def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
 
 
 def annotation_of(annotation: Any) -> Any:
-    """An annotation without its own bounds; those of a tuple's items stay."""
+    """Returns an annotation without its own bounds; bounds of a tuple's items remain."""
     annotated = typing.get_origin(annotation) is Annotated
     return typing.get_args(annotation)[0] if annotated else annotation
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: in one line, and short."""
+    """Formats a value for an error: in one short line."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except ValueError:  # a whole number inside has more digits than Python prints
+    except ValueError:  # it contains an integer with too many digits for Python to print
         return f"a {type(value).__name__} with a number too long to show"
     text = " ".join(text.split())
     return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _has_type(value: Any, kind: type[Any]) -> bool:
-    """Whether a value has a type: a bool is no number, and a whole number is a float too."""
+    """Returns whether a value has a type: bool is not a number, and int counts as float."""
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)
@@ -287,6 +287,6 @@ _NOUNS: dict[type[Any], str] = {
 
 
 def _number(value: float) -> str:
-    """A bound in as few characters as show it exactly."""
+    """Formats a bound exactly, in as few characters as possible."""
     short = str(value) if isinstance(value, int) else f"{value:g}"
     return short if float(short) == value else repr(value)

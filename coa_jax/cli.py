@@ -1,6 +1,6 @@
-"""How every command starts and how it fails.
+"""How every command starts and fails.
 
-An entry point defines its flags in a function and hands both to `run_main`:
+An entry point defines its flags in a function and passes both functions to `run_main`:
 
     def define_flags() -> None:
         config_flag("configs/sft/factbook.py")
@@ -13,8 +13,9 @@ An entry point defines its flags in a function and hands both to `run_main`:
         run_main(main, define_flags)
 
 Flags are defined there and not at import, so that two entry points can be imported into one
-process.  What the user can mend ends in one line on stderr and exit code 2, Ctrl-C in exit code
-130; every other exception is a fault of ours and keeps its traceback.
+process. An error that the user can correct ends the command with one line on stderr and exit code
+2; Ctrl-C ends it with exit code 130. Every other exception is a bug of ours and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
 }
 
 _config_default = ""
-# The command line as ml_collections shall see it: it looks for overrides there, not in FLAGS.
+# The command line for ml_collections, which looks for overrides there, not in FLAGS.
 _config_argv: list[str] = []
 
 
@@ -73,8 +74,8 @@ def run_main(
 
     Args:
         main: called with `[program, *positional arguments]`; its return value is the exit code.
-        define_flags: defines the flags of the command, `config_flag` among them.
-        positional: whether arguments that are not flags are meant; if not, they are refused.
+        define_flags: defines the flags of the command, including `config_flag`.
+        positional: whether positional arguments are allowed.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -83,7 +84,8 @@ def run_main(
         if not flags.FLAGS["verbosity"].present:
             # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
             logging.set_verbosity(logging.WARNING)
-        # transformers is here for its tokenizers; that PyTorch is missing is no news to anyone.
+        # transformers is used only for its tokenizers, so its warning about a missing PyTorch is
+        # irrelevant.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         _join_processes()
         return rest
@@ -98,14 +100,14 @@ def run_main(
     except SystemExit as done:
         sys.exit(done.code)
     except KeyboardInterrupt:
-        # One more Ctrl-C ends the process at once and does not break into what runs at its end,
-        # which would show a traceback.
+        # A second Ctrl-C ends the process immediately and does not interrupt exit handlers, which
+        # would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("interrupted; run the same command again to continue", file=sys.stderr)
         _leave_processes(KeyboardInterrupt(), "interrupted", 130)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of a pipe went away (`... | head`); nothing is left to say to it.
+        # The reader of a pipe has closed it (`... | head`); no message can be printed.
         _silence_stdout()
         sys.exit(141)
     except Exception as error:
@@ -119,24 +121,24 @@ def run_main(
         print(f"error: {line}", file=sys.stderr)
         _leave_processes(error, line, 2)
         if line.startswith(_DISK_FULL):
-            # Threads of TensorStore print a traceback for each write that the end interrupts.
+            # TensorStore's threads print a traceback for each write that the exit interrupts.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.exit(2)
     sys.exit(0)
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns the line for a mistake the user can mend, or None for a fault of ours."""
+    """Returns the line for an error that the user can correct, or None for a bug of ours."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
         return _one_line(str(error))
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in _FULL:
             return _disk_full(cause.filename or _workdir(), _FULL[cause.errno])
-        # Checkpoint libraries report a full disk as text in an exception of their own.
+        # Checkpoint libraries report a full disk as text in their own exceptions.
         for reason in _FULL.values():
             if reason.lower() in str(cause).lower():
                 return _disk_full(_workdir(), reason)
-    # Only the error itself: a fault of ours that struck while a refusal was handled stays one.
+    # Only the error itself: a bug of ours that occurs while a user error is handled remains a bug.
     if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename:
         reason = error.strerror or type(error).__name__
         return f"cannot use {_name(error.filename)}: {reason}; choose a path you may use"
@@ -144,7 +146,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, those that it groups, and what each was raised from."""
+    """Yields an exception, the exceptions that it groups, and the causes of each."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -166,7 +168,7 @@ def _disk_full(path: str | bytes | int | None, reason: str) -> str:
 
 
 def _name(path: str | bytes | int | None) -> str:
-    """Names what an OSError was about; errors of a stream carry no file name."""
+    """Names the file of an OSError; errors of a stream have no file name."""
     if path is None:
         return "standard output or a temporary file"
     return os.fsdecode(path) if isinstance(path, str | bytes) else f"file descriptor {path}"
@@ -180,9 +182,9 @@ def _workdir() -> str | None:
 
 
 def _join_processes() -> None:
-    """Joins the other processes of the run if the environment says that there are any."""
+    """Joins the other processes of the run if the environment defines any."""
     if os.environ.get("COA_JAX_DISTRIBUTED") == "1" or "COA_JAX_COORDINATOR" in os.environ:
-        # JAX is loaded only now: most commands that fail do so without it.
+        # JAX is imported only here: most commands that fail do so without JAX.
         from coa_jax.parallel import processes
 
         processes.join()
@@ -194,7 +196,7 @@ def _is_one_of_several() -> bool:
 
 
 def _leave_processes(error: BaseException, reason: str, code: int) -> None:
-    """Ends one of several processes, so that the others learn why; of a single one, nothing."""
+    """In a run of several processes, ends this one and tells the others the reason."""
     if _is_one_of_several():
         from coa_jax.parallel import processes
 
@@ -202,13 +204,13 @@ def _leave_processes(error: BaseException, reason: str, code: int) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Returns the text in one line that a terminal shows; a long line loses its middle."""
+    """Returns the text as one printable line; a long line loses its middle."""
     line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
     return line if len(line) <= 1500 else f"{line[:700]} ... {line[-700:]}"
 
 
 def _silence_stdout() -> None:
-    """Keeps the interpreter from failing again when it flushes stdout at exit."""
+    """Prevents the interpreter from failing again when it flushes stdout at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -222,12 +224,12 @@ def _silence_stdout() -> None:
 def config_flag(default: str) -> None:
     """Defines `--config=FILE.py[:ARGUMENT]` and its overrides `--config.KEY=VALUE`.
 
-    `flags.FLAGS.config` is the locked ConfigDict once `run_main` has parsed the command line;
-    overrides may stand before or after `--config`.
+    `flags.FLAGS.config` is the locked ConfigDict after `run_main` has parsed the command line.
+    Overrides may come before or after `--config`.
 
     Args:
-        default: the config file of a command line without `--config`; a path that is found as
-            `load_config` finds it.
+        default: config file of a command line without `--config`; the path is resolved as in
+            `load_config`.
     """
     global _config_default
     _config_default = default
@@ -243,9 +245,9 @@ def workdir_flag(what: str, default: str | None = None, *, required: bool = True
     """Defines `--workdir=DIR`.
 
     Args:
-        what: is in the directory, for `--help`.
-        default: None where a user must name one.
-        required: whether the flag is needed where it has no default.
+        what: content of the directory, for `--help`.
+        default: default directory; None if the user must name one.
+        required: whether the flag is required if it has no default.
     """
     flags.DEFINE_string("workdir", default, what, required=required and default is None)
     flags.register_validator("workdir", _is_directory_name)
@@ -256,7 +258,7 @@ def _is_directory_name(value: str | None) -> bool:
         raise flags.ValidationError("it is empty; name a directory (is a variable not set?)")
     if value is not None and value.startswith("~"):
         raise flags.ValidationError(
-            "shells do not expand ~ behind a flag; write $HOME, or the whole path"
+            "shells do not expand ~ after a flag; write $HOME, or the whole path"
         )
     return True
 
@@ -273,17 +275,17 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     """Loads a config file outside a command line (notebooks, tests, other commands).
 
     Args:
-        spec: `FILE.py` or `FILE.py:ARGUMENT`.  A path that is not in the working directory, such
-            as `configs/sft/web.py`, is looked for among the configs that come with the package.
-            Modules beside it can be imported.
+        spec: `FILE.py` or `FILE.py:ARGUMENT`. A path that does not exist in the working directory,
+            such as `configs/sft/web.py`, is looked up among the configs of the package. Modules in
+            the same folder can be imported.
         overrides: dotted keys to values, e.g. `{"optim.lr": 1e-4}`.
 
     Returns:
         The locked config.
 
     Raises:
-        UserError: no such file, an argument that the file does not take, an unknown key or a
-            value of the wrong type.
+        UserError: the file does not exist or does not accept the argument, a key is unknown, or a
+            value has the wrong type.
     """
     path, _, argument = _resolve(spec).partition(":")
     module_spec = importlib.util.spec_from_file_location("coa_jax_config", path)
@@ -297,7 +299,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
         raise UserError(f"--config={spec}: the file defines no get_config()")
     if ":" in spec and not inspect.signature(module.get_config).parameters:
         raise UserError(f"--config={spec}: the file takes no argument; leave out :{argument}")
-    # A wrong argument is for get_config to refuse, with a UserError that names the known ones.
+    # get_config itself rejects a wrong argument, with a UserError that lists the known ones.
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
     for key, value in (overrides or {}).items():
@@ -310,7 +312,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
 
 
 def _resolve(spec: str) -> str:
-    """Finds a config file in the working directory or else among those of the package."""
+    """Finds a config file in the working directory, or else in the package."""
     path, colon, argument = spec.partition(":")
     for root in (Path(), ROOT):
         if path and (root / path).is_file():
@@ -324,7 +326,7 @@ def _suggest_file(path: str) -> str:
 
 
 def _parse_flags(argv: list[str], positional: bool) -> list[str]:
-    """Parses with absl, after the checks that give clearer messages than absl does."""
+    """Parses with absl, after checks that give clearer messages than absl does."""
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         argv = _config_first(argv)
         spec = argv[1].partition("=")[2]
@@ -338,7 +340,7 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except SystemExit as done:
-        # absl's --help exits with 1; asking for help is no failure.
+        # absl's --help exits with code 1; a request for help is not a failure.
         sys.exit(0 if _asks_for_help(argv) else done.code)
     except flags.UnrecognizedFlagError as error:
         hint = suggest(error.flagname, [name for name in flags.FLAGS if len(name) > 1])
@@ -347,7 +349,7 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
     except flags.IllegalFlagValueError as error:
         raise UserError(wrong_value(" ".join(str(error).split()))) from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        # The config file loaded above, so this is about an override of the command line.
+        # The config file was loaded above, so this error concerns an override of the command line.
         raise UserError(f"--config: {_one_line(str(error))}") from error
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")

@@ -1,10 +1,10 @@
-"""Lists the configs that come with the package, and copies them.
+"""Lists the configs of the package, and copies them.
 
     coa-jax configs                   the files, each with the first line of its docstring
     coa-jax configs --copy [DIR]      copies them to DIR, by default ``configs``
 
-A copied file takes the place of the packaged one wherever it is named by a path that exists in the
-working directory.  Files that are there and differ are never overwritten.
+A copied file replaces the packaged one wherever it is named by a path that exists in the working
+directory. Existing files with other content are never overwritten.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def copy_configs(target: Path) -> int:
     """Copies the config files; returns their number.
 
     Args:
-        target: directory that gets the folders of the stages, such as ``target/sft``.
+        target: directory that receives the folders of the stages, such as ``target/sft``.
 
     Raises:
-        UserError: a file is there and differs; nothing is copied then.
+        UserError: a file exists with other content; then nothing is copied.
     """
     pairs = [(ROOT / path, target / path.relative_to("configs")) for path in config_files()]
     for source, copy in pairs:
         if copy.exists() and (not copy.is_file() or copy.read_bytes() != source.read_bytes()):
-            raise UserError(f"--copy: {copy} is there and differs; name another directory")
+            raise UserError(f"--copy: {copy} exists with other content; name another directory")
     for source, copy in pairs:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
@@ -40,8 +40,8 @@ def copy_configs(target: Path) -> int:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
-    # As a boolean flag of absl it may stand without a value: `--copy`, `--copy DIR`, `--copy=DIR`.
+    """Defines the flags of the command."""
+    # Like a boolean flag of absl, the flag may have no value: `--copy`, `--copy DIR`, `--copy=DIR`.
     copy: flags.Flag[str] = flags.Flag(
         flags.ArgumentParser(), flags.ArgumentSerializer(), "copy", "",
         "directory that the configs are copied to (default configs)", boolean=True,

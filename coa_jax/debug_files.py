@@ -1,9 +1,9 @@
-"""Makes the tiny policy, data and questions that the debug forms of the configs use.
+"""Creates the tiny policy, data and questions for the debug variants of the configs.
 
     coa-jax debug-files
     coa-jax sft --config=configs/sft/web.py:debug --workdir=runs/debug/sft
 
-Takes less than a minute on a CPU.  The configs look for the files in ``runs/debug``.
+Takes less than a minute on a CPU. The configs expect the files in ``runs/debug``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_debug_files(folder: Path) -> None:
     }
     make_policy(load_config("configs/scratch/factbook.py", policy), folder / "scratch")
     rows = [
-        # Under the protocol code only numbers have a grader of their own.
+        # Under the protocol code only numbers have a grader.
         {"question": question, "answer": answer}
         | ({} if answer.isdigit() else {"metadata": {"grader": "exact_match"}})
         for question, answer in QUESTIONS
@@ -50,7 +50,7 @@ def make_debug_files(folder: Path) -> None:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     workdir_flag("where the files are written", "runs/debug")
 
 

@@ -1,9 +1,9 @@
-"""Teaches a policy to prefer its better trajectories (direct preference optimisation).
+"""Trains a policy to prefer its better trajectories (direct preference optimisation).
 
     python -m coa_jax.dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
 
-Reads the ``traces.jsonl`` of a run that sampled and graded.  Writes metrics and checkpoints to the
-work directory and the model to ``WORKDIR/model``.
+Reads the ``traces.jsonl`` of a run with graded samples. Writes metrics and checkpoints to the work
+directory and the model to ``WORKDIR/model``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-r"""Counts the tokens that a trained policy saves against the team of agents that taught it (§5.1).
+r"""Counts the tokens that a trained policy saves compared with the team of agents (paper §5.1).
 
     python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
 
-Reads the trajectories that ``python -m coa_jax.evaluate`` wrote, lets the team solve the same
-tasks, counts both with the policy's tokenizer and writes ``summary.json``.  The team's runs are
-kept in ``team.jsonl`` (and ``calls/``): a second start, or another policy, pays for none of them.
+Reads the trajectories of ``python -m coa_jax.evaluate``, lets the team solve the same tasks, counts
+the tokens of both with the policy's tokenizer and writes ``summary.json``. The team's runs are
+stored in ``team.jsonl`` (and ``calls/``), so a second start, or another policy, reuses them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from coa_jax.trajectory import Author, Trajectory, iterate_trajectories
 
 
 def read_traces(path: str, phase: str) -> list[Trajectory]:
-    """The trajectories of one phase of a run, e.g. ``evaluate-rl``.
+    """Reads the trajectories of one phase of a run, e.g. ``evaluate-rl``.
 
     Raises:
-        UserError: the file cannot be read or has none.
+        UserError: the file cannot be read or has no such trajectories.
     """
     seen: set[str] = set()
 
@@ -56,14 +56,21 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
 
 
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
-    """Raises UserError unless all trajectories hold tokens, which are those of this tokenizer."""
+    """Raises UserError unless all trajectories have tokens, and this tokenizer decodes them to
+    their text.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        traces: the trajectories.
+        model: name of the model, for the message.
+    """
     served = [trace for trace in traces if not trace.tokens.size]
     if served:
         raise UserError(
-            f"{len(served)} of {len(traces)} trajectories hold no tokens to count: they are of a "
+            f"{len(served)} of {len(traces)} trajectories have no tokens to count: they are of a "
             "policy behind an endpoint; evaluate it on this machine, without config.endpoint.url"
         )
-    # A broken character may be decoded to other signs than the text has: not all need be the same.
+    # Incomplete characters may be decoded differently, so a few mismatches are allowed.
     if 2 * sum(_written_with(tokenizer, trace) for trace in traces) <= len(traces):
         raise UserError(f"{model}: not the tokenizer that the trajectories were written with")
 
@@ -82,9 +89,9 @@ class Tasks(Bounded):
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
-        split: part of the source.
+        split: split of the source.
         num_tasks: number of tasks, 0 for all.
-        seed: seed of the choice of tasks.
+        seed: seed of the sample of tasks.
     """
 
     source: Place
@@ -99,12 +106,12 @@ class Command(Bounded):
 
     Attributes:
         traces: ``traces.jsonl`` of an evaluation.
-        phase: its trajectories that are compared.
-        model: the policy's directory, for its tokenizer.
-        number: tasks that the team solves.
-        tasks: the tasks of the evaluation.
-        teacher, tools: how the team works, and with which tools.
-        endpoint: the team's model; without it the team is scripted.
+        phase: phase whose trajectories are compared.
+        model: directory of the policy, for its tokenizer.
+        number: number of tasks for the team.
+        tasks: tasks of the evaluation.
+        teacher, tools: settings of the team, and its tools.
+        endpoint: model of the team; without it the team is scripted.
     """
 
     traces: Place
@@ -118,10 +125,10 @@ class Command(Bounded):
 
 
 def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
-    """The first tasks of an evaluation, in its order.
+    """Returns the first tasks of an evaluation, in its order.
 
     Raises:
-        UserError: the trajectories are of other tasks.
+        UserError: the trajectories belong to other tasks.
     """
     loaded = load_tasks(config.source, config.split, config.num_tasks or None, config.seed)
     by_id = {task.id: task for task in loaded}
@@ -129,21 +136,21 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
     missing = next((name for name in wanted if name not in by_id), None)
     if missing is not None:
         raise UserError(
-            f"the trajectories hold the task {missing!r}, which config.tasks does not: give the "
+            f"the trajectories contain the task {missing!r}, config.tasks does not: give the "
             "source, split, num_tasks and seed of the evaluation"
         )
     return [by_id[name] for name in wanted]
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the team and compares; returns what it writes to ``summary.json``."""
+    """Runs the team and compares; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, limits = command.teacher, command.endpoint
     traces = read_traces(command.traces, command.phase)
     tokenizer = load_tokenizer(command.model)
     check_tokens(tokenizer, traces, command.model)
     settings = config.tools.to_dict()
-    # Before the tasks, which may name the protocol that tools bring.
+    # Before the tasks, which may name the protocol that the tools define.
     tools = {tool.name: tool for tool in make_tools(command.tools)}
     tasks = tasks_of(command.tasks, traces)[: command.number]
     with RunDir(workdir) as run:
@@ -180,7 +187,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def describe(told: dict[str, Any]) -> str:
-    """The figures for a terminal."""
+    """Formats the results for a terminal."""
     team, policy, both = told["team"], told["policy"], told["both_solved"]
     rates = ["unknown" if s["success"] is None else f"{s['success']:.3f}" for s in (team, policy)]
     lines = [
@@ -203,7 +210,7 @@ def describe(told: dict[str, Any]) -> str:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/economy/factbook.py")
     workdir_flag("where the results are written")
 

@@ -1,8 +1,8 @@
-"""TensorBoard event files, written without TensorFlow or TensorBoard.
+"""Writes TensorBoard event files without TensorFlow or TensorBoard.
 
 An event file is a sequence of framed protocol-buffer messages (`Event` of TensorFlow's
-event.proto).  Scalars and the mark of a restart are all that a run needs, and both are a few
-fields, encoded here by hand.
+event.proto). A run needs only scalars and the mark of a restart; both have few fields, which are
+encoded here by hand.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from coa_jax import files
 
-# Numbers files that one process opens within the same second.
+# Counter that distinguishes files that one process opens within the same second.
 _serial = itertools.count()
 
 
 def _crc_table() -> tuple[int, ...]:
-    """Remainders of all bytes for CRC-32C (Castagnoli), reflected polynomial 0x82F63B78."""
+    """Returns the CRC-32C (Castagnoli) table for all bytes, reflected polynomial 0x82F63B78."""
     table = []
     for byte in range(256):
         for _ in range(8):
@@ -64,12 +64,14 @@ def _varint(value: int) -> bytes:
 
 
 def _message(field: int, body: bytes) -> bytes:
-    """A length-delimited field: a nested message or a string."""
+    """Encodes a length-delimited field: a nested message or a string."""
     return _varint(field << 3 | 2) + _varint(len(body)) + body
 
 
 def _event(step: int, body: bytes) -> bytes:
-    """Event{wall_time = 1, step = 2} followed by its one other field, given encoded."""
+    """Encodes Event{wall_time = 1, step = 2} followed by its other field, which is already
+    encoded.
+    """
     return b"\x09" + struct.pack("<d", time.time()) + b"\x10" + _varint(step) + body
 
 
@@ -84,9 +86,9 @@ class EventFile:
         """Opens a new file.
 
         Args:
-            directory: made if need be; TensorBoard shows it as one run.
-            purge_from: first step of a resumed run; TensorBoard then drops what earlier files
-                of the directory hold from this step on.
+            directory: directory, created if it does not exist; TensorBoard shows it as one run.
+            purge_from: first step of a resumed run; TensorBoard then discards the values of earlier
+                files in the directory from this step on.
         """
         directory.mkdir(parents=True, exist_ok=True)
         name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}"
@@ -97,7 +99,7 @@ class EventFile:
             self._write(_event(purge_from, _message(7, b"\x08\x01")))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one event that holds all `values` at `step`."""
+        """Appends one event with all `values` at `step`."""
         # summary = 5 {value = 1 {tag = 1, simple_value = 2: float}}
         encoded = (
             _message(1, _message(1, tag.encode()) + b"\x15" + struct.pack("<f", value))

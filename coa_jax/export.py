@@ -4,13 +4,13 @@
     python -m coa_jax.export --workdir=runs/quickstart --phase=rl --step=16 --output=exported
     python -m coa_jax.export --workdir=runs/rl --best --output=exported
 
-The run may still be going on.  ``--best`` takes the checkpoint with the best value of the metric
-that the run's ``keep_best`` names; of RL's ``reward/mean`` that is the policy after the updates of
-the step whose samples, drawn before them, earned it.  The run's config says which model it started
-from: architecture and tokenizer are taken from there.  ``agent.json`` beside the weights names the
-prompt and the protocol of the training, with which ``ask`` and ``serve`` put their questions.
-The tensors are bfloat16; ``--dtype=float32`` keeps every bit of training in twice the bytes.
-transformers, vLLM and ``coa_jax`` can load the exported directory.
+The run may still be in progress. ``--best`` selects the checkpoint with the best value of the
+metric in the run's ``keep_best``. For RL's ``reward/mean``, the samples of a step are drawn before
+its updates, and the selected policy is the one after the updates. Architecture and tokenizer come
+from the model that the run's config starts from. ``agent.json`` next to the weights has the prompt
+and the protocol of the training, which ``ask`` and ``serve`` use. The tensors are bfloat16;
+``--dtype=float32`` keeps every bit of training in twice the bytes. transformers, vLLM and
+``coa_jax`` can load the exported directory.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ def export(
     """Writes the parameters of a checkpoint to ``output``.
 
     Args:
-        workdir: of a training run.
-        output: directory to make; it appears complete or not at all.
-        phase: one of `PHASES`; empty for the one that the run has.
-        step: of the checkpoint; None for the newest.
-        dtype: of the saved tensors.
-        best: whether it is the best checkpoint in place of the newest.
+        workdir: directory of a training run.
+        output: directory to create; it appears complete or not at all.
+        phase: one of `PHASES`; empty for the only phase of the run.
+        step: step of the checkpoint; None for the newest.
+        dtype: dtype of the saved tensors.
+        best: whether to export the best checkpoint instead of the newest.
 
     Returns:
         Phase and step of the checkpoint.
 
     Raises:
-        UserError: the run or the checkpoint is not there, the output is, or one of them cannot be
-            read or written.
+        UserError: the run or the checkpoint does not exist, the output exists already, or one of
+            them cannot be read or written.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise UserError(f"--output={output} is there already: choose another directory")
+        raise UserError(f"--output={output} exists already: choose another directory")
     phase = phase or _only_phase(workdir)
     directory = workdir / "checkpoints" / phase
     if not directory.is_dir():
@@ -79,18 +79,18 @@ def export(
     checkpoints = Checkpoints(directory, best=metric, read_only=True)
     steps = checkpoints.steps()
     if not steps:
-        raise UserError(f"{directory} holds no checkpoint yet: wait for one, or train further")
+        raise UserError(f"{directory} contains no checkpoint yet: wait for one, or train further")
     if best:
         step = checkpoints.best()
         if step is None:
             raise UserError(
-                f"{directory} knows no best checkpoint: config.keep_best of the run is "
+                f"{directory} has no best checkpoint: config.keep_best of the run is "
                 f"{metric!r}; give --step"
             )
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(
-            f"{directory} holds no checkpoint {step}: the newest is {steps[-1]}, and older ones "
+            f"{directory} contains no checkpoint {step}: the newest is {steps[-1]}, and older ones "
             "are removed as a run goes on"
         )
     mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
@@ -105,19 +105,19 @@ def export(
 
 
 def _mesh(sizes: MeshConfig) -> jax.sharding.Mesh | None:
-    """The mesh of the run, or one of what is there: few devices may export what many trained."""
+    """Returns the mesh of the run, or a mesh of the available devices if there are fewer."""
     if jax.device_count() == 1:
         return None
     try:
         return training_mesh(sizes)
-    except UserError:  # the run had more devices
+    except UserError:  # the run used more devices
         return make_mesh(fsdp=-1)
 
 
 def _restored(
     checkpoints: Checkpoints, step: int, config: Mapping[str, Any], mesh: jax.sharding.Mesh | None
 ) -> Model:
-    """The model of a checkpoint, adapters merged."""
+    """Returns the model of a checkpoint, with adapters merged."""
     optimizer = build(OptimizerConfig, config["optimizer"], "config.optimizer")
     lora = build(LoraConfig, config.get("lora", {}), "config.lora")
     described = describe_model(config["model"])
@@ -150,25 +150,27 @@ def _only_phase(workdir: Path) -> str:
 
 
 def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mapping[str, Any]:
-    """The settings of the phase; those of a quickstart stand in a group of their own."""
+    """Returns the settings of the phase; those of a quickstart are in a group of their own."""
     if "optimizer" in config and "model" in config:
         return config
     if "optimizer" in config.get(phase, {}):
         start = "base" if phase == "sft" else "sft"
         return {**config[phase], "model": str(workdir / "models" / start)}
     raise UserError(
-        f"{workdir / 'config.json'} names no model and optimizer: it is not of a training run"
+        f"{workdir / 'config.json'} names no model and optimizer: this is not a training run"
     )
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     workdir_flag("directory of the run")
     flags.DEFINE_string("output", None, "directory to write", required=True)
-    flags.DEFINE_enum("phase", None, PHASES, "whose checkpoint, if the run has several")
-    flags.DEFINE_integer("step", None, "of the checkpoint (default: the newest)")
-    flags.DEFINE_bool("best", False, "the checkpoint that keep_best kept")
-    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "of the tensors")
+    flags.DEFINE_enum("phase", None, PHASES, "phase of the checkpoint, if the run has several")
+    flags.DEFINE_integer("step", None, "step of the checkpoint (default: the newest)")
+    flags.DEFINE_bool("best", False, "export the best checkpoint by keep_best")
+    flags.DEFINE_enum(
+        "dtype", "bfloat16", ["bfloat16", "float32", "float16"], "of the saved tensors"
+    )
 
 
 def main(_: list[str]) -> None:

@@ -1,11 +1,11 @@
-"""Names in a config that mean code: tools, task sources, rewards, readers, filters.
+"""Names in a config that stand for code: tools, task sources, rewards, readers, filters.
 
-A name is a short name that is built in, a short name that an installed package gives (an entry
-point of the group of its kind, such as ``coa_jax.tools``), or ``package.module:name``.
+A name is a built-in short name, a short name of an installed package (an entry point of the group
+of its kind, such as ``coa_jax.tools``), or ``package.module:name``.
 
-The three are found by `find` and called by the same code, which passes arguments by the names of
-parameters.  A parameter is one of those that the kind offers (`Kind.offers`), or an option: a
-setting that the config gives, with the default and the type of the parameter.
+`find` looks up all three. The same code calls them and passes arguments by the names of parameters.
+A parameter is one that the kind offers (`Kind.offers`), or an option: a setting of the config, with
+the default and the type of the parameter.
 
     def load(n: int, seed: int, level: int = 1) -> list[Task]: ...     # a task source
 
@@ -37,23 +37,23 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
 PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
-"""``package.module:name``."""
+"""Pattern of ``package.module:name``."""
 
 _TOLD = "a known name, or package.module:name"
 _CHECKED = (int, float, bool, str, tuple)
-"""Types of options that are checked; a parameter of another type takes any value."""
+"""Types of options that are checked; parameters of other types take any value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of thing that configs name.
+    """A kind of code that configs name.
 
     Attributes:
-        noun: what one is called, such as "tool".
-        group: of entry points, such as "coa_jax.tools".
-        built_in: short name -> a function or class, or the ``package.module:name`` of one.
-        offers: what a function may ask for by the name of a parameter.
-        needs: of those, at least one that it has to ask for; empty for none.
+        noun: singular noun of the kind, such as "tool".
+        group: group of entry points, such as "coa_jax.tools".
+        built_in: short name -> a function or class, or its ``package.module:name``.
+        offers: arguments that a function may request by the names of its parameters.
+        needs: arguments of which the function must request at least one; empty for none.
         given: short name -> a function or class of this process, see `name_of`.
     """
 
@@ -70,24 +70,26 @@ class Kind:
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:
-        """The short names: built-in ones, then those of this process and of installed packages."""
+        """Returns the short names: built-in ones, then those of this process and of installed
+        packages.
+        """
         installed = sorted(self._installed().names)
         return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
 
     def knows(self, name: str) -> bool:
-        """Whether a text is a short name."""
+        """Returns whether a text is a short name."""
         return name in self.built_in or name in self.given or name in self._installed().names
 
     def name_of(self, found: Callable[..., Any], short: str) -> str:
-        """The name by which a config calls a function or class that Python code has at hand.
+        """Returns the name by which a config can refer to a function or class of the caller.
 
         Args:
             found: the function or class.
-            short: a word of the caller's for it.
+            short: short name from the caller.
 
         Returns:
-            ``package.module:name`` if that leads to the function, else ``given.SHORT``, which this
-            process alone knows: nothing else leads to a lambda or a function inside another.
+            ``package.module:name`` if that leads to the function. Otherwise ``given.SHORT``, which
+                is known only in this process: a lambda or a nested function has no import path.
         """
         name = getattr(found, "__qualname__", type(found).__qualname__)
         inside: Any = sys.modules.get(getattr(found, "__module__", None) or "")
@@ -99,7 +101,7 @@ class Kind:
         return f"given.{short}"
 
     def path_of(self, name: str) -> str:
-        """The ``package.module:name`` that an installed package means by a short name; else ""."""
+        """Returns the ``package.module:name`` of an installed package's short name; else ""."""
         found = {entry.value for entry in self._installed().select(name=name)}
         if len(found) > 1:
             raise UserError(
@@ -113,16 +115,18 @@ class Kind:
 
 
 class Named(OneOf):
-    """Bound of a setting: a short name of a kind, a further name, or ``package.module:name``."""
+    """Bound of a setting: a short name of a kind, an additional name, or
+    ``package.module:name``.
+    """
 
     def __init__(self, kind: Kind, *further: str):
-        """Takes the kind, and names that are no things of this kind."""
+        """Takes the kind, and additional names that are not of this kind."""
         super().__init__(lambda: (*kind.names(), *further))
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
     def holds(self, value: Any) -> bool:
-        """Whether a value of the annotated type is allowed."""
-        # What packages are installed is read from the disk, so it comes last.
+        """Returns whether a value of the annotated type is allowed."""
+        # Listing installed packages reads from the disk, so it comes last.
         return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
@@ -132,11 +136,11 @@ class Named(OneOf):
 
 @dataclasses.dataclass(frozen=True)
 class Extension(Bounded):
-    """A thing that a config names, with its settings.
+    """A reference to code in a config, with its settings.
 
     Attributes:
-        path: ``package.module:name``, or a short name; "" where the config's own key is one.
-        options: its settings.
+        path: ``package.module:name``, or a short name; "" if the config's own key is a short name.
+        options: settings of the code.
     """
 
     path: Annotated[str, Text(500, rf"({PATH}|[\w.+-]*)", _TOLD)] = ""
@@ -149,8 +153,8 @@ class Bound:
 
     Attributes:
         found: the function or class.
-        asks: of what its kind offers, what it asks for.
-        options: the values of its other parameters, as far as the config gives them.
+        asks: names of its parameters that its kind offers.
+        options: values of its other parameters, as far as the config sets them.
     """
 
     found: Callable[..., Any]
@@ -158,33 +162,34 @@ class Bound:
     options: Mapping[str, Any]
 
     def __call__(self, **offered: Any) -> Any:
-        """Calls it with what it asks for."""
+        """Calls the function with those of the offered arguments that it requests."""
         asked = {name: value for name, value in offered.items() if name in self.asks}
         return self.found(**asked, **self.options)
 
 
 def is_path(name: str) -> bool:
-    """Whether a text has the form ``package.module:name``."""
+    """Returns whether a text has the form ``package.module:name``."""
     return len(name) <= 500 and re.fullmatch(PATH, name) is not None
 
 
 def importable(folder: Path) -> None:
-    """Lets modules of a folder be imported, after those of installed packages."""
+    """Makes the modules of a folder importable, after those of installed packages."""
     place = str(folder.resolve())
     if place not in sys.path:
         sys.path.append(place)
 
 
 def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
-    """The function or class that a name means.
+    """Returns the function or class of a name.
 
     Args:
-        kind: what it shall be.
+        kind: kind of the code.
         name: a short name, or ``package.module:name``.
-        where: the setting, for errors.
+        where: name of the setting, for errors.
 
     Raises:
-        UserError: nothing has the name, its module cannot be imported, or it cannot be called.
+        UserError: the name is unknown, its module cannot be imported, or the object is not
+            callable.
     """
     found = kind.given.get(name, kind.built_in.get(name))
     if found is None:
@@ -192,7 +197,7 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
         if not path:
             near = suggest(name, kind.names())
             raise UserError(
-                f"{where}: there is no {kind.noun} {name!r}{near}; one of your own is named as"
+                f"{where}: there is no {kind.noun} {name!r}{near}; a custom one is named as"
                 " package.module:name"
             )
         found = path
@@ -206,10 +211,19 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
 def parameters_of(
     found: Callable[..., Any], name: str, where: str
 ) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function or class that `find` gave, by name."""
+    """Returns the parameters of a function or class from `find`, by name.
+
+    Args:
+        found: the function or class.
+        name: its name, for errors.
+        where: name of the setting, for errors.
+
+    Raises:
+        UserError: the parameters cannot be determined.
+    """
     try:
         return inspect.signature(found).parameters
-    except (ValueError, TypeError):  # of a function in C
+    except (ValueError, TypeError):  # a function in C
         raise UserError(f"{where}: {name} does not say what parameters it has") from None
 
 
@@ -217,7 +231,7 @@ def _load(kind: Kind, path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the code of others raises is told as theirs
+    except Exception as error:  # any exception of foreign code is reported as such
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and f"{module}.".startswith(f"{absent}."):
             raise UserError(
@@ -236,7 +250,7 @@ def _load(kind: Kind, path: str, where: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """An error of a module, and the line of the module where it came from."""
+    """Formats an exception of a module, with the line of the module that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "importlib" not in frame.filename]
     place = f" ({inside[-1].filename}:{inside[-1].lineno})" if len(inside) > 1 else ""
@@ -244,22 +258,23 @@ def _reason(error: Exception) -> str:
 
 
 def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) -> Any:
-    """What a function gives for what it asks for.
+    """Calls a function with the arguments that it requests.
 
     Args:
         call: the function with its options.
-        name, where: of it, and the setting that names it, for errors.
-        advice: what a function of this kind has to be.
-        offered: what it may ask for.
+        name, where: name of the function and of the setting, for errors.
+        advice: requirement on functions of this kind, for errors.
+        offered: the offered arguments.
 
     Raises:
-        UserError: it failed; the message has its first line and the place in its file.
+        UserError: the function failed; the message has the first line of its error and its place in
+            the file.
     """
     try:
         return call(**offered)
     except UserError:
         raise
-    except Exception as error:  # whatever the code of others raises is told as theirs
+    except Exception as error:  # any exception of foreign code is reported as such
         file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
         frames = traceback.extract_tb(error.__traceback__)
         lines = [str(frame.lineno) for frame in frames if frame.filename == file]
@@ -269,23 +284,24 @@ def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) 
 
 
 def first_line(error: Exception) -> str:
-    """An error's name and the first line of its message."""
+    """Returns the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def bind(
     kind: Kind, name: str, options: Mapping[str, Any] | ConfigDict, where: str, text: bool = False
 ) -> Bound:
-    """The function or class that a name means, with its options.
+    """Returns the function or class of a name, with its options.
 
     Args:
-        kind, name, where: as for `find`.
+        kind, name, where: see `find`.
         options: settings by parameter.
-        text: whether the values of the options are texts, read as the types of the parameters say.
+        text: whether the values of the options are strings that must be parsed by the parameters'
+            types.
 
     Raises:
-        UserError: as for `find`; an option is unknown, missing or of another type; or the function
-            asks for what its kind does not offer.
+        UserError: see `find`; or an option is unknown, missing or of another type; or the function
+            requests an argument that its kind does not offer.
     """
     found = find(kind, name, where)
     parameters = parameters_of(found, name, where)
@@ -330,7 +346,7 @@ def _near(name: str, offers: Iterable[str]) -> str:
 
 
 def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: bool) -> Any:
-    """An option, checked against the type of its parameter."""
+    """Checks an option against the type of its parameter."""
     annotation = _types(found).get(name, Any)
     simple = isinstance(annotation, type) or typing.get_origin(annotation) is not None
     try:
@@ -348,7 +364,7 @@ def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: b
 
 @functools.cache
 def _types(found: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the parameters, as far as they can be read."""
+    """Returns the types of the parameters, as far as they can be determined."""
     function = found.__init__ if inspect.isclass(found) else found
     try:
         return typing.get_type_hints(function, include_extras=True)
@@ -361,7 +377,7 @@ def _frozen(value: Any) -> Any:
 
 
 def read_options(text: str, where: str) -> dict[str, str]:
-    """Options that a text gives as ``name=value,name=value``.
+    """Parses options in a text ``name=value,name=value``.
 
     Raises:
         UserError: a part has another form.
@@ -376,11 +392,19 @@ def read_options(text: str, where: str) -> dict[str, str]:
 
 
 class MisfitError(UserError):
-    """A function gave what does not fit its kind."""
+    """A function returned a value that is invalid for its kind."""
 
 
 def refuse_result(kind: Kind, name: str, result: Any, wanted: str, where: str) -> MisfitError:
-    """The error for a function that gave what does not fit its kind."""
+    """Returns the error for a function whose result is invalid for its kind.
+
+    Args:
+        kind: kind of the function.
+        name: name of the function.
+        result: its result.
+        wanted: description of a valid result.
+        where: name of the setting.
+    """
     return MisfitError(
         f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {wanted}"
     )

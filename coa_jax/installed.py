@@ -1,4 +1,4 @@
-"""How this package is installed: its configs, packages of an extra, tested versions of JAX."""
+"""The installation of this package: its configs, packages of extras, tested versions of JAX."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT = _PACKAGE.parent
 
 ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _CHECKOUT
-"""Directory that holds ``configs/``: the package if it came as a wheel, else the checkout."""
+"""Directory that contains ``configs/``: the package if installed as a wheel, else the checkout."""
 
 CONSTRAINTS = _PACKAGE / "constraints"
-"""Directory of the constraint files for pip, one for each tested combination of versions."""
+"""Directory of the pip constraint files, one per tested combination of versions."""
 
 _EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']""")
 
@@ -27,7 +27,7 @@ def requirements_of(extra: str) -> list[str]:
 
     The list is empty if the package was not installed by pip or has no such extra.
     """
-    import importlib.metadata  # here: it would double the time of `coa-jax --help`
+    import importlib.metadata  # imported here: it would double the time of `coa-jax --help`
 
     try:
         requirements = importlib.metadata.requires("coa_jax") or []
@@ -40,8 +40,8 @@ def requirements_of(extra: str) -> list[str]:
 def install_hint(extra: str) -> str:
     """Returns the shell command that installs the packages of an extra, for error messages.
 
-    The environment ``.venv`` of a checkout is completed by the script that made it.  Any other
-    environment gets the requirements by name, because ``coa_jax`` is on no package index.
+    In a checkout, the setup script completes its ``.venv``. In any other environment, pip installs
+    the requirements by name, because ``coa_jax`` is not on a package index.
 
     Args:
         extra: name of an extra in setup.py.
@@ -53,7 +53,7 @@ def install_hint(extra: str) -> str:
 
 
 def _script() -> str:
-    """The command of a checkout that completes its ``.venv``; empty without a checkout."""
+    """Returns the command of a checkout that completes its ``.venv``; empty without a checkout."""
     script = _CHECKOUT / "launch" / "setup_env.sh"
     if not script.is_file():
         return ""
@@ -89,10 +89,10 @@ def tested_versions() -> list[tuple[str, str, Path]]:
 
 
 def untested() -> str:
-    """Returns a line for the user if Python or JAX lies outside of the tested versions, else "".
+    """Returns a warning if Python or JAX lies outside of the tested versions, else "".
 
-    Minor versions count (3.12, 0.11): everything between the oldest and the newest combination
-    is taken as tested.
+    Minor versions count (3.12, 0.11): all versions between the oldest and the newest combination
+    count as tested.
     """
     import importlib.metadata  # here for the reason given above
 
@@ -119,13 +119,13 @@ def untested() -> str:
 
 
 def warn_untested() -> None:
-    """Prints what `untested` has to say to stderr."""
+    """Prints the warning of `untested`, if any, to stderr."""
     if text := untested():
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Returns the first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

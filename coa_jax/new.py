@@ -1,9 +1,9 @@
-"""Writes a folder with a first extension: a module, its test, and a README with a command.
+"""Creates a folder with a custom extension: a module, its test and a README with its use in a run.
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
 Kinds are the folders of coa_jax/templates: tool, reward, tasks, environment, advantage, loss.
-What each may ask for is in docs/extending.md.
+docs/extending.md describes the parameters of each kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""A folder for each kind: files with NAME in the place of the name, and the options of a run."""
+"""A folder for each kind: files with NAME in place of the name, and the options of a run."""
 
 _README = """# {name}
 
@@ -38,19 +38,19 @@ The same options work with every RL config; docs/extending.md of coa_jax describ
 
 
 def kinds() -> list[str]:
-    """What there are templates of."""
+    """Returns the kinds that have templates."""
     return sorted(path.name for path in TEMPLATES.iterdir() if path.is_dir())
 
 
 def write_new(kind: str, name: str) -> list[Path]:
-    """Writes the folder ``NAME`` of an extension; returns the paths of its files.
+    """Creates the folder ``NAME`` of an extension; returns the paths of its files.
 
     Args:
         kind: one of `kinds`.
-        name: of the folder, of the module, and of what is in it.
+        name: name of the folder, of the module, and of the function or class in it.
 
     Raises:
-        UserError: there is no such kind, the name is none of Python's, or the folder is there.
+        UserError: the kind is unknown, the name is not a valid module name, or the folder exists.
     """
     if kind not in kinds():
         raise UserError(f"there is no kind {kind!r}{suggest(kind, kinds())}")
@@ -60,7 +60,7 @@ def write_new(kind: str, name: str) -> list[Path]:
         raise UserError(f"{name} is the name of another module; choose another")
     target = Path(name)
     if target.exists() or target.is_symlink():
-        raise UserError(f"{target} is there; choose another name, or remove it")
+        raise UserError(f"{target} exists; choose another name, or remove it")
     texts = {
         path.name: path.read_text(encoding="utf-8").replace("NAME", name)
         for path in sorted((TEMPLATES / kind).iterdir())

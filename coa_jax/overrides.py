@@ -1,4 +1,4 @@
-"""What a command line says of the settings of a config: ``--config.KEY=VALUE``."""
+"""Overrides of a config on the command line: ``--config.KEY=VALUE``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEW_KEY = re.compile(
     r"\.((?:\w+\.)*\w+)(?:=(.*))?",
     re.DOTALL,
 )
-"""A setting in a group whose keys a user makes up: names of tools, rewards, sources; options."""
+"""A setting in a group whose keys the user chooses: names of tools, rewards, sources; options."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -39,10 +39,10 @@ def switches(arguments: list[str]) -> list[str]:
 
 
 def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Joins settings that the config need not have into one override of their group.
+    """Combines settings that do not exist in the config into one override of their group.
 
-    ml_collections overrides existing settings only.  ``--config.tools.mcp.tide.url=U`` becomes
-    ``--config.tools.mcp={'tide': {'url': 'U'}}`` with the tools of the config beside it.
+    ml_collections overrides only existing settings. ``--config.tools.mcp.tide.url=U`` becomes
+    ``--config.tools.mcp={'tide': {'url': 'U'}}``, including the tools that the config already has.
     """
     before = switches(argv)
     groups: dict[str, dict[str, Any]] = {}
@@ -95,7 +95,7 @@ def check_key(config: Any, key: str) -> None:
 
 
 def wrong_value(message: str) -> str:
-    """Rewrites absl's message for a value of the wrong type into what to write instead.
+    """Rewrites absl's message for a value of the wrong type into advice on what to write.
 
     >>> wrong_value("flag --config.steps=1e3: invalid literal for int() with base 10: '1e3'")
     "--config.steps=1e3: an integer is needed; write 1000"

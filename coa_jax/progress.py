@@ -16,18 +16,18 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-# Figures on a terminal are refreshed no more often than this (seconds): reading one may wait
+# Minimum seconds between two updates of the numbers on a terminal, since reading a number may wait
 # for the accelerator.
 _REDRAW = 0.25
 
 
 class Bar:
-    """Counts units of work and shows them; made by `progress`.
+    """Counts units of work and shows them; created by `progress`.
 
     Attributes:
-        done: units so far, those of an earlier part of the run included.
-        counts: further quantities so far, such as tokens, that move while a unit is under way.
-        stats: the latest figures given with them.
+        done: units so far, including those of an earlier part of the run.
+        counts: other quantities so far, such as tokens, which grow while a unit is in progress.
+        stats: the latest numbers to show with them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Bar:
         interval: float,
         clock: Callable[[], float],
     ) -> None:
-        """Starts the clock; `show` is given a status text every `interval` seconds at most."""
+        """Starts the clock; `show` receives a status text at most every `interval` seconds."""
         self.label = label
         self.total = total
         self.done = initial
@@ -52,13 +52,13 @@ class Bar:
         self._start = self._shown = clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
-        """Counts `n` more units and keeps figures (numbers, scalar arrays, text) to show."""
+        """Counts `n` more units and stores values (numbers, scalar arrays, text) to show."""
         self.done += n
         self.stats.update(stats)
         self._show_when_due()
 
     def count(self, **amounts: int) -> None:
-        """Counts more of further quantities, which are shown with their rate."""
+        """Adds to further quantities, which are shown with their rate."""
         for name, amount in amounts.items():
             self.counts[name] = self.counts.get(name, 0) + amount
         self._show_when_due()
@@ -86,7 +86,7 @@ class Bar:
         return ", ".join([" ".join(words), *figures])
 
     def elapsed(self) -> str:
-        """Returns the time since the bar was made."""
+        """Returns the time since the bar was created."""
         return duration(self._clock() - self._start)
 
 
@@ -105,12 +105,12 @@ def progress(
 
     Args:
         label: name of the stage.
-        total: number of units, or None if it is not known.
-        initial: units that an earlier part of the run did; they do not count for the rate.
-        stream: where to show it; stderr by default.
+        total: number of units, or None if unknown.
+        initial: units done by an earlier part of the run; they do not count for the rate.
+        stream: output stream; stderr by default.
         interval: seconds between two lines of a log.
-        enabled: False shows nothing, for all processes of a run but the first.
-        clock: source of the time in seconds.
+        enabled: whether anything is shown; False for all processes of a run but the first.
+        clock: returns the time in seconds.
 
     Yields:
         The bar to update.
@@ -143,7 +143,7 @@ def _terminal_bar(
     console: Console, label: str, total: int | None, initial: int, clock: Callable[[], float]
 ) -> Iterator[Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
-    # markup=False: a figure may hold square brackets.
+    # markup=False, because a value may contain square brackets.
     for column in (columns[0], columns[2]):
         column.markup = False
     with Progress(*columns, console=console) as rich_bar:
@@ -161,7 +161,7 @@ def _terminal_bar(
 
 
 def duration(seconds: float) -> str:
-    """Writes a time span: `4.2s`, `2m13s`, `3h05m`."""
+    """Formats a time span: `4.2s`, `2m13s`, `3h05m`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 def _figure(value: Any) -> str:
-    """Writes a figure in four digits; a scalar array is read from its device here."""
+    """Formats a number with four digits; reads a scalar array from its device."""
     if hasattr(value, "item"):
         value = value.item()
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
-"""Reading files that somebody else wrote: bounded memory, bounded time, one line of error.
+"""Reads untrusted files: with bounded memory and time, and one line per error.
 
-Only regular files are opened, so that a pipe or a device never blocks a command.  Sizes, nesting
-and the digits of numbers are bounded, because parsers and recursive code fail in their own ways
-beyond those bounds.
+Only regular files are opened, so a pipe or a device never blocks a command. Sizes, nesting and the
+digits of numbers are bounded, because parsers and recursive code fail in various ways beyond those
+bounds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ import numpy as np
 from coa_jax.errors import UserError
 
 MAX_DEPTH = 100
-"""Nesting of JSON values.  Recursive code takes up to four stack frames a level, of 1,000."""
+"""Maximum nesting of JSON values. Recursive code uses up to four of 1,000 stack frames per
+level.
+"""
 SMALL = 16 << 20
-"""Bytes of the largest file that holds a configuration or a result."""
+"""Maximum size in bytes of a file with a configuration or a result."""
 MAX_LINE = 256 << 20
-"""Bytes of the longest line of a file of JSON lines."""
+"""Maximum length in bytes of a line in a file of JSON lines."""
 MALFORMED = (
     *(KeyError, IndexError, TypeError, ValueError, AttributeError),
     *(OverflowError, ZeroDivisionError, RecursionError, MemoryError),
 )
-"""What code raises that takes damaged data apart; only data from a file may raise it there."""
+"""Exceptions that code raises when it processes damaged data; only data from a file may cause
+them.
+"""
 
-_DIGITS = 309  # a number with more digits is beyond every float
+_DIGITS = 309  # more digits exceed every float
 _KINDS = {
     stat.S_ISDIR: "a directory",
     stat.S_ISFIFO: "a pipe",
@@ -47,20 +51,20 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def memory() -> int:
-    """Bytes of the machine's memory."""
+    """Returns the bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def whole_limit() -> int:
-    """Bytes of the largest file that is read as a whole."""
+    """Returns the maximum size in bytes of a file that is read as a whole."""
     return memory() // 4
 
 
 def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a regular file for reading, without waiting for anybody.
+    """Opens a regular file for reading, without blocking.
 
     Raises:
-        UserError: there is no such file, it may not be read, or it is a directory, a pipe, ...
+        UserError: the file does not exist, may not be read, or is a directory, a pipe, ...
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -77,20 +81,20 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """The content of a file.
+    """Reads the content of a file.
 
     Args:
         path: the file.
-        limit: most bytes that it may have; None for `whole_limit`.
+        limit: maximum size in bytes; None for `whole_limit`.
 
     Raises:
-        UserError: see `open_file`, or the file is larger.
+        UserError: see `open_file`; or the file is larger.
     """
     limit = whole_limit() if limit is None else limit
     with open_file(path) as file:
         try:
             if (size := os.fstat(file.fileno()).st_size) <= limit:
-                # Files in /proc have no size; a larger request would be allocated as a whole.
+                # Files in /proc report no size; a large request would allocate its whole buffer.
                 data = file.read(min(limit, max(size, 1 << 20)) + 1)
                 size = max(size, len(data))
         except OSError as error:
@@ -101,10 +105,10 @@ def read_bytes(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit: int | None = None) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
+    """Reads the text of a UTF-8 file, without a byte order mark.
 
     Raises:
-        UserError: see `read_bytes`, or the file is not UTF-8.
+        UserError: see `read_bytes`; or the file is not UTF-8.
     """
     try:
         return _decoded(read_bytes(path, limit))
@@ -113,27 +117,27 @@ def read_text(path: str | os.PathLike[str], limit: int | None = None) -> str:
 
 
 def read_json(path: str | os.PathLike[str], limit: int | None = SMALL) -> Any:
-    """The JSON value of a file.
+    """Reads the JSON value of a file.
 
     Raises:
-        UserError: see `read_bytes`, or the file is not JSON within the bounds of this module.
+        UserError: see `read_bytes`; or the file is not JSON within the bounds of this module.
     """
     data = read_bytes(path, limit)
     try:
         return parse_json(data)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{path}: {reason(error)}; mend the file or fetch it again") from error
+        raise UserError(f"{path}: {reason(error)}; correct the file or fetch it again") from error
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:
-    """A JSON value, at most `MAX_DEPTH` deep, whose numbers fit a float.
+    """Parses a JSON value, at most `MAX_DEPTH` deep, whose numbers fit a float.
 
     Args:
-        data: JSON in UTF-8, or as text.
-        hooks: of ``json.loads``.
+        data: JSON in UTF-8, or as a string.
+        hooks: hooks of ``json.loads``.
 
     Raises:
-        ValueError, RecursionError: not JSON within the bounds; see `reason`.
+        ValueError, RecursionError: the data is not JSON within the bounds; see `reason`.
     """
     text = _decoded(data) if isinstance(data, bytes) else data
     raw = text.encode("utf-8", "replace") if isinstance(data, str) else data
@@ -141,7 +145,7 @@ def parse_json(data: bytes | str, **hooks: Any) -> Any:
         hooks = {**hooks, "parse_int": _integer}
     value = json.loads(text, **hooks)
     brackets = np.frombuffer(raw.translate(None, _NO_BRACKETS), np.uint8)
-    # Closing brackets have the bit 4, opening ones do not.  Brackets in strings count here.
+    # Closing brackets have bit 4 set, opening ones do not. Brackets in strings are counted too.
     steps = np.where(brackets & 4, -1, 1).cumsum(dtype=np.int32)
     if steps.size and steps.max() > MAX_DEPTH and _is_deep(value):
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
@@ -164,7 +168,7 @@ def _integer(digits: str) -> int:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether a list or an object is nested more than `MAX_DEPTH` levels."""
+    """Returns whether a list or an object is nested more than `MAX_DEPTH` levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -179,7 +183,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Why `parse_json` or the code that reads its value failed, for an error message."""
+    """Explains why `parse_json`, or code that processed its value, failed."""
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):
@@ -199,12 +203,12 @@ def reason(error: BaseException) -> str:
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1, bytes) of each line of a file, or of each record of an ArrayRecord.
 
-    A name that ends in ``.gz`` is unpacked, one that ends in ``.array_record`` is read as such;
-    each of its records counts as a line.
+    A file ``*.gz`` is decompressed. A file ``*.array_record`` is read as ArrayRecord; each record
+    counts as a line.
 
     Raises:
-        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes; or a packed file is
-            damaged.
+        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes; or a compressed file
+            is damaged.
     """
     suffix = os.path.splitext(path)[1]
     with open_file(path) as raw, gzip.open(raw) if suffix == ".gz" else raw as file:
@@ -223,7 +227,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
 
 
 def _records(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The records of an ArrayRecord file, with a line end each, one in memory at a time."""
+    """Yields the records of an ArrayRecord file with a line end each, with one record in memory."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0")

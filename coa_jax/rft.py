@@ -1,9 +1,9 @@
-"""Fine-tunes a policy on its own trajectories that were right (rejection sampling).
+"""Fine-tunes a policy on its own correct trajectories (rejection sampling).
 
     python -m coa_jax.rft --config=configs/rft/factbook.py --workdir=runs/rft
 
-Reads the ``traces.jsonl`` of a run that sampled and graded.  Writes metrics and checkpoints to the
-work directory and the model to ``WORKDIR/model``.
+Reads the ``traces.jsonl`` of a run with graded samples. Writes metrics and checkpoints to the work
+directory and the model to ``WORKDIR/model``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reinforces a policy with live tools.
+"""Trains a policy by reinforcement learning with live tools.
 
     python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
 
@@ -8,7 +8,7 @@ Writes metrics, every trajectory and checkpoints to the work directory and the m
     python -m coa_jax.rl --replay=runs/rl
 
 repeats the recorded steps of a run without tools or judges and compares every trajectory and the
-parameters after each step.  Exit code 0: all bits are the same.  1: some differ.
+parameters after each step. Exit code 0: all bits are equal. 1: some differ.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def define() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     define_flags("configs/rl/factbook.py", workdir_required=False)
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
     flags.register_multi_flags_validator(

@@ -1,4 +1,4 @@
-"""Makes a policy from nothing: a tokenizer learnt from distilled text, and random parameters.
+"""Creates an untrained policy: a tokenizer trained on distilled text, and random parameters.
 
     python -m coa_jax.scratch --config=configs/scratch/factbook.py --workdir=runs/scratch
 
@@ -30,10 +30,10 @@ class Command(Bounded):
     """The settings of the command.
 
     Attributes:
-        data: JSONL of distilled records.
+        data: JSONL file of distilled records.
         prompt_style: how questions are put to the policy, as in SFT.
         policy: sizes of the policy.
-        format: in which the records are learned, as in SFT.
+        format: conversation format of the records in training, as in SFT.
     """
 
     data: Place
@@ -43,7 +43,7 @@ class Command(Bounded):
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/scratch/factbook.py")
     workdir_flag("where the policy is written")
 

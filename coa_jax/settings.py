@@ -1,4 +1,4 @@
-"""From the mutable config of a command line to the frozen dataclasses that the code works with."""
+"""Converts the mutable config of a command line to frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
     tuple[int, ...]: (int, "whole numbers with commas", "3,5"),
     tuple[float, ...]: (float, "numbers with commas", "0.5,1"),
 }
-"""Types of settings that a command line may give as one text: what reads a part, and its name."""
+"""Types of settings that a command line may give as one string: parser and name of an item."""
 
 
 def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
-    """Builds a dataclass, and those inside it, from a config of the same form.
+    """Builds a dataclass, including nested ones, from a config of the same form.
 
     Args:
-        cls: a dataclass; its fields name the keys.
-        values: a ConfigDict or a mapping; a tuple of texts or numbers may be one text with commas.
-        where: what error messages call it.
+        cls: a dataclass; its fields define the keys.
+        values: a ConfigDict or a mapping; a tuple of strings or numbers may be one string with
+            commas.
+        where: name of the config in error messages.
 
     Raises:
         UserError: a key is unknown or missing, or its value has another type or is out of bounds.
@@ -72,20 +73,20 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 
 @functools.cache
 def _types(cls: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, without bounds and without ``| None``."""
+    """Returns the types of a dataclass's fields by name, without bounds and without ``| None``."""
     return {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
 
 
 def _frozen(value: Any) -> Any:
-    """The value with tuples for lists: frozen dataclasses are static arguments and must hash."""
+    """Converts lists to tuples: frozen dataclasses are static arguments and must be hashable."""
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
-    """A tuple of texts or numbers from what a config file or a command line gives for it.
+    """Parses a tuple of strings or numbers from the value of a config file or a command line.
 
-    A command line makes one text of ``a,b``, or a tuple of that one text where the config had a
-    tuple, and one text of ``('a', 'b')`` where it had an empty one.
+    A command line turns ``a,b`` into one string, or into a tuple of that string if the config had a
+    tuple, and ``('a', 'b')`` into one string if the config had an empty tuple.
     """
     convert, number, example = _LISTS[kind]
     refused = UserError(f"{where} is {shown(value)}; give {number}, such as {example}")
@@ -95,14 +96,15 @@ def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
         text = value.strip()
         value = _literal(text) or list(filter(None, map(str.strip, text.split(","))))
         if text.startswith("(") and isinstance(value, list):
-            raise refused  # quotes that a shell took away
+            raise refused  # a shell removed the quotes
     if not isinstance(value, tuple | list):
         raise refused
     try:
         parts = tuple(map(convert, value))
     except (TypeError, ValueError, OverflowError):
         raise refused from None
-    # What conversion changes was of another kind: 0.5 is no whole number, and 3 is no word.
+    # If conversion changes the value, its type was wrong: 0.5 is not an integer, and 3 is not a
+    # word.
     pairs = [(old, new) for old, new in zip(value, parts, strict=True) if not isinstance(old, str)]
     if any(old != new or isinstance(old, bool) for old, new in pairs):
         raise refused
@@ -110,7 +112,7 @@ def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
 
 
 def _literal(text: str) -> tuple[Any, ...] | None:
-    """The tuple or list that a text is in Python, as a tuple; None if it is neither."""
+    """Parses a Python tuple or list in a string, as a tuple; None if the string is neither."""
     if not text.startswith(("(", "[")):
         return None
     try:
@@ -121,11 +123,11 @@ def _literal(text: str) -> tuple[Any, ...] | None:
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
-    """A config with every setting of a dataclass, so that a command line can override each.
+    """Returns a config with every setting of a dataclass, so that a command line can override each.
 
     Args:
-        cls: a dataclass; settings that ``values`` leaves out have its defaults.
-        values: as for `build`.
+        cls: a dataclass; settings that ``values`` leaves out get its defaults.
+        values: see `build`.
 
     Raises:
         UserError: a key is unknown or missing.
@@ -134,7 +136,7 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
 
 
 def _overridable(value: Any) -> Any:
-    """The same settings, in which every value tells its type: an empty tuple would not."""
+    """Replaces values whose type cannot be inferred, such as an empty tuple."""
     if isinstance(value, dict):
         return {key: _overridable(inner) for key, inner in value.items()}
     return "" if value == () else value

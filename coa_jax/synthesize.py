@@ -1,13 +1,13 @@
-r"""Makes questions with checked answers from a corpus.
+r"""Synthesises questions with verified answers from a corpus.
 
     python -m coa_jax.synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
     python -m coa_jax.distill --workdir=runs/distill \
         --config.tasks.source=runs/questions/questions.jsonl
 
-Writes ``questions.jsonl`` (read by ``coa_jax.tasks``), ``dropped.jsonl`` with every draft that was
-not kept and why, and ``summary.json`` with the counts of every stage.  ``runs.jsonl`` holds the
-runs with tools, ``closed_book.jsonl`` the answers without, ``calls/`` every exchange with a model:
-a killed run that is started again finds there what it has done, and pays for none of it twice.
+Writes ``questions.jsonl`` (read by ``coa_jax.tasks``), ``dropped.jsonl`` with every dropped draft
+and the reason, and ``summary.json`` with the counts of every stage. ``runs.jsonl`` stores the runs
+with tools, ``closed_book.jsonl`` the answers without tools, ``calls/`` every call of a model. A
+killed run that is started again reuses them, and pays for nothing twice.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Team(Bounded):
     """The team that solves with tools.
 
     Attributes:
-        attempts: runs of a question, of which one must be right.
-        concurrency: questions in flight at a time.
-        max_messages: messages after which a run is given up.
+        attempts: number of runs per question, of which one must be right.
+        concurrency: number of concurrent questions.
+        max_messages: number of messages after which a run is abandoned.
     """
 
     attempts: Times = 1
@@ -67,11 +67,12 @@ class Command(Bounded):
 
     Attributes:
         tools: tools of the team, and the corpus.
-        synthesis: questions that are made.
-        with_tools, without_tools: what a kept question must be, and not be, to solve.
-        judge: the model that compares answers in words.
-        endpoint: the model that writes; without it the Factbook's facts do.
-        solver: the model that is asked without tools, where it is not the same.
+        synthesis: questions to create.
+        with_tools, without_tools: the solvers: a kept question must be solvable with tools, and not
+            without.
+        judge: model that compares text answers.
+        endpoint: model that writes questions; without it the Factbook's facts are used.
+        solver: model that is asked without tools, if it is not ``endpoint``.
     """
 
     tools: ToolsConfig
@@ -88,7 +89,7 @@ class Command(Bounded):
 
 
 def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Makes the questions; returns what it writes to ``summary.json``."""
+    """Creates the questions; returns the content of ``summary.json``."""
     command = build(Command, config)
     tools = command.tools
     with RunDir(workdir) as run:
@@ -121,7 +122,7 @@ async def _work(
     with_tools = _with_tools(config, command, model, workdir)
     asked = endpoints.get("solver", model)
     name, solver = closed_book(check, documents, asked, command.with_tools.concurrency)
-    if check.policy:  # one that was trained again in the same folder answers anew
+    if check.policy:  # a retrained policy in the same folder must answer anew
         name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
     wanted = how.atomic + sum(how.depth) + how.width
@@ -148,7 +149,9 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Who writes (``endpoint``) and who is asked without tools (``solver``), as far as given."""
+    """Returns the models that write (``endpoint``) and answer without tools (``solver``), if
+    configured.
+    """
     both = {"endpoint": command.endpoint, "solver": command.solver}
     found = {name: settings for name, settings in both.items() if settings}
     if len(found) == 2:
@@ -157,9 +160,9 @@ def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
 
 
 def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> EndpointConfig:
-    """The solver's settings, with the endpoint's where it does not say who is asked.
+    """Returns the solver's settings, completed by the endpoint's if they name no model.
 
-    The endpoint's key goes to the endpoint's address only.
+    The endpoint's key is sent only to the endpoint's address.
     """
     reached = EndpointConfig(solver.url) if solver.url else endpoint
     return dataclasses.replace(
@@ -174,7 +177,9 @@ def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> Endpoint
 def _with_tools(
     config: ml_collections.ConfigDict, command: Command, model: Endpoint | None, workdir: Path
 ) -> WithTools:
-    """The team that solves with tools: language minds, or the scripted ones without a model."""
+    """Returns the team that solves with tools: language minds, or the scripted ones without a
+    model.
+    """
     team, judge = command.with_tools, command.judge
     return WithTools(
         {tool.name: tool for tool in make_tools(command.tools)},
@@ -192,7 +197,7 @@ def _with_tools(
 
 
 def figures_of(items: Sequence[Item]) -> dict[str, Any]:
-    """Figures of the kept tasks."""
+    """Returns statistics of the kept tasks."""
     rates = [item.figures["closed_book"] for item in items]
     bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
     names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")
@@ -210,7 +215,7 @@ def figures_of(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The counts of the stages for a terminal."""
+    """Formats the counts of the stages for a terminal."""
     lines = []
     for stage, funnel in summary["stages"].items():
         dropped = ", ".join(f"{why} {count}" for why, count in funnel["dropped"].items())
@@ -223,7 +228,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/synthesize/factbook.py")
     workdir_flag("where the questions are written")
 

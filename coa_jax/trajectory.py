@@ -1,10 +1,10 @@
-"""The one record of an episode: token ids, who wrote each, and everything else as a view.
+"""The record of an episode: token ids and their authors; everything else is a view of them.
 
-A trajectory is append-only.  ``tokens`` is what was sampled, trained on and cached; ``text`` and
-``segments`` only describe it.  A ``DistilledRecord`` is the same episode before it has tokens: text
-parts with their authors.  Both are stored as JSON, one a line, and come back exactly.
+A trajectory is append-only. ``tokens`` is what was sampled, trained on and cached; ``text`` and
+``segments`` only describe it. A ``DistilledRecord`` is an episode without tokens: text parts with
+their authors. Both are stored as JSON, one per line, and are read back exactly.
 
-Nothing here knows about models or tools.
+This module does not depend on models or tools.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Author(enum.IntEnum):
-    """Who wrote a token."""
+    """The author of a token."""
 
     PROMPT = 0
     POLICY = 1
@@ -41,12 +41,17 @@ class Author(enum.IntEnum):
 class StopReason(enum.StrEnum):
     """Why an episode ended.
 
-    ``answer`` the policy answered; ``environment`` its environment ended it; ``length`` its token
-    budget ran out, ``turn_length`` that of what it may write in a row; ``turns`` it made as many
-    tool calls as it may; ``eos`` it ended the turn without an answer; ``violation`` it broke a rule
-    of the protocol where that ends a trajectory; ``deadline`` its time ran out, ``tool_time`` the
-    part of it in which it may wait for tools; ``cancelled`` nobody wants it any more; ``fault`` a
-    part of ours broke.  The last two are not the policy's doing.
+    - ``answer``: the policy answered.
+    - ``environment``: the environment ended the episode.
+    - ``length``: the token budget of the episode is used up.
+    - ``turn_length``: the token budget of a turn is used up.
+    - ``turns``: the maximum number of tool calls is reached.
+    - ``eos``: the policy ended its turn without an answer.
+    - ``violation``: the policy broke a rule of the protocol, under the setting ``strict``.
+    - ``deadline``: the time limit of the episode passed.
+    - ``tool_time``: the time limit for waiting for tools passed.
+    - ``cancelled``: the request was cancelled.
+    - ``fault``: a component of ours failed. The policy causes neither this nor ``cancelled``.
     """
 
     ANSWER = "answer"
@@ -68,15 +73,15 @@ class ToolCall:
 
     Attributes:
         tool: tag of the tool; ``turn`` for a whole turn that an environment answers.
-        arguments: text between its tags, or that of the turn.
-        observation: what the tool returned, as the policy read it, without the tags.
+        arguments: text between its tags, or text of the turn.
+        observation: result of the tool, as the policy read it, without the tags.
         outcome: how the call ended, see ``coa_jax.tools.base.Outcome``.
-        ok: whether the call did what was asked.
+        ok: whether the call succeeded.
         start: seconds from the beginning of the episode to the call.
         end: seconds from the beginning of the episode to its result.
-        detail: figures of the tool; JSON values.
-        reward: of the turn that ends with the call; None for none.
-        done: whether the environment ended the episode with it.
+        detail: further data of the tool; JSON values.
+        reward: reward of the turn that ends with the call; None for none.
+        done: whether the environment ended the episode with this call.
     """
 
     tool: str
@@ -91,7 +96,7 @@ class ToolCall:
     done: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The call as a JSON value; a reward and an end that it does not have are left out."""
+        """Returns the call as a JSON value, without ``reward`` and ``done`` if they are not set."""
         value = dataclasses.asdict(self)
         absent = {"reward": None, "done": False}
         return {k: v for k, v in value.items() if k not in absent or v != absent[k]}
@@ -102,9 +107,9 @@ class Reward:
     """The grade of an episode.
 
     Attributes:
-        value: the reward; None where the grader could not judge, which masks the episode.
-        parts: what was measured, by name.
-        reason: why there is no value; "" where there is one, or where the episode itself broke.
+        value: the reward; None if the grader could not judge, which masks the episode.
+        parts: values of the single measures, by name.
+        reason: why there is no value; "" if there is one, or if the episode itself failed.
     """
 
     value: float | None
@@ -114,15 +119,16 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSpan:
-    """A run of text by one author.
+    """A span of text by one author.
 
     Attributes:
         role: the tag, or None for text between segments.
-        author: who wrote it.
-        text: all of its characters, tags included: the spans of a trajectory join to its ``text``.
+        author: author of the span.
+        text: all of its characters, including tags: the spans of a trajectory join to its ``text``.
         start: index of its first token in ``tokens``.
         end: index after its last token.
-        content: what it says, in formats other than tags; None in tags, and where it has no role.
+        content: body of the span, in formats other than tags; None in tags, and for spans without a
+            role.
     """
 
     role: str | None
@@ -134,9 +140,9 @@ class SegmentSpan:
 
     @property
     def body(self) -> str | None:
-        """Text between the tags; None where the span is not a closed segment of its role.
+        """Text between the tags; None if the span is not a closed segment of its role.
 
-        Blanks around the tags are not counted: what the harness inserts has line ends there.
+        Blanks around the tags are ignored: the rollout loop inserts line ends there.
         """
         if self.content is not None:
             return self.content
@@ -147,7 +153,7 @@ class SegmentSpan:
 
 
 def _span_json(span: SegmentSpan) -> dict[str, Any]:
-    """A span without the field that spans of tags do not have."""
+    """Returns a span as JSON, without the field that spans in tags do not have."""
     value = dataclasses.asdict(span)
     return value if span.content is not None else {k: value[k] for k in value if k != "content"}
 
@@ -157,22 +163,22 @@ class Trajectory:
     """One episode of the policy (paper eq 5).
 
     Attributes:
-        task_id: the task.
-        sample_id: which of the task's samples, from 0.
+        task_id: id of the task.
+        sample_id: number of the sample of the task, from 0.
         question: the question as the policy read it.
         protocol: name of the protocol.
-        tokens: int32[T], prompt included.
+        tokens: int32[T], including the prompt.
         author: uint8[T], values of ``Author``.
         logp: float32[T], log-probability with which a policy token was sampled, 0 elsewhere.
-        text: everything after the prompt.
+        text: all text after the prompt.
         segments: contiguous spans of ``text``.
-        tool_calls: in the order in which they were made.
-        stop_reason: why it ended.
+        tool_calls: tool calls in the order in which they were made.
+        stop_reason: why the episode ended.
         reward: None until graded.
         gold: accepted answers.
         metadata: JSON values.
-        branches: further sequences of the same sample, whose reward is that of this one: what a
-            program outside of the trainer asked in other conversations (see `coa_jax.agents`).
+        branches: additional sequences of the same sample, which share its reward: other
+            conversations of an agent program outside of the trainer (see `coa_jax.agents`).
     """
 
     task_id: str
@@ -201,10 +207,10 @@ class Trajectory:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The trajectory as a JSON value; ``from_json`` gives every bit of it back.
+        """Returns the trajectory as a JSON value, from which ``from_json`` restores every bit.
 
-        Authors are runs ``[author, length]``.  A log-probability is the shortest decimal that
-        names its float32, or its bits in hexadecimal where it is not finite.
+        Authors are runs ``[author, length]``. A log-probability is the shortest decimal with the
+        same float32 value, or its bits in hexadecimal if it is not finite.
         """
         value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         value["tokens"] = self.tokens.tolist()
@@ -220,7 +226,7 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, value: Any) -> Trajectory:
-        """Reads what ``to_json`` wrote.
+        """Reads a trajectory from the value of ``to_json``.
 
         Raises:
             KeyError, TypeError, ValueError: the value is not a trajectory.
@@ -254,7 +260,7 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """This one, and its branches."""
+        """This trajectory and its branches."""
         return (self, *self.branches)
 
     @property
@@ -267,7 +273,7 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """Number of tokens that the policy wrote, those of branches included."""
+        """Number of tokens that the policy wrote, including those of branches."""
         return sum(int(np.count_nonzero(t.author == Author.POLICY)) for t in self.sequences)
 
 
@@ -276,18 +282,18 @@ class DistilledRecord:
     """A teacher's episode as training data.
 
     Attributes:
-        id: unique in its file.
+        id: id that is unique in its file.
         question: the question.
         protocol: name of the protocol.
         gold: accepted answers.
         parts: (``"policy"`` or ``"environment"``, text) in order; the texts join to the assistant's
-            turn.  Each part is tokenised alone, so that nothing has to be searched for.
-        answer: the answer given.
+            turn. Each part is tokenised separately, so token boundaries never span two parts.
+        answer: answer of the episode.
         metadata: JSON values (hops, source, mistakes, ...).
-        prompt: the whole user message (instructions and question) that the source of the record
-            gives; "" where the source gives none. Used with the prompt style ``data``.
+        prompt: whole user message (instructions and question) from the source of the record; "" if
+            the source has none. Used with the prompt style ``data``.
         context: (``"system"``, ``"user"`` or ``"assistant"``, text) of the turns before the user
-            message: a system message of the source, earlier turns. They are read, never learned.
+            message: a system message of the source, earlier turns. They are never trained on.
     """
 
     id: str
@@ -318,12 +324,12 @@ class DistilledRecord:
         return "".join(text for _, text in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as a JSON value."""
+        """Returns the record as a JSON value."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> DistilledRecord:
-        """Reads what ``to_json`` wrote.
+        """Reads a record from the value of ``to_json``.
 
         Raises:
             KeyError, TypeError, ValueError: the value is not a record.
@@ -335,7 +341,7 @@ class DistilledRecord:
 
 
 def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
-    """Reads a field with a list of two-item lists; a field that is missing is empty."""
+    """Reads a field with a list of two-item lists; a missing field is empty."""
     found = fields.get(name, [])
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         raise TypeError(f"the field {name!r} must hold lists of two texts")
@@ -343,10 +349,10 @@ def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
 
 
 def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
-    """Rules of the protocol that the policy broke, with offsets in ``trajectory.text``.
+    """Returns the rules of the protocol that the policy broke, with offsets in ``trajectory.text``.
 
-    Only the authors and texts of the spans are used, not their roles.  A trajectory without spans
-    is judged by its text alone.
+    Only the authors and texts of the spans are used, not their roles. A trajectory without spans is
+    judged by its text alone.
 
     Raises:
         UserError: the trajectory's protocol is unknown.
@@ -363,7 +369,7 @@ def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
 
 
 def format_valid(trajectory: Trajectory) -> bool:
-    """Whether the policy's text obeys the protocol."""
+    """Returns whether the policy's text obeys the protocol."""
     return not trajectory_violations(trajectory)
 
 
@@ -378,7 +384,7 @@ def iterate_trajectories(
         decode, growing: see `jsonl.read_lines`.
 
     Raises:
-        UserError: as `read_trajectories`.
+        UserError: see `read_trajectories`.
     """
     find_protocols(path)
     for part in shards.parts(path):
@@ -389,8 +395,8 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     """Reads all trajectories of a file or a folder of shards.
 
     Raises:
-        UserError: no such file, one of another kind, or ``path:line: why`` for a malformed line, a
-            last line that was cut off included.
+        UserError: the file does not exist or has another type; or, for a malformed or partial line,
+            ``path:line: why``.
     """
     return list(iterate_trajectories(path, Trajectory.from_json))
 
@@ -399,16 +405,16 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
     """Writes a whole file of trajectories, atomically.
 
     Raises:
-        OSError: e.g. the disk is full; what stood at ``path`` is still there.
+        OSError: e.g. the disk is full; the previous file at ``path`` is unchanged.
     """
     jsonl.write_lines(path, (trajectory.to_json() for trajectory in trajectories))
 
 
 def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Appends whole lines to a file of trajectories; a torn last line is cut off first.
+    """Appends whole lines to a file of trajectories; a partial last line is removed first.
 
     Raises:
-        OSError: e.g. the disk is full; the file is as it was.
+        OSError: e.g. the disk is full; the file is unchanged.
     """
     jsonl.append_lines(path, (trajectory.to_json() for trajectory in trajectories))
 
@@ -417,6 +423,6 @@ def write_records(path: str | os.PathLike[str], records: Iterable[DistilledRecor
     """Writes a whole file of distilled records, atomically.
 
     Raises:
-        OSError: as ``write_trajectories``.
+        OSError: see ``write_trajectories``.
     """
     jsonl.write_lines(path, (record.to_json() for record in records))

@@ -1,6 +1,6 @@
-"""A copy of a run's metrics at Weights & Biases; `WANDB_MODE=offline` needs no account.
+"""Copies a run's metrics to Weights & Biases; `WANDB_MODE=offline` needs no account.
 
-The run's number there is kept in its directory, so that a resumed run continues the same curves.
+The W&B id of the run is stored in its directory, so that a resumed run continues the same curves.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from coa_jax.installed import missing
 
 
 class WandbRun:
-    """One run at W&B.
+    """A run at W&B.
 
     Attributes:
-        id: its number there.
+        id: its W&B id.
     """
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Begins the run of a directory, or continues it.
+        """Starts the W&B run of a directory, or continues it.
 
         Raises:
-            UserError: the package is missing, or W&B refuses.
+            UserError: the package is missing, or W&B rejects the run.
         """
         try:
             import wandb
@@ -54,9 +54,14 @@ class WandbRun:
         self._phases: set[str] = set()
 
     def scalars(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Logs values under ``PHASE/NAME``, over a step of their own for each phase.
+        """Logs values as ``PHASE/NAME``, with a separate step axis for each phase.
 
         W&B's own step only grows, but a resumed run repeats the steps after its checkpoint.
+
+        Args:
+            phase: phase of the run.
+            step: step of the phase.
+            values: metrics by name.
         """
         if phase not in self._phases:
             self._phases.add(phase)
@@ -66,5 +71,5 @@ class WandbRun:
         self._run.log({**named, f"{phase}/step": step})
 
     def close(self) -> None:
-        """Ends the connection; the run may go on later."""
+        """Closes the connection; the run may be continued later."""
         self._run.finish()

@@ -199,13 +199,13 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
     changed = config()
     with changed.unlocked():
         changed.arms = {"unfiltered": {}}
-    with pytest.raises(UserError, match="is there without filters"):
+    with pytest.raises(UserError, match="is the arm without filters"):
         Ablation(changed, tmp_path)
     with pytest.raises(UserError, match=r"references\[0\] is 'filterd'; give one of unfiltered"):
         Ablation(config(references=("filterd",)), tmp_path)
     with pytest.raises(UserError, match=r"seeds is \(\); give 1 to"):
         Ablation(config(seeds=()), tmp_path)
-    with pytest.raises(UserError, match=r"config\.seeds holds 3 twice"):
+    with pytest.raises(UserError, match=r"config\.seeds contains 3 twice"):
         Ablation(config(seeds=(3, 4, 3)), tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_a_policy_that_is_loaded_is_asked_as_its_card_says():
     config = dataclasses.replace(BUDGET, prompt_style="model")
     agent = coa_jax.Agent(policy, [tiny_policy.tools()["wiki_search"]], rollout=config)
     assert agent.ask(TASKS[0].question).answer == TASKS[0].gold[0]
-    with pytest.raises(UserError, match=r"the prompt has .* tokens; give max_tokens more"):
+    with pytest.raises(UserError, match=r"the prompt has .* tokens; set max_tokens to more"):
         agent.ask("why? " * 100)
 
 

@@ -194,7 +194,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
 
 def test_a_question_without_room_for_an_answer_is_refused(learnt):
     agent = agent_of(learnt, dataclasses.replace(BUDGET, max_tokens=30))
-    with pytest.raises(UserError, match=r"the prompt has \d+ tokens; give max_tokens more"):
+    with pytest.raises(UserError, match=r"the prompt has \d+ tokens; set max_tokens to more"):
         agent.ask("why? " * 50)
 
 

@@ -114,7 +114,7 @@ def test_figures_of_nothing_are_unknown_and_no_fault(given, tmp_path):
     ("change", "said"),
     [
         ({"phase": "evaluate-y"}, "no trajectory of the phase 'evaluate-y'; it has evaluate-x, rl"),
-        ({"tasks.seed": 3, "tasks.num_tasks": 2}, "which config.tasks does not"),
+        ({"tasks.seed": 3, "tasks.num_tasks": 2}, "config.tasks does not"),
         ({"traces": "nowhere.jsonl"}, "nowhere.jsonl: cannot be read"),
     ],
 )
@@ -135,7 +135,7 @@ def test_trajectories_of_a_served_policy_are_refused_by_their_name(given, tmp_pa
     rows = [*traces[:first], *(served(trace, text) for trace in traces[first:])]
     file = tmp_path / "served.jsonl"
     file.write_text("".join(json.dumps(row.to_json()) + "\n" for row in rows))
-    with pytest.raises(UserError, match=rf"{12 - first} of 12 trajectories hold no tokens"):
+    with pytest.raises(UserError, match=rf"{12 - first} of 12 trajectories have no tokens"):
         measure(config_of({**changes, "traces": str(file)}), tmp_path / "run")
 
 

@@ -104,7 +104,7 @@ def test_the_newest_checkpoint_is_taken_and_nothing_else_is_left(run, tmp_path):
     assert np.allclose(np.asarray(exported, np.float32), expected, atol=4e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert sorted(workdir.rglob("*")) == before
-    with pytest.raises(UserError, match="is there already: choose another directory"):
+    with pytest.raises(UserError, match="exists already: choose another directory"):
         export(workdir, tmp_path / "out")
 
 
@@ -140,7 +140,7 @@ def test_the_command_says_what_it_wrote(run, tmp_path):
         (dict(workdir="nowhere"), "does not exist: name the directory of a run"),
         (dict(workdir="empty"), "has no checkpoints"),
         (dict(phase="sft"), "has no checkpoint of that phase yet"),
-        (dict(step=7), "holds no checkpoint 7: the newest is 2"),
+        (dict(step=7), "contains no checkpoint 7: the newest is 2"),
         (dict(model="gone"), "does not exist: give a model directory"),
         (dict(settings={"learning_rate": 1e-3}), "names no model and optimizer"),
     ],

@@ -134,9 +134,7 @@ def test_a_reward_of_the_group_is_missed_where_a_sample_is_graded_alone(folder, 
     rewards = {"grader": {}, "short": {"path": "my_rewards:shortest"}}
     graders = Graders(GradersConfig(rewards=rewards))
     assert [graders(task, finished("Ume")).value for _ in range(2)] == [1.0, 1.0]
-    told = [
-        record for record in caplog.records if "samples that are graded alone" in record.message
-    ]
+    told = [record for record in caplog.records if "samples graded one by one" in record.message]
     assert len(told) == 1 and "short" in told[0].message
 
 
@@ -283,8 +281,8 @@ def test_what_is_no_reward_is_refused(folder):
     [
         ("return 3", r"gave 3 \(int\); a task source gives a list"),
         ("return ['a']", r"gave 'a' \(str\); a task source gives a list"),
-        ("return []", "gave no task"),
-        ("return [Task('1', 'q', 'web', ('a',), '')] * 2", "gave 1 ids twice, such as '1'"),
+        ("return []", "returned no tasks"),
+        ("return [Task('1', 'q', 'web', ('a',), '')] * 2", "returned 1 ids twice, e.g. '1'"),
         ("return [Task('1', 'q', 'wbe', ('a',), '')]", "protocol 'wbe' is unknown"),
     ],
 )

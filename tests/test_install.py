@@ -90,7 +90,7 @@ def test_configs_are_listed_and_copied_but_no_changed_file_is_overwritten(tmp_pa
     refused = coa_jax("configs", "--copy", **where)
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: --copy: configs/sft/web.py is there and differs; name another directory\n"
+        "error: --copy: configs/sft/web.py exists with other content; name another directory\n"
     )
     assert mine.read_text() == "# mine\n"
     assert not (tmp_path / "configs" / "rl" / "web.py").exists()

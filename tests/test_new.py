@@ -62,7 +62,7 @@ def test_the_tests_of_new_folders_pass_and_what_is_in_them_fits_its_kind(here, m
         ("reward", "class", "'class' cannot name a module"),
         ("reward", "", "'' cannot name a module"),
         ("reward", "json", "json is the name of another module"),
-        ("reward", "there", "there is there; choose another name, or remove it"),
+        ("reward", "there", "there exists; choose another name, or remove it"),
     ],
 )
 def test_nonsense_is_refused_and_nothing_is_written(here, kind, name, message):

@@ -65,7 +65,7 @@ def test_why_json_is_refused(tmp_path, data, why):
     (tmp_path / "x.json").write_bytes(data)
     with pytest.raises(UserError) as caught:
         reading.read_json(tmp_path / "x.json")
-    assert str(caught.value) == f"{tmp_path}/x.json: {why}; mend the file or fetch it again"
+    assert str(caught.value) == f"{tmp_path}/x.json: {why}; correct the file or fetch it again"
 
 
 def test_what_is_within_the_bounds_is_read():

@@ -1,12 +1,12 @@
-"""Makes a distilled data set: the teacher solves tasks with real tools, filters keep what is good.
+"""Creates a distilled data set: the teacher solves tasks with real tools, and filters select runs.
 
     python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
 
 Writes ``train.jsonl`` and ``validation.jsonl`` (read by ``python -m coa_jax.sft``), the teacher's
 message logs under ``journal/``, a few dropped runs of each filter under ``dropped/``,
-``config.json`` and ``summary.json``.  A killed run continues when started again.  With
-configs/distill/endpoint.py the minds are a language model, and ``calls/`` holds every exchange;
-with configs/distill/smolagents.py smolagents is the teacher; with configs/distill/traces.py logs of
+``config.json`` and ``summary.json``. A killed run continues when started again. With
+configs/distill/endpoint.py the agents are a language model, and ``calls/`` stores every call. With
+configs/distill/smolagents.py smolagents is the teacher. With configs/distill/traces.py logs of
 other systems are read instead.
 """
 
@@ -47,13 +47,13 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """Which tasks are solved.
+    """The tasks to solve.
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
-        train, validation: tasks of each split.
-        seed: which tasks.
-        level: level of the protocols' rules; "" for that of each task.
+        train, validation: number of tasks in each split.
+        seed: seed of the sample of tasks.
+        level: level of the protocols' rules; "" for the level of each task.
     """
 
     source: Place
@@ -65,14 +65,14 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the command; which groups there are says what is distilled.
+    """The settings of the command; the groups that are present determine the kind of distillation.
 
     Attributes:
-        teacher: how the team works, and what is kept.
+        teacher: settings of the team of agents, and of the filters.
         tokenizer: folder with a tokenizer, to count tokens; "" for none.
-        tasks, tools: what the team solves, and with which tools.
-        endpoint: the model of the team; without it the team is scripted.
-        smolagents: two agents of smolagents in place of the team.
+        tasks, tools: tasks of the team, and its tools.
+        endpoint: model of the team; without it the team is scripted.
+        smolagents: settings of two smolagents agents that replace the team.
         traces: traces of another system.
     """
 
@@ -98,7 +98,7 @@ def _show(bar: Bar, done: int) -> None:
 
 
 def _splits(wanted: Tasks) -> dict[str, list[Task]]:
-    """The tasks of each split, at the level of the protocols' rules that the config names."""
+    """Returns the tasks of each split, at the level of the protocols' rules in the config."""
     sizes = {name: getattr(wanted, name) for name in SPLITS}
     splits = load_splits(wanted.source, sizes, wanted.seed)
     return {name: with_level(tasks, wanted.level) for name, tasks in splits.items()}
@@ -122,19 +122,19 @@ SPLITS = ("train", "validation")
 
 
 def _others(folder: Path, name: str) -> list[Path]:
-    """The files of the other splits, with which one shares its budget."""
+    """Returns the files of the other splits, which share the budget of this one."""
     return [folder / f"{other}.jsonl" for other in SPLITS if other != name]
 
 
 def _endpoint(limits: EndpointConfig | None, folder: Path, name: str) -> Endpoint | None:
-    """The model that the minds of a split are made of, or None for the scripted minds."""
+    """Returns the model that a split's agents use, or None for scripted agents."""
     if limits is None:
         return None
     return Endpoint(limits, folder / f"{name}.jsonl", beside=_others(folder, name))
 
 
 def _counter(path: str) -> CountTokens | None:
-    """Length of a text in tokens, if a tokenizer is named."""
+    """Returns a function that counts the tokens of a text, if a tokenizer is set."""
     if not path:
         return None
     tokenizer = load_tokenizer(path)
@@ -142,7 +142,7 @@ def _counter(path: str) -> CountTokens | None:
 
 
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Makes a data set of traces; returns what it writes to ``summary.json``."""
+    """Creates a data set from traces; returns the content of ``summary.json``."""
     command = build(Command, config)
     assert command.traces
     with RunDir(workdir) as run:
@@ -159,7 +159,7 @@ def _converted(
     name: str,
     tasks: Mapping[str, Task] | None = None,
 ) -> dict[str, Any]:
-    """Writes one set of traces, says what became of them, and returns it in figures."""
+    """Writes one set of traces, prints what happened to them, and returns statistics."""
     count = _counter(command.tokenizer)
     records, told = distill_traces(traces, command.teacher, workdir, count, name, tasks)
     for file in told["reading"]:
@@ -170,14 +170,14 @@ def _converted(
     print(f"dropped by filters: {dropped or 'nothing'}")
     if dropped.get("no_accepted_answer"):
         print(
-            f"{dropped['no_accepted_answer']} runs name no accepted answer and were not graded; "
+            f"{dropped['no_accepted_answer']} runs have no accepted answer and were not graded; "
             "--config.teacher.keep_without_gold=True keeps such runs"
         )
     return {**statistics_of(records), **told}
 
 
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs smolagents and makes a data set of its memory; returns ``summary.json``."""
+    """Runs smolagents and creates a data set from its memory; returns ``summary.json``."""
     command = build(Command, config)
     how, limits, traces, wanted = (
         command.smolagents,
@@ -214,7 +214,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the teacher; returns what it writes to ``summary.json``."""
+    """Runs the teacher; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, wanted, settings = command.teacher, command.tasks, config.tools.to_dict()
     assert wanted and command.tools
@@ -223,7 +223,8 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
-        # All of them first: what is wrong with one is no news after the other was paid for.
+        # All endpoints are checked first: an error in the second should not appear after the first
+        # was paid for.
         for name, tasks in _splits(wanted).items():
             start = time.monotonic()
             endpoint = _endpoint(command.endpoint, workdir / "calls", name)
@@ -262,7 +263,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/distill/factbook.py")
     workdir_flag("where the data set is written")
 

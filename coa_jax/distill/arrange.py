@@ -1,9 +1,10 @@
-"""Brings the messages of any system into an order that a protocol allows, or says why it cannot.
+"""Reorders the messages of any system so that a protocol allows them, or says why that is
+impossible.
 
-Systems differ in what they say aloud: most never verify an answer, some plan late, a chat log has
-no plan at all.  What a protocol lacks becomes a thought (merging); what it demands and the run did
-without words is written out (splitting), as `Completion` allows.  Calls and what tools returned are
-never touched, and the automaton of the protocol has the last word.
+Systems differ in what they write down: most never verify an answer, some plan late, a chat log has
+no plan at all. A message without a tag in the protocol becomes a thought. A tag that the protocol
+requires but the run did not write is added, as `Completion` allows. Calls and results of tools are
+never changed, and the protocol's automaton checks the result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NO_END = re.compile(
     r"|prof|st|sec|ch|pp|vol|al|incl|max|min|jr|sr|inc|u\.s))\.\Z",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Ends of list numbers, initials and abbreviations, behind which a sentence goes on."""
+"""Ends of list numbers, initials and abbreviations, after which a sentence continues."""
 
 _LIST_NUMBER = re.compile(r"^\s*\d+[.)](?=\s|\Z)", re.MULTILINE)
 _REVIEW_WORDS = 3
@@ -45,29 +46,30 @@ _REWORDED = frozenset(
     {"not", "isnt", "wasnt", "cannot", "no", "nor", "never", "neither", "none", "or", "either"}
     | {"maybe", "perhaps", "but", "instead", "rather", "except", "without", "wrong", "incorrect"}
 )
-"""Words that make another statement of an answer that they are added to."""
+"""Words that change the meaning of an answer to which they are added."""
 
 _SEARCH = ("web_search", "wiki_search")
 
 
 class Unconvertible(ValueError):
-    """A run has no trajectory under the protocol; the message is the reason."""
+    """A run cannot be written as a trajectory of the protocol; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion(Bounded):
-    """What may be written out that a run did without words.
+    """Tags that may be added to a run that did the same without writing it down.
 
     Attributes:
-        plan: the first thought of a run without a plan stands for the plan.
-        verification: an answer that nobody verified is suggested and passed with the best score:
-            who gives an answer accepts it, and the correctness filter drops wrong ones.
-        review: where a protocol reviews every result, the first sentence after a result that nobody
-            reviewed is the review, with those after it until there are three words; the rest leads
-            to the next call.
-        good_from, average_from: a process judge's score from 0 to 10 becomes one grade for all
-            three criteria: good, average, or else poor.  A poor grade demands a new plan; where
-            none follows it is written as average.
+        plan: whether the first thought of a run without a plan becomes the plan.
+        verification: whether an unverified answer is written as a suggestion that passes with the
+            best score: the agent that gives an answer accepts it, and the correctness filter drops
+            wrong ones.
+        review: whether the first sentence after an unreviewed result becomes the review, if the
+            protocol reviews every result. Sentences are added until there are three words; the rest
+            is the thought before the next call.
+        good_from, average_from: thresholds that convert a process judge's score from 0 to 10 into
+            the same grade for all three criteria: good, average, or else poor. A poor grade
+            requires a new plan; if none follows, the grade becomes average.
     """
 
     plan: bool = True
@@ -78,16 +80,16 @@ class Completion(Bounded):
 
 
 def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> MessageLog:
-    """The messages of a run in an order that the protocol allows.
+    """Reorders the messages of a run so that the protocol allows them.
 
     Args:
         log: the run.
         protocol: name of the protocol.
-        how: what may be added.
+        how: tags that may be added.
 
     Raises:
-        Unconvertible: the run cannot be told under this protocol.
-        UserError: unknown protocol.
+        Unconvertible: the run cannot be written under this protocol.
+        UserError: the protocol is unknown.
     """
     if log.answer is None:
         raise Unconvertible(f"the run has no answer: {log.error or log.ending}")
@@ -101,11 +103,17 @@ def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> Me
 def trajectory_of(
     trace: Trace, protocol: str, how: Completion | None = None
 ) -> tuple[MessageLog, DistilledRecord]:
-    """A trace as a trajectory that obeys the protocol, with the messages it was written from.
+    """Converts a trace to a trajectory that obeys the protocol; also returns the reordered
+    messages.
+
+    Args:
+        trace: the trace.
+        protocol: name of the protocol.
+        how: tags that may be added.
 
     Raises:
-        Unconvertible: the trace has none; the message says why.
-        UserError: unknown protocol.
+        Unconvertible: the trace cannot be converted; the message says why.
+        UserError: the protocol is unknown.
     """
     log = arrange(trace.log, protocol, how)
     record = convert(log, protocol, trace.gold, trace.metadata)
@@ -117,12 +125,12 @@ def trajectory_of(
 
 
 def _words(text: str) -> list[str]:
-    """Its words without the numbers of a list."""
+    """Returns the words of a text without list numbers."""
     return words(_LIST_NUMBER.sub("", text))
 
 
 def _first_sentence(text: str) -> tuple[str, str]:
-    """(the first sentence, with those after it until there are enough words, the rest)."""
+    """Splits off the first sentence, extended by further ones until there are enough words."""
     count = begin = 0
     for end in _SENTENCE.finditer(text):
         at = end.start()
@@ -136,10 +144,11 @@ def _first_sentence(text: str) -> tuple[str, str]:
 
 
 def _rewords(suggested: str, answer: str) -> bool:
-    """Whether an answer is the suggested one in other words.
+    """Returns whether an answer repeats the suggested answer in other words.
 
-    That is the same answer; or one holds all words of the other in a row, both are not numbers,
-    and what else it says is no negation or alternative: "Paris" and "It is Paris, in France.".
+    That is: the answers are equal; or one contains all words of the other consecutively, not both
+    are numbers, and the additional words contain no negation or alternative, e.g. "Paris" and "It
+    is Paris, in France.".
     """
     if same_answer(suggested, answer):
         return True
@@ -154,7 +163,7 @@ def _rewords(suggested: str, answer: str) -> bool:
 
 
 class _Arranged:
-    """The messages so far, and the last tag that they write."""
+    """The reordered messages so far, and the last tag that they write."""
 
     def __init__(self, rules: Protocol, how: Completion) -> None:
         self.rules, self.how = rules, how
@@ -162,12 +171,12 @@ class _Arranged:
         self.last = START
         self.passed = False
         self.suggested = ""
-        self.spoken = 0  # messages of self.messages that tags already written have consumed
+        self.spoken = 0  # number of self.messages that written tags have used
         self.reviews = rules.next_actions.get("code") == frozenset({"reflection"})
         self._tags = re.compile("|".join(f"</?{role}>" for role in rules.roles))
 
     def take(self, message: Message, rest: tuple[Message, ...]) -> None:
-        """Adds a message, changed where the protocol demands it."""
+        """Adds a message, changed where the protocol requires it."""
         message = self._plain(message)
         match message.kind:
             case Kind.PLAN:
@@ -187,15 +196,15 @@ class _Arranged:
             case _:
                 self.messages.append(message)
 
-    # --- the kinds -------------------------------------------------------------------------
+    # --- kinds of messages -----------------------------------------------------------------
 
     def _tag_or_say(self, role: str, message: Message) -> None:
-        """Writes a tag where it may stand, and a thought where it may not."""
+        """Writes a tag where the protocol allows it, and a thought elsewhere."""
         single = not any("plan" in to for at, to in self.rules.next_actions.items() if at != START)
         if role in self.rules.next_actions[self.last]:
             self._put(role, message)
         elif role == "plan" and single and not self.reviews:
-            self._put(role, message)  # `convert` makes a thought of it
+            self._put(role, message)  # `convert` turns it into a thought
         else:
             self._say(message)
 
@@ -253,13 +262,13 @@ class _Arranged:
             message = dataclasses.replace(message, content=boxed)
         self._put("answer", message)
 
-    # --- what is missing -------------------------------------------------------------------
+    # --- missing tags ----------------------------------------------------------------------
 
     def _before_action(self, message: Message) -> Message:
-        """Writes out the plan or the review that has to stand before an action.
+        """Adds the plan or the review that must precede an action.
 
         Returns:
-            The action, without the thought if that has been used.
+            The action, without its thought if the thought has been used.
         """
         bare = dataclasses.replace(message, thought="")
         if self.last == START and self.rules.next_actions[START] == frozenset({"plan"}):
@@ -284,7 +293,7 @@ class _Arranged:
         return message
 
     def _unused(self, last: str) -> str:
-        """Takes back the thoughts that no tag has consumed; `last` is the newest of them."""
+        """Removes and returns the thoughts that no tag has used; `last` is the newest of them."""
         waiting = self.messages[self.spoken :]
         kept = [m for m in waiting if m.kind in (Kind.QUESTION, Kind.OBSERVATION)]
         words = [t for m in waiting if m not in kept for t in (m.thought, m.content) if t.strip()]
@@ -303,7 +312,7 @@ class _Arranged:
         self.messages.append(dataclasses.replace(message, kind=Kind.REPORT))
 
     def _plain(self, message: Message) -> Message:
-        """A message without tags of the protocol in its prose; arguments stay as they are."""
+        """Removes tags of the protocol from the prose of a message; arguments are unchanged."""
         if message.kind is Kind.OBSERVATION:
             return message
         message = dataclasses.replace(message, thought=self._tags.sub("", message.thought))

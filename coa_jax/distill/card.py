@@ -1,4 +1,4 @@
-"""The card of a data set: what is in it, counted from its records."""
+"""The card of a data set: a description with statistics of its records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LICENCES = {
     "factbook": "The World Factbook (CIA): public domain",
     "arithmetic": "reasoning-gym: Apache-2.0",
 }
-"""Licence of what the texts of a task source come from."""
+"""Licence of the texts of a task source."""
 
 
 def tags_of(record: DistilledRecord) -> Counter[str]:
-    """How often each tag occurs in what the policy writes."""
+    """Counts each tag in the policy's text."""
     rules = get_protocol(record.protocol)
     said = "".join(text for author, text in record.parts if author == "policy")
     return Counter(s.role for s in parse(rules, said).segments if s.role is not None)
@@ -27,12 +27,12 @@ def tags_of(record: DistilledRecord) -> Counter[str]:
 def card(
     name: str, records: Sequence[DistilledRecord], funnel: Mapping[str, Any] | None = None
 ) -> str:
-    """A Markdown page about a data set.
+    """Returns a Markdown page about a data set.
 
     Args:
-        name: of the set.
-        records: all of them.
-        funnel: what the filters did (`FilterReport.to_json`), where it is known.
+        name: name of the set.
+        records: all records of the set.
+        funnel: statistics of the filters (`FilterReport.to_json`), if known.
     """
     tags: Counter[str] = sum(map(tags_of, records), Counter())
     tools = {t for r in records for t in get_protocol(r.protocol).tools}

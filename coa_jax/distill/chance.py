@@ -1,4 +1,4 @@
-"""Chance that belongs to a decision: the same whatever ran before or beside it."""
+"""Random numbers that belong to a decision and are independent of order and concurrency."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def uniform(seed: int, episode: str, decision: str) -> float:
-    """A number in [0, 1) that is fixed by its arguments alone.
+    """Returns a number in [0, 1) that depends only on the arguments.
 
     Args:
         seed: seed of the run.

@@ -1,7 +1,7 @@
-"""Runs that show an evaluation set: by shared words, by shared entities, by the pages they open.
+"""Detects runs that reveal an evaluation set: by shared words, shared entities, or opened pages.
 
-The paper's own showcase answers a benchmark question from a page that mirrors the benchmark
-(App C), so addresses are looked at as well as texts.
+The paper's own showcase answers a benchmark question from a page that mirrors the benchmark (App
+C), so both URLs and texts are checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.tasks.base import Task
 from coa_jax.tasks.grading import normalize_answer
 from coa_jax.tools.words import words
 
-# A number with its separators, initials with their dots, a word; what else stands between them.
+# A number with its separators, initials with their dots, or a word; and the text between them.
 _PIECE = re.compile(
     r"(?P<number>\d+(?:[.,]\d+)*)|(?P<word>(?:[^\W\d_]\.)+[^\W\d_]\b|[^\W\d_][\w'\u2019-]*)|\S"
 )
@@ -43,7 +43,7 @@ _FUNCTION_WORDS = frozenset(
 
 
 def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
-    """Its runs of `n` words; a shorter text is one run."""
+    """Returns the word n-grams of a text; a shorter text is a single n-gram."""
     found = words(text)
     if len(found) <= n:
         return frozenset([tuple(found)] if found else [])
@@ -51,10 +51,10 @@ def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
 
 
 def entities(question: str) -> frozenset[str]:
-    """Names (runs of capitalised words) and numbers of a question, normalised."""
+    """Returns the names (sequences of capitalised words) and numbers of a question, normalised."""
     names, found = [], []
     name: list[str] = []
-    linked: list[str] = []  # words that belong to a name if another capital follows them
+    linked: list[str] = []  # words inside a name if another capitalised word follows
 
     def close() -> None:
         if name:
@@ -77,7 +77,7 @@ def entities(question: str) -> frozenset[str]:
             found += [piece["number"]] if piece["number"] else []
     close()
     for text in names:
-        while opening := _OPENING.match(text):  # a capital that only begins the sentence
+        while opening := _OPENING.match(text):  # a capital at the start of a sentence
             text = text[opening.end() :]
         if text[:1].isupper():
             found.append(text)
@@ -85,13 +85,13 @@ def entities(question: str) -> frozenset[str]:
 
 
 def content_words(question: str) -> frozenset[str]:
-    """The words of a question that are not of its grammar (in English)."""
+    """Returns the words of a question without English function words."""
     return frozenset(words(question)) - _FUNCTION_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
 class _Indexed:
-    """An evaluation question: how many runs of words it has, and what it is compared by."""
+    """An evaluation question: its number of n-grams, and its features for comparison."""
 
     runs: int
     entities: frozenset[str]
@@ -104,12 +104,12 @@ class Contamination:
     """An index of evaluation questions.
 
     Attributes:
-        ngram: length of the runs of words that are compared.
-        share: part of a question's runs from which on it counts as shown.
-        entity_share: part of a question's entities from which on another question with the same
-            answer counts as the same; a question with fewer than two is compared by these and by
-            that part of its `content_words`; 0 compares neither.
-        shown: run of words -> questions that have it.
+        ngram: number of words of the compared n-grams.
+        share: share of a question's n-grams in a text from which the text reveals the question.
+        entity_share: share of a question's entities from which another question with the same
+            answer counts as the same. A question with fewer than two entities is compared by these
+            and by the same share of its `content_words`. 0 disables this comparison.
+        shown: n-gram -> questions that contain it.
         questions: the evaluation questions.
     """
 
@@ -120,7 +120,7 @@ class Contamination:
     questions: list[_Indexed]
 
     def in_text(self, text: str) -> bool:
-        """Whether a text shows an evaluation question."""
+        """Returns whether a text reveals an evaluation question."""
         found: dict[int, int] = defaultdict(int)
         lengths = {len(run) for run in self.shown}
         for n in lengths:
@@ -130,7 +130,7 @@ class Contamination:
         return any(count >= self.share * self.questions[q].runs for q, count in found.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
-        """Whether a question speaks of the same as an evaluation question and has its answer."""
+        """Returns whether a question has the entities and the answer of an evaluation question."""
         if not self.entity_share:
             return False
         named, said = entities(question), content_words(question)
@@ -148,7 +148,9 @@ class Contamination:
         return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
     def __call__(self, run: Run) -> bool:
-        """Whether a run shows an evaluation question, by itself or in what a tool returned."""
+        """Returns whether a run reveals an evaluation question, in its question or in a tool's
+        result.
+        """
         returned = (m.content for m in run.log.messages if m.kind is Kind.OBSERVATION)
         return (
             self.in_text(run.task.question)
@@ -165,7 +167,12 @@ def _exact_ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
 def contamination(
     tasks: Sequence[Task], ngram: int = 8, share: float = 0.5, entity_share: float = 0.8
 ) -> Contamination:
-    """Indexes evaluation tasks; see `Contamination` for the settings."""
+    """Indexes evaluation tasks.
+
+    Args:
+        tasks: the tasks.
+        ngram, share, entity_share: see `Contamination`.
+    """
     shown: dict[tuple[str, ...], list[int]] = defaultdict(list)
     questions = []
     for number, task in enumerate(tasks):
@@ -179,16 +186,16 @@ def contamination(
 
 
 def opens_blocked(run: Run, blocked: Sequence[str]) -> bool:
-    """Whether a call of a run has an address that names a page of a block list.
+    """Returns whether a call of a run contains a URL of a blocked page.
 
-    An address may stand inside another, whole or without its ``https://``, in the path or in the
-    query: an archive, a proxy.  So a host and the beginning of a path are looked for at every
-    place; what only mentions a blocked page in such a form is taken for it.
+    A URL may be contained in another one, complete or without ``https://``, in the path or in the
+    query, as in archives and proxies. So hosts and path prefixes are searched at every position; a
+    URL that only mentions a blocked page in such a form counts too.
 
     Args:
         run: the run.
-        blocked: hosts (those below them are meant, too) and beginnings of paths on them, without
-            ``https://``, e.g. ``huggingface.co/datasets``.
+        blocked: hosts (including their subdomains) and path prefixes on them, without ``https://``,
+            e.g. ``huggingface.co/datasets``.
     """
     pages = [tuple(text.lower().strip("/").split("/")) for text in blocked]
     hosts = {page[0] for page in pages}
@@ -206,19 +213,19 @@ def _is_at(host: str, segment: str) -> bool:
 
 
 def _addresses(arguments: str, hosts: Collection[str]) -> set[tuple[str, ...]]:
-    """The addresses in a call, those of one page in one form.
+    """Returns the URLs in a call, normalised.
 
     Args:
-        arguments: of the call.
-        hosts: segments that ``..`` does not leave, as a host never is.
+        arguments: arguments of the call.
+        hosts: segments that are hosts, which ``..`` does not leave.
 
     Returns:
-        Segments: an address is cut at every sign between parts of a path or of a query; ports,
-        users, empty segments and dots are gone.
+        URLs as segments: they are split at every separator of a path or query; ports, users, empty
+            segments and dots are removed.
     """
     found = set()
     text, before = arguments.lower(), ""
-    while text != before:  # an encoded address may be encoded again
+    while text != before:  # a URL may be encoded several times
         for address in _URL.findall(text):
             found.add(_segments(_decoded(address), hosts))
         text, before = urllib.parse.unquote(text), text

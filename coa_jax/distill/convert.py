@@ -1,9 +1,9 @@
-"""From the teacher's message log to a chain-of-agents trajectory.
+"""Converts the teacher's message log to a chain-of-agents trajectory.
 
-An activated agent becomes a tag, what it put out becomes the body, a tool's answer becomes
-the environment's text (paper §3.2.1).  What agents tell each other in between (requests,
-reports, rationales) is what the one policy has to think, so it becomes the `think` before
-the tag.  Nothing here depends on which minds wrote the log.
+An activated agent becomes a tag, its output becomes the body, and a tool's answer becomes the
+environment's text (paper §3.2.1). Other messages between agents (requests, reports, rationales) are
+thoughts of the single policy: they become the `think` before the tag. The conversion does not
+depend on who wrote the log.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 class _Writer:
-    """Collects segments into parts; thoughts wait until the tag that they lead to."""
+    """Collects segments into parts; thoughts wait for the next tag."""
 
     def __init__(self, protocol: str) -> None:
         self.rules = get_protocol(protocol)
@@ -69,12 +69,12 @@ class _Writer:
             self.thoughts.append(text.strip())
 
     def take_thoughts(self) -> str:
-        """The waiting thoughts as one text, which stops waiting."""
+        """Removes and returns the waiting thoughts as one text."""
         text, self.thoughts = " ".join(self.thoughts), []
         return text
 
     def tag(self, role: str, body: str) -> None:
-        """Writes a tag, with what has been thought before it where the protocol lets it."""
+        """Writes a tag, preceded by the waiting thoughts if the protocol allows a `think` there."""
         rule = self.rules.think_rule[role]
         if rule == "required" or (rule == "optional" and self.thoughts):
             thought = self.take_thoughts() or _DEFAULT_THOUGHT.get(role, f"I use {role}.")
@@ -82,7 +82,7 @@ class _Writer:
         self.segments.append(f"<{role}>{body}</{role}>")
 
     def observe(self, text: str) -> None:
-        """Closes the policy's part and adds the environment's."""
+        """Closes the policy's part and adds an environment part."""
         self.close()
         text = observation_text(self.rules, quote_tool_text(self.rules, text))
         self.parts.append((ENVIRONMENT, text))
@@ -95,10 +95,11 @@ class _Writer:
 
 
 def verdict_score(content: str) -> int | None:
-    """Score from 1 to 4 of a verdict in any words; None where no number is clearly one.
+    """Parses the score, from 1 to 4, of a verdict in free text; None if no number is clearly the
+    score.
 
-    Besides what the body of a double check may be: ``3 of 4``, or the only number of the text if
-    that begins or ends with it.
+    Besides the forms of a double check, it accepts ``3 of 4``, or the only number of a text if that
+    number is at its beginning or end.
     """
     score = parse_double_check(content)
     if score is not None:
@@ -113,9 +114,9 @@ def verdict_score(content: str) -> int | None:
 
 
 def same_answer(answer: str, other: str) -> bool:
-    """Whether two answers are the same but for case, punctuation, articles or a box around them.
+    """Returns whether two answers are equal apart from case, punctuation, articles or a box.
 
-    Numbers are compared by their value, as graders do.
+    Numbers are compared by value, as graders do.
     """
     answer, other = (parse_boxed(text) or text for text in (answer, other))
     same = " ".join(answer.split()) == " ".join(other.split())
@@ -133,14 +134,14 @@ def _write_plan(writer: _Writer, message: Message) -> None:
     may_replan = any("plan" in to for at, to in rules.next_actions.items() if at != START)
     if may_replan or not (writer.parts or writer.segments):
         writer.tag("plan", message.content)
-    else:  # a protocol with a single plan: a later one is a thought
+    else:  # a protocol with a single plan: later plans are thoughts
         writer.think(message.content)
 
 
 def _write_reflection(writer: _Writer, message: Message) -> None:
     grades = parse_reflection(message.content)
     if writer.rules.think_rule["reflection"] == "forbidden":
-        # A review in free words that stands alone: it is all that was thought.
+        # A stand-alone review in free text has no separate thought.
         writer.think(message.thought)
         if grades is None or not writer.thoughts:
             writer.think(message.content)
@@ -185,7 +186,7 @@ def _write(writer: _Writer, message: Message) -> None:
 
 
 def corrected_itself(log: MessageLog, protocol: str) -> bool:
-    """Whether a low score led to another answer (paper §3.2.1, fourth stage)."""
+    """Returns whether a low score led to another answer (paper §3.2.1, fourth stage)."""
     pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
     for message in log.messages:
         if message.kind is Kind.SUGGESTION:
@@ -198,7 +199,7 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
 
 
 def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
-    """Returns the figures of a run that stand in the metadata of its record."""
+    """Returns statistics of a run for the metadata of its record."""
     return {
         "messages": len(log.messages),
         "tool_calls": len(log.calls),
@@ -218,18 +219,17 @@ def convert(
     """Converts a run of the teacher to a trajectory of one policy.
 
     Args:
-        log: the run; one that ended without an answer converts to a trajectory without one.
-        protocol: name of the protocol whose surface form is written.  Roles that it lacks
-            become thoughts.
-        gold: accepted answers, stored for graders and not used.
-        metadata: stored, with figures of the run added.
+        log: the run; a run that ended without an answer converts to a trajectory without one.
+        protocol: name of the protocol of the trajectory. Roles that it lacks become thoughts.
+        gold: accepted answers; stored for graders but not used here.
+        metadata: metadata to store; statistics of the run are added.
 
     Returns:
-        The record; its policy and environment parts joined are the text after the prompt.  Halves
-        of surrogate pairs, which a model may write, are replaced as tokenizers do.
+        The record; its policy and environment parts, joined, are the text after the prompt.
+        Surrogate halves, which a model may write, are replaced as tokenizers do.
 
     Raises:
-        UserError: unknown protocol.
+        UserError: the protocol is unknown.
     """
     writer = _Writer(protocol)
     for message in log.messages:
@@ -247,10 +247,11 @@ def convert(
 
 
 def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:
-    """A converted run as graders and reports know episodes: without tokens, with its calls.
+    """Returns a converted run as a trajectory for graders and reports: without tokens, with its
+    calls.
 
     Args:
-        record: what `convert` made of ``log``.
+        record: result of `convert` for ``log``.
         log: the run.
     """
     rules, nothing = get_protocol(record.protocol), np.zeros(0)

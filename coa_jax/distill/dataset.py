@@ -1,9 +1,9 @@
-"""The distilled data set on disk, and figures about it.
+"""The distilled data set on disk, and its statistics.
 
-A working directory holds the journals of the teacher's runs (``journal/<split>.jsonl``), what was
-made of them (``<split>.jsonl``) and a few runs that each filter dropped
-(``dropped/<split>.jsonl``).  The last two are a pure function of the first and are written whole,
-so killing and starting again gives the same bytes as running through.
+A working directory holds the journals of the teacher's runs (``journal/<split>.jsonl``), the
+records made from them (``<split>.jsonl``) and a few runs that each filter dropped
+(``dropped/<split>.jsonl``). The last two are pure functions of the first and are always written
+completely, so killing and restarting gives the same bytes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Split:
     """One split of a finished data set.
 
     Attributes:
-        runs: of the teacher, graded, in the order of the tasks.
-        records: what passed the filters, in the order of the tasks.
-        report: what did not.
-        resumed: how many of the runs an earlier process had done.
+        runs: runs of the teacher, graded, in the order of the tasks.
+        records: records of the runs that passed the filters, in the order of the tasks.
+        report: statistics of the filters.
+        resumed: number of runs that an earlier process had finished.
     """
 
     runs: list[Run]
@@ -64,15 +64,15 @@ def distill_split(
         name: name of the split, and of its files.
         tasks: the tasks.
         tools: tools by name.
-        config: how.
-        workdir: where the files are.
-        tool_settings: what the tools' results depend on (JSON values); runs that were made with
-            other settings are refused.
-        on_log: called after each run with the number of runs that are done.
+        config: settings of the teacher and the filters.
+        workdir: directory of the files.
+        tool_settings: settings on which the tools' results depend (JSON values); runs made with
+            other settings are rejected.
+        on_log: called after each run with the number of finished runs.
         minds: a mind per agent; the scripted ones by default.
-        count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
-        teacher: what distinguishes ``minds`` from others, e.g. the name of their model.
-        endpoint: the model that ``minds`` ask; its connection is closed when all tasks are done.
+        count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
+        teacher: label that distinguishes ``minds`` from others, e.g. the name of their model.
+        endpoint: model that ``minds`` use; its connection is closed when all tasks are done.
 
     Raises:
         UserError: the journal belongs to another configuration or is malformed.
@@ -110,12 +110,14 @@ def distill_split(
 
 
 def policy_chars(record: DistilledRecord) -> int:
-    """Characters that the policy writes in a record."""
+    """Returns the number of characters that the policy wrote in a record."""
     return sum(len(text) for author, text in record.parts if author == "policy")
 
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
-    """Figures of a data set: size, lengths in characters by hops, share of corrected runs."""
+    """Returns statistics of a data set: size, lengths in characters by hops, share of corrected
+    runs.
+    """
     by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)

@@ -1,4 +1,4 @@
-"""Runs that say nearly what another run of the set says (MinHash with an exact second look)."""
+"""Detects runs that nearly repeat another run of the set (MinHash, then an exact comparison)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ _PERMUTATIONS = 128
 
 
 def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
-    """Jaccard similarity of two sets; 1 for two empty ones."""
+    """Returns the Jaccard similarity of two sets; 1 for two empty sets."""
     return len(a & b) / len(a | b) if a or b else 1.0
 
 
 def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
-    """What a run is compared by: runs of three words of its question and of the policy's text."""
+    """Returns the word trigrams of a run's question and of the policy's text, for comparison."""
     said = " ".join(text for author, text in run.record.parts if author == "policy")
     return ngrams(f"{run.task.question} {said}", _SHINGLE)
 
 
 def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bool]:
-    """For each run whether an earlier one that is kept is as similar as `threshold` or more.
+    """Returns for each run whether an earlier kept run is as similar as `threshold` or more.
 
     Candidates come from MinHash with locality-sensitive hashing (Broder 1997), so a pair right at
-    the threshold may be missed; each is compared exactly, so no unlike pair is taken for one.
+    the threshold may be missed. Each candidate is compared exactly, so dissimilar runs are never
+    dropped.
+
+    Args:
+        runs: the runs.
+        threshold: Jaccard similarity.
+        seed: seed of the hash functions.
 
     Raises:
         UserError: datasketch is not installed.
@@ -37,7 +43,8 @@ def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bo
         import datasketch
     except ImportError:
         raise missing("near_duplicate", "datasketch", "distill") from None
-    # Half the threshold for the hash: a miss costs a duplicate, a false alarm a comparison.
+    # The hash uses half the threshold: a miss leaves a duplicate, a false candidate costs one
+    # comparison.
     index = datasketch.MinHashLSH(threshold=threshold / 2, num_perm=_PERMUTATIONS)
     kept: dict[int, frozenset[tuple[str, ...]]] = {}
     repeated = []

@@ -1,9 +1,9 @@
-"""What a team of agents spends on a question, against the one trajectory that replaces it.
+"""The tokens of a team of agents per question, compared with the trajectory that replaces the team.
 
-The paper reports 84.6 % fewer tokens (§5.1).  Here both sides are counted with one tokenizer and
-on the same solved questions.  A team pays for its prompts again at every turn: each agent is shown
-what has been said so far.  A policy whose cache outlives its tool calls reads every token once; one
-that is called turn by turn pays for what came before again (``resent``).
+The paper reports 84.6 % fewer tokens (§5.1). Here both sides are counted with one tokenizer and on
+the same solved questions. A team pays for its prompts again at every turn, since each agent reads
+all messages so far. A policy that keeps its cache during tool calls reads every token once; a
+policy that is called turn by turn pays for the previous text again (``resent``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ CountTokens = Callable[[str], int]
 
 
 def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tuple[int, int]:
-    """Tokens of the prompts and of the replies of a run of our team.
+    """Returns the prompt tokens and the reply tokens of a run of our team.
 
-    Every message of an agent is one call of a model: what `chat_of` shows the agent at that point,
-    and the reply that says the message.  Marks that a chat template puts around texts, and replies
-    that had to be asked for again, are not counted, so a real run costs more.
+    Every message of an agent is one call of a model: its prompt is `chat_of` at that point, and its
+    reply contains the message. Template tokens around texts, and repeated requests after invalid
+    replies, are not counted, so a real run costs more.
 
     Args:
         log: the run.
-        tools: names of the tools that the team holds.
-        count: length of a text in tokens.
+        tools: names of the tools of the team.
+        count: counts the tokens of a text.
     """
     prompt = completion = 0
     for message in log.messages:
@@ -60,18 +60,18 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
 def economy(
     runs: Iterable[Run], tools: Sequence[str], count: CountTokens, prompt: Callable[[Run], str]
 ) -> dict[str, Any]:
-    """Tokens per solved question: the team's, and those of the distilled trajectory.
+    """Computes the tokens per solved question, of the team and of the distilled trajectory.
 
     Args:
-        runs: runs of the team; those with a wrong answer are left out on both sides.
-        tools: names of the tools that the team holds.
-        count: length of a text in tokens.
-        prompt: what the one policy is shown at the beginning.
+        runs: runs of the team; runs with a wrong answer are left out on both sides.
+        tools: names of the tools of the team.
+        count: counts the tokens of a text.
+        prompt: returns the initial prompt of the policy.
 
     Returns:
         Number of questions; means of the team's prompt and completion tokens, of the trajectory's
-        tokens (its prompt and observations included, read once), and of what its policy writes; the
-        share that the trajectory saves of all the team's tokens.
+        tokens (including its prompt and observations, read once), and of the tokens that its policy
+        writes; the share of the team's tokens that the trajectory saves.
     """
     rows = []
     for run in filter(is_correct, runs):
@@ -88,9 +88,11 @@ def economy(
 
 
 def resent_tokens(trajectory: Trajectory) -> int:
-    """Tokens of a trajectory if each turn of the policy is one call that pays for its prompt.
+    """Returns the tokens of a trajectory if each turn of the policy is a call that pays for its
+    prompt.
 
-    A call's prompt is all that came before it, and a turn is a run of tokens that the policy wrote.
+    The prompt of a call is all text before it. A turn is a sequence of tokens that the policy
+    wrote.
     """
     policy = trajectory.author == Author.POLICY
     ends = np.flatnonzero(policy & ~np.append(policy[1:], False)) + 1
@@ -103,19 +105,19 @@ def policy_economy(
     tools: Sequence[str],
     count: CountTokens,
 ) -> dict[str, Any]:
-    """Tokens of a team and of a policy on the same tasks.
+    """Compares the tokens of a team and of a policy on the same tasks.
 
     Args:
-        runs: the team's run of each task, by its id.
-        trajectories: the policy's, graded; any number of a task.  Those without a grade, or whose
-            task the team could not be graded on, are left out and counted.
-        tools: names of the tools that the team holds.
-        count: length of a text in tokens, by the tokenizer of the trajectories.
+        runs: task id -> run of the team.
+        trajectories: graded trajectories of the policy, any number per task. Those without a grade,
+            or whose task has no graded run of the team, are left out and counted.
+        tools: names of the tools of the team.
+        count: counts the tokens of a text, with the tokenizer of the trajectories.
 
     Returns:
-        ``team`` and ``policy``: success and tokens of all attempts, failed ones included, for each
-        solved one; ``both_solved``: means over the pairs that both solved; ``saved``: the share
-        that the policy saves, in both ways of counting.
+        ``team`` and ``policy``: success rate, and tokens of all attempts (including failed ones)
+            per solved task; ``both_solved``: means over the pairs that both solved; ``saved``: the
+            share that the policy saves, for both ways of counting.
     """
     spent = {name: sum(team_tokens(run.log, tools, count)) for name, run in runs.items()}
     rows, left_out = [], 0
@@ -154,7 +156,7 @@ def policy_economy(
 
 
 def _side(right: np.ndarray, tokens: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Success, and tokens of all attempts for each solved one."""
+    """Returns the success rate, and the tokens of all attempts per solved one."""
     solved = int(right.sum())
     told: dict[str, Any] = {"success": float(right.mean()) if len(right) else None}
     for name, values in tokens.items():

@@ -1,8 +1,9 @@
-"""A language model behind an OpenAI-compatible endpoint, with a budget, and paid for once.
+"""A language model behind an OpenAI-compatible endpoint, with a budget, where no call is paid
+twice.
 
-Every exchange is appended to a file before its reply is used.  A killed run that is started again
-finds the replies there, so that nothing recorded is asked for twice, not even inside an unfinished
-task; calls that were under way when the process was killed are.
+Every exchange is appended to a file before its reply is used. A killed run that is started again
+finds the replies there, so recorded requests are never sent twice, not even within an unfinished
+task. Requests that were in flight when the process was killed are sent again.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from coa_jax.tools.net.secrets import Secret
 T = TypeVar("T")
 
 Chat = Sequence[Mapping[str, str]]
-"""Messages ``{"role", "content"}``."""
+"""Chat messages ``{"role", "content"}``."""
 
 REFUSED_REQUEST = frozenset({400, 413, 422})
-"""Statuses about a request, not about who asks: too long a context, a content filter."""
+"""Statuses that concern a single request, not its sender: too long a context, a content filter."""
 
 _PLAIN = 'Which number comes after 1? Reply with a JSON object: {"number": ...}.'
-"""What no filter objects to; servers in JSON mode want to see the word."""
+"""A question that no content filter rejects. Servers in JSON mode require the word JSON in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatConfig):
-    """The model that writes: a `ChatConfig` whose budget counts earlier processes, too.
+    """The model that writes: a `ChatConfig` whose budget also counts earlier processes.
 
     Attributes:
-        key_env: a local server needs no key, and none is sent if the variable is not set.
+        key_env: environment variable with the key. A local server needs no key; none is sent if the
+            variable is not set.
     """
 
     key_env: Variable = "OPENAI_API_KEY"
@@ -50,16 +52,16 @@ class EndpointConfig(ChatConfig):
     backoff_s: SecondsOrNone = 0.5
 
     def __bool__(self) -> bool:
-        return True  # there are settings; `check` says whether they can be used
+        return True  # the settings exist; `check` validates them
 
     def _check_use(self) -> None:
-        """Nothing: `check` does, which knows what the settings are called."""
+        """Does nothing: `check` validates instead, because it knows the name of the settings."""
 
     def check(self, where: str = "config.endpoint") -> None:
-        """Refuses settings by which no model could be asked, or no budget held.
+        """Rejects settings with which no model could be called, or no budget be kept.
 
         Args:
-            where: what the error calls the settings.
+            where: name of the settings in error messages.
 
         Raises:
             UserError: the address, the model or the price that ``max_money`` needs is missing.
@@ -70,12 +72,12 @@ class EndpointConfig(ChatConfig):
 
     @property
     def label(self) -> str:
-        """The model and how it is asked: what its replies depend on."""
+        """Returns the model and its settings, on which its replies depend."""
         return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
 
 
 class RequestRefusedError(Exception):
-    """The endpoint answers other requests, but not this one; no further attempt would help."""
+    """The endpoint answers other requests, but not this one; another attempt would not help."""
 
     def __str__(self) -> str:
         return f"the request is refused: {self.args[0]}"
@@ -85,14 +87,14 @@ def _exchange(row: Any) -> dict[str, Any]:
     found = {name: row[name] for name in ("key", "reply", "prompt", "completion")}
     counts = (found["prompt"], found["completion"])
     if not all(isinstance(found[name], str) for name in ("key", "reply")):
-        raise TypeError("'key' and 'reply' must be texts")
+        raise TypeError("'key' and 'reply' must be strings")
     if not all(count is None or type(count) is int for count in counts):
         raise TypeError("'prompt' and 'completion' must be whole numbers or null")
     return found
 
 
 class Endpoint:
-    """A client of one model; `spent` says what it has cost, earlier processes included."""
+    """A client of one model; `spent` is its total cost, including earlier processes."""
 
     def __init__(
         self,
@@ -104,14 +106,14 @@ class Endpoint:
         """Opens the record of exchanges and the connection.
 
         Args:
-            config: the model, and what may be spent.
+            config: the model, and the limits of its budget.
             record: file of the exchanges.
-            where: what errors call the settings.
-            beside: records of other parts of the same run, as far as they exist: what they have
-                cost counts against the budget, too.
+            where: name of the settings in error messages.
+            beside: records of other parts of the same run, as far as they exist; their cost counts
+                against the budget too.
 
         Raises:
-            UserError: openai is not installed, the settings cannot be used (see
+            UserError: openai is not installed, the settings are invalid (see
                 `EndpointConfig.check`), or the record is malformed.
         """
         config.check(where)
@@ -119,9 +121,9 @@ class Endpoint:
         self._purse = Purse(config, config.model, where)
         asked = config if Secret(config.key_env) else dataclasses.replace(config, key_env="")
         self._client = Client(asked, self._purse)
-        jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
+        jsonl.append_lines(record, [])  # creates the file, or removes a partial last line
         self._stopping = False
-        self._answered = False  # by this process: an earlier one may have had other settings
+        self._answered = False  # in this process: earlier ones may have had other settings
         self._trial: asyncio.Future[str] | None = None
         self._replies: dict[str, str] = {}
         for other in filter(Path.exists, beside):
@@ -134,17 +136,17 @@ class Endpoint:
             self._account(row)
 
     async def complete(self, chat: Chat, episode: str, turn: str) -> str:
-        """The reply to a chat.
+        """Returns the reply to a chat.
 
         Args:
             chat: the messages.
-            episode: the run that asks; with `turn` it tells equal chats apart.
-            turn: which call of the run this is.
+            episode: the run that asks; with `turn` it distinguishes equal chats.
+            turn: number of this call in the run.
 
         Raises:
-            RequestRefusedError: the endpoint answers others and refuses this request.
-            UserError: the budget is spent, the endpoint cannot be reached, refuses the caller or
-                the model, or refuses every request with these settings.
+            RequestRefusedError: the endpoint answers other requests and rejects this one.
+            UserError: the budget is spent, the endpoint cannot be reached, rejects the caller or
+                the model, or rejects every request with these settings.
         """
         key = self._key(chat, episode, turn)
         if key in self._replies:
@@ -153,15 +155,18 @@ class Endpoint:
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            # The run stops, but this reply will be paid for: wait for it, and ask for no other.
+            # The run stops, but this reply will be paid for: wait for it, and send no other
+            # request.
             self._stopping = True
             await asyncio.wait([call])
             if not call.cancelled():
-                call.exception()  # looked at: asyncio would report it as never retrieved
+                call.exception()  # retrieved: otherwise asyncio would log it
             raise
 
     async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
-        """Asks; what is refused before anything was answered may be the fault of a setting."""
+        """Sends a request; if it is rejected before any reply arrived, checks the settings
+        first.
+        """
         try:
             return await self._exchange(key, chat, episode, turn)
         except RequestRefusedError:
@@ -170,19 +175,19 @@ class Endpoint:
             raise
 
     async def _try_settings(self, chat: Chat) -> None:
-        """Asks a plain question, once for all that wait for it.
+        """Sends a plain question, once for all requests that wait for the result.
 
         Args:
-            chat: what was refused.  Its instructions are kept: a limit of tokens that leaves no
-                room for them leaves none for any request.
+            chat: the rejected request. Its instructions are kept: if the token limit leaves no room
+                for them, it leaves none for any request.
 
         Raises:
-            UserError: that is refused too.
+            UserError: the plain question is rejected too.
         """
         if self._trial is None:
             plain = [m for m in chat if m["role"] == "system"]
             plain.append({"role": "user", "content": _PLAIN})
-            asked = plain, "trial", str(self.spent.calls)  # a number that no earlier trial had
+            asked = plain, "trial", str(self.spent.calls)  # a number that no earlier trial used
             self._trial = asyncio.ensure_future(self._exchange(self._key(*asked), *asked))
         try:
             await self._trial
@@ -190,9 +195,9 @@ class Endpoint:
             raise self._refusal(error.args[0]) from error
 
     async def _exchange(self, key: str, chat: Chat, episode: str, turn: str) -> str:
-        """Asks, and records the exchange."""
+        """Sends a request, and records the exchange."""
         began = time.monotonic()
-        # One half of a surrogate pair, from an earlier reply, could not be sent at all.
+        # A surrogate half, from an earlier reply, could not be encoded.
         messages = [{name: clean(text) for name, text in message.items()} for message in chat]
         try:
             reply, counts = await self._client.ask(
@@ -222,7 +227,9 @@ class Endpoint:
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work returns; the connection is closed after it, in the same event loop."""
+        """Runs the work and returns its result; then closes the connection in the same event
+        loop.
+        """
         try:
             return await work
         finally:
@@ -239,7 +246,9 @@ class Endpoint:
             self.spent.add(row, self._purse.price)
 
     def _meaning(self, error: FetchError) -> Exception:
-        """What a request without a reply says of the request, of who asks, or of the server."""
+        """Converts a failed request to an exception about the request, its sender, or the
+        server.
+        """
         problem = f"{error.status}: {error.said}" if error.status else error.message
         if error.status is None or error.transient:
             return UserError(
@@ -252,15 +261,15 @@ class Endpoint:
 
     def _refusal(self, problem: str) -> UserError:
         return UserError(
-            f"{self.config.url} refuses the model {self.config.model!r}: {problem}; mend the "
+            f"{self.config.url} refuses the model {self.config.model!r}: {problem}; correct the "
             "settings of the endpoint and run the same command again"
         )
 
 
 def _reply(answer: dict[str, Any]) -> tuple[str, dict[str, int | None]]:
-    """Text and token counts of an answer.
+    """Returns the text and the token counts of an answer.
 
-    Null is a text that was paid for (all tokens went into thinking, or a refusal).
+    A null text was paid for too (all tokens went into thinking, or it is a refusal).
     """
     content = answer["choices"][0]["message"]["content"]
     if not isinstance(content, str | None):

@@ -1,4 +1,4 @@
-r"""Writes distilled records in the forms that other trainers read.
+r"""Writes distilled records in the formats of other trainers.
 
     python -m coa_jax.distill.export --data=runs/distill/train.jsonl --out=runs/distill/export
 
@@ -11,10 +11,10 @@ r"""Writes distilled records in the forms that other trainers read.
     tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
     ========== ============================================= ======================================
 
-Every form says who wrote what, so that other trainers and our own readers (`coa_jax.records`) find
-the loss mask of our SFT; docs/data.md shows the fields.  The user message is that of our SFT with
-the same ``--prompt_style``.  Several sets can be exported to one folder: each has its files and its
-card ``NAME_card.md``, and ``README.md`` holds all cards.
+Every form records the author of each part, so that other trainers and our own readers
+(`coa_jax.records`) can rebuild the loss mask of our SFT; docs/data.md shows the fields. The user
+message is that of our SFT with the same ``--prompt_style``. Several sets can be exported to one
+folder: each has its files and its card ``NAME_card.md``, and ``README.md`` contains all cards.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
 
 
 def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
-    """Returns the fields that make a row ours again.
+    """Returns the fields with which our reader can rebuild the record.
 
     Args:
         record: the record.
-        turns: (author, text) as the form holds them; the parts are repeated in the row only where
-            a reader would not find them in the turns.
+        turns: (author, text) as in the form. The row repeats the parts only if a reader could not
+            recover them from the turns.
     """
     names = ("id", "question", "protocol", "gold")
     about = {name: getattr(record, name) for name in names}
     if turns is not None:
         try:
             same = parts_of_turns(get_protocol(record.protocol), turns) == record.parts
-        except ValueError:  # an observation that only the parts can tell from the policy's text
+        except ValueError:  # only the parts separate an observation from the policy's text
             same = False
         if same:
             return about
@@ -77,9 +77,10 @@ def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
 
 
 def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Returns the record as a row of LLaMA-Factory's alpaca form, which allows further columns.
+    """Converts a record to a row of LLaMA-Factory's alpaca form, which allows additional columns.
 
-    ``policy`` holds [start, end) of each part of ``output`` that the policy wrote, in characters.
+    ``policy`` has the character range [start, end) of each part of ``output`` that the policy
+    wrote.
     """
     spans, end = [], 0
     for author, text in record.parts:
@@ -90,13 +91,13 @@ def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     exact = len(authors) == len(record.parts) and all(map(operator.ne, authors, authors[1:]))
     row: dict[str, Any] = {"instruction": prompt_of(record, style), "input": ""}
     row |= {"output": record.text, "policy": spans, **_about(record, None)}
-    if exact:  # the spans alone tell the parts
+    if exact:  # the spans alone determine the parts
         del row["parts"]
     return {**row, **_columns_before(record)}
 
 
 def _columns_before(record: DistilledRecord) -> dict[str, Any]:
-    """Returns what stands before the user message as columns ``system`` and ``history``.
+    """Returns the turns before the user message as columns ``system`` and ``history``.
 
     Raises:
         ValueError: the turns are not a system message and pairs of user and assistant.
@@ -113,7 +114,7 @@ def _columns_before(record: DistilledRecord) -> dict[str, Any]:
 
 
 def fits_alpaca(record: DistilledRecord) -> bool:
-    """Whether the alpaca form can hold a record; see `masked_by_markers`."""
+    """Returns whether the alpaca form can hold a record; see `masked_by_markers`."""
     try:
         _columns_before(record)
     except ValueError:
@@ -122,15 +123,16 @@ def fits_alpaca(record: DistilledRecord) -> bool:
 
 
 def masked_by_markers(record: DistilledRecord) -> bool:
-    """Whether the paper's fork of LLaMA-Factory masks what the environment wrote, and no more.
+    """Returns whether the paper's fork of LLaMA-Factory masks exactly the environment's text.
 
     Its rule for ``output`` masks the tokens from ``<observation`` to ``observation>`` and an empty
-    line, so a tool's text that holds one of these misleads it; and it passes over records in which
-    opening and closing tags are not equally many.  The line end before ``<observation`` is outside:
-    without it the two brackets of ``><`` become one token, and the rule finds no beginning.  In
-    tokenizers with a token for ``>`` and a line end, as Qwen's, it belongs to the token that closes
-    the policy's call, so that every token of the environment alone is masked.  Where a line end
-    is a token of its own, as in GPT-2's and SmolLM2's, that one is learned in each observation.
+    line, so a tool's text with one of these marks misleads it. It also skips records with different
+    numbers of opening and closing tags. The line end before ``<observation`` is outside the mask:
+    without it the two brackets of ``><`` would become one token, and the rule would find no
+    beginning. In tokenizers with a token for ``>`` and a line end, such as Qwen's, that line end
+    belongs to the token that closes the policy's call, so every pure environment token is masked.
+    If a line end is a separate token, as in GPT-2's and SmolLM2's tokenizers, it is trained on in
+    each observation.
     """
     wanted, end = [], 0
     for author, text in record.parts:
@@ -143,10 +145,10 @@ def masked_by_markers(record: DistilledRecord) -> bool:
 
 
 def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """The record as a line of LLaMA-Factory's sharegpt form: what tools returned has its own turn.
+    """Converts a record to a line of LLaMA-Factory's sharegpt form, with one turn per tool result.
 
     Raises:
-        UserError: the policy has not the first and the last word, as that form demands.
+        UserError: the first or the last part is not the policy's, as that form requires.
     """
     names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
     turns = [*record.context, ("user", prompt_of(record, style))]
@@ -163,7 +165,7 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Returns the record as a conversation, with who wrote which part of the assistant's turn."""
+    """Converts a record to a conversation with the author of each part of the assistant's turn."""
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
@@ -171,7 +173,7 @@ def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def _dataset_info(name: str, records: Iterable[DistilledRecord]) -> dict[str, Any]:
-    """Returns how LLaMA-Factory finds the files."""
+    """Returns the entries of ``dataset_info.json``, by which LLaMA-Factory finds the files."""
     columns = {"prompt": "instruction", "query": "input", "response": "output"}
     columns |= {key: key for record in records for key in _columns_before(record)}
     return {
@@ -195,19 +197,19 @@ def export(
     """Writes records in other forms, and a card that describes them.
 
     Args:
-        records: in their order.
-        out: folder; what stands there of this name in these forms is replaced, all else is kept.
-        name: of the set, part of the file names and the split's name in TFDS.
-        forms: of `FORMS`.
+        records: records in order.
+        out: folder; existing files of this name in these forms are replaced, all others are kept.
+        name: name of the set, part of the file names and the split's name in TFDS.
+        forms: forms, from `FORMS`.
         style: how the records' questions are put to a policy.
-        funnel: what the filters did, for the card.
+        funnel: statistics of the filters, for the card.
 
     Returns:
         Ids of the records that are left out of ``alpaca`` (see `fits_alpaca`).
 
     Raises:
-        UserError: an unknown form, a package that a form needs is missing, or what an earlier
-            export wrote cannot be read.
+        UserError: a form is unknown, a package that a form needs is missing, or files of an earlier
+            export cannot be read.
     """
     forms = tuple(forms)
     unknown = sorted(set(forms) - set(FORMS))
@@ -248,14 +250,14 @@ def _write(path: Path, value: Any) -> None:
 
 
 def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> Path:
-    """Builds a TFDS data set of ArrayRecord files; TensorFlow is not needed.
+    """Builds a TFDS data set of ArrayRecord files, without TensorFlow.
 
-    It is built beside an earlier one, which TFDS cannot add to, and then takes its place.
+    The data set is built next to an earlier one, which TFDS cannot extend, and then replaces it.
 
     Args:
-        records: in the order in which they are stored.
+        records: records in storage order.
         folder: TFDS data directory.
-        split: name of the split; others that are there are kept.
+        split: name of the split; other existing splits are kept.
 
     Returns:
         The folder of the data set, for ``tfds.builder_from_directory``.
@@ -296,7 +298,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         def _generate_examples(self, rows: Any) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from enumerate(map(_example, rows))
 
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(new, ignore_errors=True)  # left by a killed process
     try:
         builder = Coa(data_dir=str(new), file_format="array_record")
         builder.download_and_prepare()
@@ -308,7 +310,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
 
 
 def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
-    """The splits of an earlier build but one, which may be damaged."""
+    """Returns the other splits of an earlier build, which may be damaged."""
     info = place / "dataset_info.json"
     known = files.read_json_object(info).get("splits", []) if info.is_file() else []
     names = [entry["name"] for entry in known if entry["name"] != split]
@@ -320,7 +322,7 @@ def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledR
             name: [from_tfds(example) for example in builder.as_data_source(split=name)]
             for name in names
         }
-    except Exception as error:  # TFDS, ArrayRecord and protobuf each have errors of their own
+    except Exception as error:  # TFDS, ArrayRecord and protobuf have their own errors
         raise UserError(
             f"{place}: {' and '.join(names)} of an earlier export cannot be read ({error}); remove "
             "the folder and export each set again"
@@ -328,9 +330,10 @@ def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledR
 
 
 def _example(record: DistilledRecord) -> dict[str, Any]:
-    """A record as TFDS stores it: UTF-8, which has no halves of surrogate pairs.
+    """Encodes a record for TFDS in UTF-8, which cannot contain surrogate halves.
 
-    They become U+FFFD, which is what our tokenizers read in their place; JSON can hold them.
+    Surrogate halves become U+FFFD, which our tokenizers also read in their place; JSON can hold
+    them.
     """
     return {
         "id": clean(record.id),
@@ -350,7 +353,9 @@ def _example(record: DistilledRecord) -> dict[str, Any]:
 
 
 def funnel_of(data: Path) -> dict[str, Any] | None:
-    """What the filters did, by the summary of the run that wrote a set; None where none says so."""
+    """Returns statistics of the filters, from the summary of the run that wrote a set; None if
+    unknown.
+    """
     summary = data.parent / "summary.json"
     value: Any = files.read_json_object(summary) if summary.is_file() else None
     for key in ("data", data.stem, "filters"):
@@ -361,14 +366,14 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
     flags.DEFINE_string("prompt_style", "data", "full, brief, data or a file with instructions")
-    flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules")
-    flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; else as it is")
-    flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
+    flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules: lenient or paper")
+    flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; empty: as is")
+    flags.DEFINE_string("protocol", "", "protocol of records without one; default: by their tags")
 
 
 def main(argv: list[str]) -> None:
@@ -377,7 +382,7 @@ def main(argv: list[str]) -> None:
     data = Path(values.data)
     records = read_records(values.data, values.protocol)
     if not records:
-        raise UserError(f"{data}: holds no record, so there is nothing to export")
+        raise UserError(f"{data}: contains no record, so there is nothing to export")
     prompt = load_prompt(values.prompt_style)
     records = with_level(records, values.level, values.format)
     if prompt.style != "data":  # the default, for records of every kind
@@ -393,8 +398,8 @@ def main(argv: list[str]) -> None:
     print(f"{len(records)} records -> {values.out}")
     if out:
         print(
-            f"alpaca lacks {len(out)} of them: their texts hold marks of observations elsewhere, "
-            "or their earlier turns are no pairs "
+            f"alpaca omits {len(out)} of them: their texts contain observation tags elsewhere, "
+            "or their earlier turns are not pairs "
             f"({', '.join(out[:3])}{', ...' if out[3:] else ''}); the other forms have them"
         )
 

@@ -1,7 +1,7 @@
-"""Calculation questions that one Python expression answers, read by their wording.
+"""Parses calculation questions that a single Python expression answers.
 
-The wordings are those of the reasoning-gym generators behind the ``arithmetic`` source; a question
-of another kind is not understood.
+The wordings are those of the reasoning-gym generators behind the source ``arithmetic``; other
+questions are not understood.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A number that the question spells out how to compute.
+    """A number that the question tells how to compute.
 
     Attributes:
         what: the task in words, for plans.
-        source: the expression in Python's notation.
-        setup: a line that has to stand before it, or "".
+        source: the expression in Python.
+        setup: a line that must precede it, or "".
     """
 
     what: str
@@ -40,7 +40,7 @@ _EQUATION = re.compile(
 
 def _sum(match: re.Match[str]) -> Expression:
     source = " ".join(match[1].split())
-    # Sums of decimals carry a rounding error in the last binary digits.
+    # Sums of decimals have a rounding error in the last binary digits.
     exact = f"round({source}, 9)" if "." in source else source
     return Expression(source, exact)
 
@@ -79,7 +79,7 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Expression]], .
 
 
 def read_expression(question: str) -> Expression | None:
-    """The expression that answers a question, or None for a question of another kind."""
+    """Returns the expression that answers a question, or None for another kind of question."""
     for pattern, build in _READERS:
         match = pattern.search(question.strip())
         if match:

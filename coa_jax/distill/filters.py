@@ -1,8 +1,8 @@
-"""Which teacher runs become training data, and a count of those that do not.
+"""Selects the teacher runs that become training data, and counts the others.
 
-The progressive filter of the paper (§3.2.1): complexity, quality, share of runs with
-reflection, and up-sampling of runs that corrected themselves.  A filter is a name and a
-predicate over one run, so filters compose and what each one drops can be counted.
+The filters are those of the paper's progressive filtering (§3.2.1): complexity, quality, the share
+of runs with reflection, and up-sampling of runs that corrected themselves. A filter is a name and a
+predicate over one run, so filters compose and the runs that each one drops can be counted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from coa_jax.trajectory import DistilledRecord, Reward
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One teacher run with what filters look at.
+    """A teacher run with the data that filters need.
 
     Attributes:
-        task: the task, gold answer included.
+        task: the task, including its gold answer.
         log: the messages.
         record: the trajectory converted from them.
-        reward: the trajectory as the task's grader sees it, the same one that grades policies;
-            its part ``format`` says whether the protocol is obeyed.
-        correct: whether the answer is right; None where neither the grader nor a judge could say.
-        obeys: whether the instructions were kept, for the judge of these; None if it gave no
+        reward: reward of the task's grader, the same grader that grades policies. Its part
+            ``format`` says whether the protocol is obeyed.
+        correct: whether the answer is right; None if neither the grader nor a judge could decide.
+        obeys: verdict of the judge of instructions: whether they were followed; None without a
             verdict.
     """
 
@@ -43,7 +43,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """A named condition that a run must fulfil."""
+    """A named condition that a run must satisfy."""
 
     name: str
     keeps: Callable[[Run], bool]
@@ -51,7 +51,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class SetFilter:
-    """A named condition on runs beside each other: for each of them whether it is dropped."""
+    """A named condition on several runs together; returns for each run whether it is dropped."""
 
     name: str
     drops: Callable[[Sequence[Run]], list[bool]]
@@ -59,12 +59,12 @@ class SetFilter:
 
 @dataclasses.dataclass(frozen=True)
 class FilterReport:
-    """What the filters did.
+    """Statistics of the filters.
 
     Attributes:
-        total: runs seen.
-        kept: runs that passed every filter.
-        dropped: filter name -> runs for which it was the first to fail, in filter order.
+        total: number of runs.
+        kept: number of runs that passed every filter.
+        dropped: filter name -> number of runs for which it was the first to fail, in filter order.
     """
 
     total: int
@@ -72,17 +72,19 @@ class FilterReport:
     dropped: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Returns the report as JSON values."""
         return dataclasses.asdict(self)
 
 
 def has_gold(task: Task) -> bool:
-    """Whether answers to a task can be graded: accepted answers are known, or a program scores."""
+    """Returns whether answers to a task can be graded: by accepted answers, or by a scoring
+    program.
+    """
     return bool(task.gold) or "scorer" in task.metadata
 
 
 def grade_of(task: Task, reward: Reward) -> bool | None:
-    """Whether an answer is right for the task's grader; None if the grader cannot tell.
+    """Returns whether an answer is right for the task's grader; None if the grader cannot decide.
 
     A task without an accepted answer gives None, unless its own program scores answers.
     """
@@ -97,25 +99,25 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
 
 
 def is_correct(run: Run) -> bool:
-    """Whether the answer is known to be right."""
+    """Returns whether the answer is known to be right."""
     return run.correct is True
 
 
 def obeys_protocol(run: Run) -> bool:
-    """Whether the trajectory keeps every rule of its protocol."""
+    """Returns whether the trajectory obeys every rule of its protocol."""
     return run.reward.parts["format"] == 1.0
 
 
 def has_no_fault(run: Run) -> bool:
-    """Whether every tool call reached a working tool."""
+    """Returns whether no tool call ended with a fault of the tool."""
     return all(message.outcome != "fault" for message in run.log.messages)
 
 
 def repeats_no_call(run: Run) -> bool:
-    """Whether no tool was called twice with the same arguments.
+    """Returns whether no tool was called twice with the same arguments.
 
-    Blanks do not count, but in a program (at its ends and those of its lines): there a corrected
-    indentation is another call.
+    Blanks are ignored, except in programs (where only blanks at the ends of the program and of its
+    lines are ignored): corrected indentation makes another call.
     """
     calls = [(tool, _without_blanks(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
@@ -128,11 +130,11 @@ def _without_blanks(tool: str, arguments: str) -> str:
 
 
 def notices_mistakes(run: Run) -> bool:
-    """Whether every deliberately wrong call was followed by a reflection.
+    """Returns whether every deliberately wrong call was followed by a reflection.
 
     A wrong query may find the answer by luck; as a training example it would teach the mistake
-    without the correction.  That a call was wrong is known of the scripted minds alone, who say so
-    themselves: of a run of a model, or of another system, this filter drops nothing.
+    without the correction. Only scripted minds record that a call was deliberately wrong. For runs
+    of a model or of another system this filter drops nothing.
     """
     messages = run.log.messages
     for message in messages:
@@ -150,8 +152,8 @@ def quality_filters(
     """Returns the complexity and quality filters, in the order in which they are applied.
 
     Args:
-        max_chars: characters of the longest kept trajectory, observations included.
-        min_interactions: least number of messages of any kind.  The paper's complexity filter
+        max_chars: maximum length of a kept trajectory in characters, including observations.
+        min_interactions: minimum number of messages of any kind. The paper's complexity filter
             counts interactions of agents with tools, see ``SelectionConfig.min_tool_calls``.
         keep_without_gold: whether a run without an accepted answer is kept.
     """
@@ -175,7 +177,9 @@ def quality_filters(
 
 
 def plain_share(fraction: float, seed: int) -> Filter:
-    """Keeps only a share of the runs without any reflection (paper §3.2.1, third stage)."""
+    """Returns a filter that keeps only a share of the runs without reflection (§3.2.1, third
+    stage).
+    """
 
     def keeps(run: Run) -> bool:
         if run.log.count(Kind.REFLECTION) or run.record.metadata["corrected"]:
@@ -186,19 +190,19 @@ def plain_share(fraction: float, seed: int) -> Filter:
 
 
 def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
-    """Name of the first filter that the run does not pass, or None."""
+    """Returns the name of the first filter that the run does not pass, or None."""
     return next((f.name for f in filters if not f.keeps(run)), None)
 
 
 def failures_of(
     runs: Sequence[Run], filters: Sequence[Filter], set_filters: Sequence[SetFilter] = ()
 ) -> list[str | None]:
-    """For each run the name of the first filter that it does not pass, or None.
+    """Returns for each run the name of the first filter that it does not pass, or None.
 
     Args:
-        runs: in the order in which the first of several alike is kept.
+        runs: the runs; of similar ones the first is kept.
         filters: conditions on single runs.
-        set_filters: conditions on the runs that pass those, one after the other.
+        set_filters: conditions on the runs that pass those, applied one after another.
     """
     failures = [first_failure(run, filters) for run in runs]
     for each in set_filters:
@@ -212,7 +216,13 @@ def failures_of(
 def examples_of(
     runs: Sequence[Run], failures: Sequence[str | None], number: int = 3
 ) -> list[dict[str, Any]]:
-    """The first runs that each filter dropped, as JSON values, for a person to look at."""
+    """Returns the first runs that each filter dropped, as JSON values for inspection.
+
+    Args:
+        runs: the runs.
+        failures: result of `failures_of`.
+        number: number of runs per filter.
+    """
     seen: Counter[str] = Counter()
     examples = []
     for run, failure in zip(runs, failures, strict=True):
@@ -225,14 +235,14 @@ def examples_of(
 def report_of(
     failures: Sequence[str | None], filters: Sequence[Filter | SetFilter]
 ) -> FilterReport:
-    """Counts the outcomes of `first_failure` over many runs."""
+    """Counts the results of `first_failure` over many runs."""
     counts = Counter(failures)
     dropped = {f.name: counts[f.name] for f in filters}
     return FilterReport(len(failures), counts[None], dropped)
 
 
 def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
-    """A kept run as training records: runs that corrected themselves may count more.
+    """Returns a kept run as training records; runs that corrected themselves may be repeated.
 
     Copies after the first have ids ``<id>#2``, ``<id>#3``, ...
     """

@@ -1,12 +1,12 @@
-r"""Shows trajectories of a file as a person reads them.
+r"""Prints trajectories of a file in readable form.
 
     python -m coa_jax.distill.inspect --data=runs/distill/train.jsonl --number=3
     python -m coa_jax.distill.inspect --data=runs/distill/dropped/train.jsonl --filter=wrong_answer
 
 Reads records in every form that training reads (docs/data.md), and the ``dropped/`` files of
-``coa_jax.distill``.  A bar marks the lines that the environment wrote.  Below a trajectory stand
-the rules of the protocol that it breaks, with ``--level=paper`` those of that level.  Rows that
-training would leave out are named.
+``coa_jax.distill``. A bar marks lines that the environment wrote. Below a trajectory are the
+protocol rules that it breaks, with ``--level=paper`` those of that level. Rows that training would
+leave out are listed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
     Args:
         record: the trajectory.
         reason: name of the filter that dropped the record, if one did.
-        tags: tags by which its protocol was told, if the file does not name the protocol.
+        tags: tags from which its protocol was inferred, if the file does not name the protocol.
     """
     rules = get_protocol(record.protocol)
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]
@@ -65,14 +65,14 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("data", None, "files of records or of dropped runs", required=True)
     flags.DEFINE_string("id", "", "only the record of this id")
     flags.DEFINE_string("filter", "", "only runs that this filter dropped")
-    flags.DEFINE_string("protocol", "", "protocol of records that name none; else told by tags")
-    flags.DEFINE_integer("number", 5, "how many records at most", lower_bound=1)
+    flags.DEFINE_string("protocol", "", "protocol of records without one; default: by their tags")
+    flags.DEFINE_integer("number", 5, "maximum number of records", lower_bound=1)
     flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules")
-    flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; else as it is")
+    flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; empty: as is")
 
 
 def main(argv: list[str]) -> None:
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
             print(page(record, found.dropped, found.tags))
             shown += 1
     if not shown:
-        raise UserError(f"{values.data}: no record fits; leave out --id and --filter to see all")
+        raise UserError(f"{values.data}: no record matches; leave out --id and --filter to see all")
 
 
 if __name__ == "__main__":

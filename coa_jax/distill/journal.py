@@ -1,7 +1,7 @@
-"""The journal of teacher runs on disk: append-only, so that a killed run continues.
+"""The append-only journal of teacher runs on disk, from which a killed run continues.
 
-One JSON line per finished run after a first line that says which configuration wrote the
-file.  What a kill left half-written at the end is cut off when the journal is opened again.
+The first line identifies the configuration that wrote the file; each further line is a finished run
+as JSON. A partial line at the end, left by a kill, is removed when the journal is opened again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Journal:
 
     Attributes:
         path: the JSONL file.
-        done: the runs that it held when it was opened, by episode.
+        done: the runs that the file contained when it was opened, by episode.
     """
 
     path: Path
     done: dict[str, MessageLog]
 
     def append(self, log: MessageLog) -> None:
-        """Adds one finished run; it survives a kill of the process from here on."""
+        """Appends a finished run; afterwards it survives a kill of the process."""
         jsonl.append_lines(self.path, [to_json(log)])
 
 
@@ -40,10 +40,15 @@ def _decode(value: Any) -> dict[str, Any] | MessageLog:
 
 
 def check_fingerprint(path: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses to go on with a file of runs that were made in another way.
+    """Rejects a file of runs that were made with another configuration.
+
+    Args:
+        path: the file, for the message.
+        there: fingerprint in the file.
+        now: fingerprint of this configuration.
 
     Raises:
-        UserError: names what differs.
+        UserError: the fingerprints differ; the message names the difference.
     """
     changed = [
         f"{key}={there.get(key)!r:.300} there, {now.get(key)!r:.300} now"
@@ -62,17 +67,17 @@ def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
 
     Args:
         path: the JSONL file.
-        fingerprint: what the content of runs depends on (JSON values).
+        fingerprint: settings on which the content of runs depends (JSON values).
 
     Raises:
         UserError: the file was written with another configuration, or a line is malformed.
     """
     fingerprint = jsonl.loads(jsonl.dumps(fingerprint))
-    jsonl.append_lines(path, [])  # creates the file, or cuts off an unfinished last line
+    jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
     head, *runs = list(jsonl.read_lines(path, _decode)) or [{}]
     if not isinstance(head, dict):
         raise UserError(f"{path}:1: not the head of a journal; delete the file")
-    if not runs:  # no run depends on the head: it may have been a mistake
+    if not runs:  # without runs the configuration may still change
         jsonl.write_lines(path, [{"journal": fingerprint}])
         return Journal(path, {})
     check_fingerprint(path, head, fingerprint)

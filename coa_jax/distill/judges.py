@@ -1,7 +1,8 @@
-"""Language models that judge runs: is the answer right, were the instructions kept (§3.2.1)?
+"""Language models that judge runs: whether the answer is right and the instructions were followed
+(§3.2.1).
 
-They are asked only where rules cannot decide.  A judge that gives no verdict decides nothing: its
-run is dropped as ``ungraded`` and asked about again when the command is started again.
+They are asked only where rules cannot decide. If a judge gives no verdict, the run is dropped as
+``ungraded`` and judged again when the command is started again.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ the instructions were kept, {{"rationale": "one sentence", "judgement": "incorre
 
 @dataclasses.dataclass(frozen=True)
 class JudgesConfig(Bounded):
-    """Which models judge runs; one without ``chat.url`` is not asked.
+    """Models that judge runs; a judge without ``chat.url`` is not used.
 
     Attributes:
-        answer: of answers that are not word for word an accepted one, or that the task's grader
-            cannot decide.
-        instruction: of runs that pass every other filter of single runs.
+        answer: judge of answers that do not equal an accepted one literally, or that the task's
+            grader cannot decide.
+        instruction: judge of runs that pass every other filter of single runs.
     """
 
     answer: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -54,12 +55,12 @@ class JudgesConfig(Bounded):
 
 
 def _undecided(run: Run) -> bool:
-    """Whether a judge has to say if the answer is right."""
+    """Returns whether a judge must decide if the answer is right."""
     answer = run.log.answer
     if run.correct or answer is None or not has_no_fault(run):
         return False
     if not run.task.gold:
-        return False  # nothing to hold the answer against
+        return False  # nothing to compare the answer with
     if run.task.metadata.get("grader") == "code" or "scorer" in run.task.metadata:
         return False  # programs are run, and generators check their own answers
     numbers = parse_number(answer) and all(map(parse_number, run.task.gold))
@@ -67,7 +68,7 @@ def _undecided(run: Run) -> bool:
 
 
 async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
-    """The runs with a verdict on those answers that rules do not decide.
+    """Returns the runs with verdicts on the answers that rules do not decide.
 
     Raises:
         UserError: the judge's key or cache cannot be used.
@@ -86,11 +87,11 @@ async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
 async def judge_instructions(
     runs: Sequence[Run], filters: Sequence[Filter], config: JudgeConfig
 ) -> list[Run]:
-    """The runs with a verdict on how they kept their instructions.
+    """Returns the runs with verdicts on whether they followed their instructions.
 
     Args:
         runs: the runs.
-        filters: only runs that pass these are judged.
+        filters: only runs that pass these filters are judged.
         config: the judge.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Minds made of a language model behind an endpoint.
+"""Minds that use a language model behind an endpoint.
 
-A reply is a JSON object and is checked before it counts: its form, that the agent may make the
-move, and that grades and scores can be read.  What is wrong is told to the model, which then has
-another try; a mind that stays unreadable ends its own run and no other.
+A reply is a JSON object, which is validated first: its form, that the agent may make the move, and
+that grades and scores can be parsed. The model is told about errors and may try again. A mind whose
+replies stay invalid ends only its own run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORMS = {
 
 
 def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
-    """(recipient, kind) of every message that the agent may send now."""
+    """Returns (recipient, kind) of every message that the agent may send now."""
     return [
         (to, kind)
         for name, kind in MOVES[view.role]
@@ -43,7 +43,9 @@ def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
 
 
 def chat_of(view: AgentView) -> list[dict[str, str]]:
-    """What the model is shown: its duty, the form of a reply, the messages so far."""
+    """Returns the chat messages for the model: its role, the form of a reply, the messages so
+    far.
+    """
     moves = moves_of(view)
     forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
     if any(to == "code" and kind is Kind.CALL for to, kind in moves):
@@ -65,15 +67,16 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
 
 
 def without_thought(reply: str) -> str:
-    """A reply without the ``<think>`` that a reasoning model begins with; nothing if it never ends.
+    """Removes the initial ``<think>`` block of a reasoning model; the result is empty if it never
+    ends.
 
-    What is in it is a draft, and no reply.
+    The content of the block is a draft, not a reply.
     """
     return _THOUGHT.sub("", reply, count=1) if reply.lstrip().startswith("<think>") else reply
 
 
 def read_object(reply: str) -> dict[str, Any]:
-    """The JSON object in a reply, the last if there are several, whatever words are around it.
+    """Parses the JSON object in a reply, the last of several, ignoring words around it.
 
     Raises:
         ValueError: there is none; the message is for the model.
@@ -96,11 +99,11 @@ def read_object(reply: str) -> dict[str, Any]:
 
 
 def read_action(reply: str, view: AgentView) -> Action:
-    """The move that a reply makes.
+    """Parses a reply into a move.
 
     Raises:
-        ValueError: it is no JSON object of the form, or no move that the agent may make; the
-            message is for the model.
+        ValueError: the reply is not a JSON object of the required form, or the agent may not make
+            this move; the message is for the model.
     """
     value = read_object(reply)
     for name in ("to", "kind", "content"):
@@ -127,10 +130,10 @@ def read_action(reply: str, view: AgentView) -> Action:
 
 
 def _code_body(content: str) -> str:
-    """A program as the body of a call: as it is, or the one fenced block in words about it.
+    """Converts a program to the body of a call: plain source, or the only fenced block in a text.
 
     Raises:
-        ValueError: there is a fence, but no telling what the program is.
+        ValueError: there is a fence, but the program cannot be identified.
     """
     if parse_code(content) is not None:
         return content
@@ -143,7 +146,7 @@ def _code_body(content: str) -> str:
 
 
 class UnusableReplyError(ValueError):
-    """A model gave no reply of the agreed form, however often it was asked."""
+    """A model gave no reply of the required form within the allowed attempts."""
 
 
 async def ask(
@@ -154,17 +157,17 @@ async def ask(
     read: Callable[[str], T],
     attempts: int = 3,
 ) -> T:
-    """What a reply says; one that cannot be read is asked for again, with what is wrong with it.
+    """Sends a chat and parses the reply; an invalid reply is returned to the model with its error.
 
     Args:
         endpoint: the model.
-        chat: what it is shown.
-        episode, turn: tell equal chats apart, see `Endpoint.complete`.
-        read: reads a reply; its ValueError is shown to the model.
-        attempts: replies that are asked for.
+        chat: the messages.
+        episode, turn: distinguish equal chats, see `Endpoint.complete`.
+        read: parses a reply; the model sees its ValueError.
+        attempts: maximum number of replies.
 
     Raises:
-        UnusableReplyError: none of the replies could be read, or the request is refused.
+        UnusableReplyError: no reply could be parsed, or the request is rejected.
         UserError: the budget is spent, or the endpoint does not answer.
     """
     problem = ""
@@ -185,21 +188,21 @@ async def ask(
 
 @dataclasses.dataclass(frozen=True)
 class LanguageMind:
-    """A mind that asks a model, and asks again with what was wrong.
+    """A mind that asks a model, and asks again with the error after an invalid reply.
 
     Attributes:
         endpoint: the model.
-        attempts: replies that are asked for before the run is given up.
+        attempts: maximum number of replies before the run is abandoned.
     """
 
     endpoint: Endpoint
     attempts: int = 3
 
     async def act(self, view: AgentView) -> Action:
-        """The next message of ``view.role``.
+        """Returns the next message of ``view.role``.
 
         Raises:
-            UnusableReplyError: no attempt gave a move, or the endpoint refuses the request.
+            UnusableReplyError: no attempt gave a valid move, or the endpoint rejects the request.
             UserError: the budget is spent, or the endpoint does not answer.
         """
         turn = f"{len(view.messages)}/{view.role}"
@@ -208,5 +211,5 @@ class LanguageMind:
 
 
 def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
-    """One model as every agent of the team."""
+    """Returns minds in which one model plays every agent of the team."""
     return dict.fromkeys(AGENTS, LanguageMind(endpoint, attempts))

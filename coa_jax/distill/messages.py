@@ -1,8 +1,8 @@
-"""The message log of the teacher: who told whom what, and which tools answered.
+"""The message log of the teacher: all messages between agents, and the answers of tools.
 
-Agents talk only through messages, so the log is the whole run: views are cut from it,
-trajectories are converted from it, and a run is stored by storing it.  This module knows
-neither tasks nor gold answers.
+Agents communicate only through messages, so the log is the whole run. Views of agents and
+trajectories are derived from it, and storing it stores the run. This module does not depend on
+tasks or gold answers.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from coa_jax import jsonl
 
 AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
-"""The agents of the teacher system; ``user`` and the tools are the other correspondents."""
+"""The agents of the teacher system; ``user`` and the tools are the other senders and recipients."""
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
-    """Replaces halves of surrogate pairs, which no file and no tokenizer takes, by U+FFFD."""
+    """Replaces surrogate halves, which files and tokenizers cannot encode, by U+FFFD."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 class Kind(enum.StrEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     QUESTION = "question"  # user -> manager
-    REQUEST = "request"  # manager -> any agent that works for it
+    REQUEST = "request"  # manager -> another agent
     PLAN = "plan"  # planner -> manager
     CALL = "call"  # search or code -> tool
     OBSERVATION = "observation"  # tool -> search or code
@@ -46,23 +46,23 @@ class Ending(enum.StrEnum):
     ANSWER = "answer"
     LIMIT = "limit"  # too many messages
     ILLEGAL = "illegal"  # an agent sent what its role may not send
-    MIND_ERROR = "mind_error"  # a mind raised
+    MIND_ERROR = "mind_error"  # a mind raised an exception
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One message between two correspondents.
+    """One message between two participants.
 
     Attributes:
         index: position in the log, from 0.
         sender: ``user``, an agent's name, or a tool's name.
         recipient: likewise.
-        kind: what the message is for.
-        content: the query or program of a call, the text of an observation, the steps of a
-            plan, the grades of a reflection, the score of a verdict, the answer.
-        thought: what the sender reasoned before it acted.
+        kind: purpose of the message.
+        content: query or program of a call, text of an observation, steps of a plan, grades of a
+            reflection, score of a verdict, or the answer.
+        thought: reasoning of the sender before it acted.
         outcome: how the call ended, for observations (``coa_jax.tools.base.Outcome``).
-        slip: name of the mistake that a scripted mind made on purpose here, if any.
+        slip: name of the deliberate mistake of a scripted mind, if any.
     """
 
     index: int
@@ -80,12 +80,12 @@ class MessageLog:
     """A finished run of the teacher on one question.
 
     Attributes:
-        episode: identity of the run; the id of the task.
-        question: what was asked.
-        protocol: name of the protocol that the manager works under.
-        messages: everything that was said, in order.
+        episode: identity of the run, the id of its task.
+        question: the question.
+        protocol: name of the protocol that the manager follows.
+        messages: all messages in order.
         ending: why the run stopped.
-        error: one line on an ending that is not ``answer``.
+        error: one line of explanation if the ending is not ``answer``.
     """
 
     episode: str
@@ -117,7 +117,7 @@ class MessageLog:
 
 
 def to_json(log: MessageLog) -> dict[str, Any]:
-    """A log as JSON values; fields of messages that have their default are left out."""
+    """Returns a log as JSON values; fields with default values are left out."""
     messages = [
         {
             field.name: getattr(message, field.name)
@@ -137,7 +137,7 @@ def to_json(log: MessageLog) -> dict[str, Any]:
 
 
 def from_json(row: Any) -> MessageLog:
-    """The inverse of `to_json`.
+    """Reads a log from JSON values, the inverse of `to_json`.
 
     Raises:
         KeyError, TypeError or ValueError: the value is not a message log.

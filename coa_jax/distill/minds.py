@@ -1,9 +1,8 @@
-"""What a mind is: the part of an agent that decides, given what the agent can see.
+"""The interface of minds: the part of an agent that decides, given what the agent can see.
 
-The team loop (`coa_jax.distill.team`) moves messages; minds write them.  A mind sees an
-`AgentView` and nothing else, so a gold answer cannot reach it.  `coa_jax.distill.llm` puts a
-language model behind this interface; `coa_jax.distill.scripted` holds the deterministic minds that
-the default data set is made with.
+The team loop (`coa_jax.distill.team`) delivers messages; minds write them. A mind sees only an
+`AgentView`, so a gold answer cannot reach it. `coa_jax.distill.llm` implements minds with a
+language model; `coa_jax.distill.scripted` contains the deterministic minds of the default data set.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
     "reflection": (("manager", Kind.REFLECTION),),
     "verification": (("manager", Kind.VERDICT),),
 }
-"""What each agent may send to whom; ``tool`` stands for any tool that the agent holds."""
+"""Allowed recipients and kinds of each agent's messages; ``tool`` stands for any tool of the
+agent.
+"""
 
 DUTIES: Mapping[str, str] = {
     "manager": "You lead the team. Ask one agent at a time, then answer the user.",
@@ -44,12 +45,12 @@ DUTIES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class AgentView:
-    """All that a mind may know when it acts.
+    """Everything that a mind may know when it acts.
 
     Attributes:
         role: the agent that acts.
         question: the user's question.
-        protocol: name of the protocol the manager works under.
+        protocol: name of the protocol that the manager follows.
         episode: identity of the run; opaque, used to seed choices.
         messages: the shared log so far, oldest first.
         tools: names of the tools that this agent may call.
@@ -64,7 +65,7 @@ class AgentView:
 
     @property
     def last(self) -> Message:
-        """The message that woke this agent."""
+        """The message that activated this agent."""
         return self.messages[-1]
 
     def of_kind(self, kind: Kind) -> tuple[Message, ...]:
@@ -74,7 +75,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """What a mind decides: the message to send next (see `Message` for the fields)."""
+    """The decision of a mind: the message to send next (see `Message` for the fields)."""
 
     recipient: str
     kind: Kind
@@ -85,7 +86,7 @@ class Action:
 
 @runtime_checkable
 class Mind(Protocol):
-    """Decides for one agent; holds no state of a run, so one mind serves many runs."""
+    """Decides for one agent; stateless, so one mind serves many runs."""
 
     async def act(self, view: AgentView) -> Action:
         """Returns the next message of ``view.role``."""

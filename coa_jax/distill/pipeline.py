@@ -1,4 +1,4 @@
-"""Tasks in, distilled records out: the teacher over many tasks at once.
+"""Converts tasks to distilled records: the teacher works on many tasks concurrently.
 
 A run depends on its task, the tools and the seed, never on order or concurrency.
 """
@@ -46,23 +46,23 @@ from coa_jax.trajectory import DistilledRecord
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig(Bounded):
-    """How the teacher works and what is kept.
+    """Settings of the teacher, and of the filters.
 
     Attributes:
-        mistake_rate: probability that a scripted mind slips at a decision.
-        unrecovered_rate: probability that a slip is never noticed; the correctness filter
-            drops such runs.
-        seed: seed of slips and sampling.
-        concurrency: tasks in flight at once.
-        max_messages: messages after which a run is given up.
-        max_chars: longest kept trajectory in characters.
-        min_interactions: least number of messages of a kept run, of any kind.
-        keep_without_gold: whether runs whose source gives no accepted answer are kept, without
-            being graded; otherwise the filter ``no_accepted_answer`` drops them.
+        mistake_rate: probability that a scripted mind makes a deliberate mistake at a decision.
+        unrecovered_rate: probability that a mistake is never noticed; the correctness filter drops
+            such runs.
+        seed: seed of mistakes and sampling.
+        concurrency: number of concurrent tasks.
+        max_messages: number of messages after which a run is abandoned.
+        max_chars: maximum length of a kept trajectory in characters.
+        min_interactions: minimum number of messages of a kept run, of any kind.
+        keep_without_gold: whether runs whose source gives no accepted answer are kept without a
+            grade; otherwise the filter ``no_accepted_answer`` drops them.
         plain_fraction: share of the runs without reflection or correction that is kept.
-        corrected_copies: how often a run that corrected its answer is written.
+        corrected_copies: number of copies of a run that corrected its answer.
         selection: thresholds of further filters.
-        judges: models that are asked where rules cannot decide.
+        judges: models that decide where rules cannot.
     """
 
     mistake_rate: Share = 0.1
@@ -79,14 +79,14 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """The scripted minds that this configuration describes."""
+        """Returns the scripted minds of this configuration."""
         return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
-        """The filters of single runs that this configuration describes.
+        """Returns the filters of single runs in this configuration.
 
         Args:
-            count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
+            count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
         """
         quality = quality_filters(
             self.max_chars, self.min_interactions, keep_without_gold=self.keep_without_gold
@@ -95,7 +95,7 @@ class DistillConfig(Bounded):
         return (*quality, *further, plain_share(self.plain_fraction, self.seed))
 
     def set_filters(self) -> tuple[SetFilter, ...]:
-        """The filters that compare runs with each other."""
+        """Returns the filters that compare runs with each other."""
         return set_filters(self.selection, self.seed)
 
 
@@ -107,22 +107,22 @@ async def run_teacher(
     done: Mapping[str, MessageLog] | None = None,
     on_log: Callable[[Task, MessageLog], None] | None = None,
 ) -> list[MessageLog]:
-    """Lets the teacher solve tasks, many at once.
+    """Lets the teacher solve tasks, many concurrently.
 
     Args:
-        tasks: the tasks; their gold answers stay here.
+        tasks: the tasks; their gold answers are not passed on.
         tools: tools by name.
-        config: how.
+        config: settings of the teacher.
         minds: a mind per agent; the scripted ones by default.
-        done: runs that exist already, by task id; their tasks are not solved again.
+        done: existing runs by task id; their tasks are not solved again.
         on_log: called with every newly finished run, in the order of finishing.
 
     Returns:
         The runs in the order of ``tasks``.
 
     Raises:
-        UserError: tasks or minds are not as they must be, or a mind cannot go on (its budget is
-            spent); finished runs have been given to ``on_log``.
+        UserError: tasks or minds are invalid, or a mind cannot continue (its budget is spent);
+            ``on_log`` has received the finished runs.
     """
     minds = config.minds() if minds is None else minds
     missing = [name for name in AGENTS if name not in minds]
@@ -148,7 +148,9 @@ async def run_teacher(
 
 
 _KEPT = ("hops", "kind", "trace")
-"""What a record keeps of its task's metadata; ``trace`` is what a log of others said besides."""
+"""Fields of the task's metadata that a record keeps; ``trace`` is additional data from foreign
+logs.
+"""
 
 
 def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> Run:
@@ -157,7 +159,7 @@ def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -
     Args:
         task: the task; without an accepted answer the run has no grade.
         log: messages of the run.
-        record: the trajectory of the run, if there is one already.
+        record: trajectory of the run, if it exists already.
     """
     if record is None:
         metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
@@ -173,9 +175,9 @@ def graded_runs(
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] | None = None,
 ) -> list[Run]:
-    """Converts and grades runs; the configured judge decides what graders cannot.
+    """Converts and grades runs; the configured judge decides where graders cannot.
 
-    A judge without a cache may decide differently another time and costs again: grade runs once.
+    A judge without a cache may decide differently the next time and costs again: grade runs once.
 
     Args:
         tasks: task of each run.
@@ -197,16 +199,16 @@ def select(
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Filters graded runs; a pure function of them and of the verdicts on their instructions.
+    """Filters graded runs; a pure function of the runs and the verdicts on their instructions.
 
     Args:
         runs: see `graded_runs`.
-        config: the filters.
-        count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
+        config: settings of the filters.
+        count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
         on_example: called with a few runs that each filter dropped (see `examples_of`).
 
     Returns:
-        The kept records in the order of ``runs``, and what the filters dropped.
+        The kept records in the order of ``runs``, and statistics of the filters.
     """
     filters, together = config.filters(count_tokens), config.set_filters()
     if config.judges.instruction:
@@ -226,23 +228,23 @@ def distill_tasks(
     config: DistillConfig,
     minds: Minds | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Solves, converts and filters tasks in memory; `distill_split` does it on disk.
+    """Solves, converts and filters tasks in memory; `distill_split` does the same on disk.
 
     Args:
         tasks: the tasks.
         tools: tools by name.
-        config: how.
+        config: settings of the teacher and the filters.
         minds: a mind per agent; the scripted ones by default.
 
     Returns:
-        The kept records in the order of ``tasks``, and what the filters dropped.
+        The kept records in the order of ``tasks``, and statistics of the filters.
     """
     logs = asyncio.run(run_teacher(tasks, tools, config, minds))
     return select(graded_runs(tasks, logs, config.judges), config)
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927); (0, 1) for no trials."""
+    """Returns the 95 % score interval of a proportion (Wilson 1927); (0, 1) for no trials."""
     if total == 0:
         return 0.0, 1.0
     z = 1.959963984540054
@@ -256,14 +258,14 @@ def wilson_interval(successes: int, total: int) -> tuple[float, float]:
 def teacher_block(
     runs: Sequence[Run], count_tokens: Callable[[str], int] | None = None
 ) -> dict[str, Any]:
-    """The "teacher" block of ``summary.json``, over unfiltered runs.
+    """Returns the "teacher" block of ``summary.json``, over unfiltered runs.
 
-    Runs with a faulted tool call, or that the grader could not judge, are neither right nor wrong:
-    they are left out and counted.
+    Runs with a fault of a tool, or without a grade, are neither right nor wrong: they are left out
+    and counted.
 
     Args:
         runs: see `graded_runs`.
-        count_tokens: length of a text in tokens, for ``tokens_per_task`` (all that agents
+        count_tokens: counts the tokens of a text, for ``tokens_per_task`` (everything that agents
             write to each other and to tools); None leaves that figure None.
     """
     graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
@@ -297,6 +299,6 @@ def evaluate_teacher(
     count_tokens: Callable[[str], int] | None = None,
     minds: Minds | None = None,
 ) -> dict[str, Any]:
-    """Runs the teacher on tasks and measures it without any filter; see `teacher_block`."""
+    """Runs the teacher on tasks and measures it without filters; see `teacher_block`."""
     logs = asyncio.run(run_teacher(tasks, tools, config, minds))
     return teacher_block(graded_runs(tasks, logs, config.judges), count_tokens)

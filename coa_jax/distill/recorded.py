@@ -1,6 +1,6 @@
-"""Runs made of records that exist already, so that the filters work on published data sets too.
+"""Creates runs from existing records, so that the filters work on published data sets too.
 
-The messages are read back from the tags of a record; its parts are not changed.
+The messages are parsed from the tags of a record; its parts are not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROLES = {
 def log_of(record: DistilledRecord) -> MessageLog:
     """Returns the messages from which `convert` would write the tags of a record.
 
-    Thoughts, and text outside of tags, belong to the message after them.
+    Thoughts, and text outside of tags, belong to the next message.
     """
     rules = get_protocol(record.protocol)
     messages = [Message(0, "user", "manager", Kind.QUESTION, record.question)]
@@ -65,7 +65,7 @@ def _agent(tool: str) -> str:
 
 
 def with_figures(record: DistilledRecord, log: MessageLog) -> DistilledRecord:
-    """Returns a record with the figures in its metadata that filters and summaries read."""
+    """Returns a record whose metadata has the statistics that filters and summaries need."""
     known = record.metadata
     figures = figures_of(log, record.protocol)
     mistakes = known.get("mistakes")

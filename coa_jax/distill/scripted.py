@@ -1,9 +1,9 @@
 """Scripted minds: deterministic agents that solve the generated tasks without a language model.
 
-They read the question with the grammar of its task, the tool results with the same, and nothing
-else: a question of another kind ends in an honest "unknown".  Their sentences are short and
-regular, with every name and number copied from the question or from what a tool returned, so
-that a small policy can learn to write them from left to right.
+They parse the question and the tool results with the grammar of the tasks, and use nothing else. A
+question of another kind ends with the answer "unknown". Their sentences are short and regular, and
+every name and number is copied from the question or from a tool result, so that a small policy can
+learn to write them from left to right.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from coa_jax.protocol import (
 from coa_jax.tasks.factbook_grammar import Arithmetic
 
 UNKNOWN = "unknown"
-"""The answer of a team that did not understand the question or ran out of ideas."""
+"""The answer of a team that did not understand the question or found no further call to try."""
 
 Decide = Callable[[Slips, AgentView], Action]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedMind:
-    """A mind that follows a rule; see the functions of this module for the rules."""
+    """A mind that follows a rule; the functions of this module are the rules."""
 
     decide: Decide
     slips: Slips
@@ -63,7 +63,7 @@ def _state(view: AgentView) -> Progress:
 
 
 def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Action:
-    """Hands the current step to the agent that can do it."""
+    """Assigns the current step to the agent that can do it."""
     if isinstance(state.step, Arithmetic):
         text = f"Step {state.number}: {operands(state.step, state.answers)}."
     else:
@@ -72,7 +72,7 @@ def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Acti
 
 
 def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
-    """Suggests the last answer for verification, or gives it where nobody verifies."""
+    """Submits the last answer for verification, or gives it if the protocol has no verification."""
     protocol, value = get_protocol(view.protocol), state.answers[-1]
     if protocol.form(protocol.answer) == "solution":
         return Action("user", Kind.ANSWER, f"\\boxed{{{value}}}", f"The result is {value}.")
@@ -89,7 +89,7 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
 def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
     called = view.of_kind(Kind.CALL)[-1].recipient
     following = get_protocol(view.protocol).next_actions.get(called)
-    if following == frozenset({"reflection"}):  # the protocol reviews every result of that tool
+    if following == frozenset({"reflection"}):  # the protocol reviews every result of this tool
         return Action("reflection", Kind.REQUEST, "")
     if not state.problem:
         return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
@@ -97,7 +97,7 @@ def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
 
 
 def _next_call(view: AgentView, state: Progress) -> str | None:
-    """The best call for the current step that was not made before, or None."""
+    """Returns the best call for the current step that was not made before, or None."""
     made = {message.content for message in view.of_kind(Kind.CALL)}
     if tool_for(state.step) == "code":
         ways = tuple(format_code(source) for source in programs(state.step, state.answers))
@@ -118,7 +118,7 @@ def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
 
 
 def manage(slips: Slips, view: AgentView) -> Action:
-    """The manager: plan, step by step, suggestion, answer; reflection where something is odd."""
+    """The manager: plan, steps in order, suggestion, answer; reflection after odd results."""
     state = progress(view.question, view.messages)
     if state is None:
         return Action("user", Kind.ANSWER, UNKNOWN)
@@ -143,11 +143,11 @@ def manage(slips: Slips, view: AgentView) -> Action:
             raise ValueError(f"a manager gets no {view.last.kind}")
 
 
-# --- the agents that work for it -----------------------------------------------------------
+# --- the other agents ---------------------------------------------------------------------
 
 
 def plan(slips: Slips, view: AgentView) -> Action:
-    """The planner: the steps that are left, one a line, with #k for the answer of step k."""
+    """The planner: lists the remaining steps, one per line, with #k for the answer of step k."""
     state = _state(view)
     if state.complete:
         count = len(state.steps)
@@ -164,9 +164,9 @@ def _report(view: AgentView, state: Progress) -> Action:
 
 
 def search(slips: Slips, view: AgentView) -> Action:
-    """The search agent: one query for the current step, then what the documents say.
+    """The search agent: makes one query for the current step, then reports what the documents say.
 
-    On the web it opens the result that fits, and reports what the page says.
+    On the web it opens the matching result, and reports what the page says.
     """
     state = _state(view)
     if state.link:
@@ -183,7 +183,7 @@ def search(slips: Slips, view: AgentView) -> Action:
 
 
 def code(slips: Slips, view: AgentView) -> Action:
-    """The code agent: one program for the current step, then what it printed."""
+    """The code agent: runs one program for the current step, then reports its output."""
     state = _state(view)
     if view.last.kind is Kind.OBSERVATION:
         return _report(view, state)
@@ -195,10 +195,10 @@ def code(slips: Slips, view: AgentView) -> Action:
 
 
 def reflect(slips: Slips, view: AgentView) -> Action:
-    """The reflection agent: grades the last call by what came back.
+    """The reflection agent: grades the last call by its result.
 
-    Poor (which asks for a new plan) where the call asked for something else, Fair where it was
-    vague, failed or found nothing.
+    The grade is Poor (which requires a new plan) if the call asked for something else, and Fair if
+    it was vague, failed or found nothing.
     """
     state = _state(view)
     if not state.problem:
@@ -227,12 +227,12 @@ _CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitorin
 
 
 def _is_vague(query: str, state: Progress) -> bool:
-    """Whether every word of a query also stands in the right one."""
+    """Returns whether every word of a query also occurs in the right query."""
     return set(query.split()) <= set(queries(state.step)[0].split())
 
 
 def verify(slips: Slips, view: AgentView) -> Action:
-    """The verification agent: holds a suggestion against the results that it follows from."""
+    """The verification agent: compares a suggestion with the results on which it is based."""
     state, suggested = _state(view), view.last.content
     right = state.answers[-1]
     verb = "printed" if tool_for(state.steps[-1]) == "code" else "states"
@@ -247,14 +247,20 @@ def verify(slips: Slips, view: AgentView) -> Action:
 
 
 def _digits(text: str) -> list[str]:
-    """The digits of a text in order of size: equal for a number and its misreading."""
+    """Returns the sorted digits of a text: equal for a number and the same number with swapped
+    digits.
+    """
     return sorted(filter(str.isdigit, text))
 
 
 def scripted_minds(
     mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
 ) -> Minds:
-    """A scripted mind for every agent; the rates are those of `Slips`."""
+    """Returns a scripted mind for every agent.
+
+    Args:
+        mistake_rate, unrecovered_rate, seed: see `Slips`.
+    """
     slips = Slips(mistake_rate, unrecovered_rate, seed)
     rules: dict[str, Decide] = {
         "manager": manage,

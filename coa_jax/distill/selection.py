@@ -1,7 +1,7 @@
-"""Which filters a data set has beyond those of every set, and with which thresholds.
+"""Optional filters of a data set, in addition to those of every data set, and their thresholds.
 
-All are off by default: the questions of the built-in tasks are made from patterns, so their runs
-resemble each other by design.
+All are off by default: the questions of the built-in tasks follow patterns, so their runs resemble
+each other by design.
 """
 
 from __future__ import annotations
@@ -39,40 +39,42 @@ _EVASIVE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _SEARCHES = ("web_search", "wiki_search")
-# A sign before or behind a word is part of it: -5, -site, C++, C#.
+# A sign before or after a word is part of it: -5, -site, C++, C#.
 _TERM = re.compile(rf"(?:(?<![^\s\"'(\[])[-+])?(?:{WORD})(?:\+\+|#)?")
 _DIRECTION = frozenset(
     words("from to into than by before after since until versus vs over under with without not")
 )
-"""Words that say which part the words behind them play."""
+"""English words that give a direction or role to the words after them."""
 
 FILTERS = Kind("filter", "coa_jax.filters", {}, offers=("run", "runs"), needs=("run", "runs"))
-"""A function that says whether a ``run`` (`Run`) is kept; or, of all ``runs`` that the filters of
-single runs have kept, for each of them whether it is kept."""
+"""The setting for a filter: a function of one ``run`` (`Run`) that returns whether it is kept; or
+of all ``runs`` that passed the filters of single runs, which returns for each of them whether it is
+kept.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig(Bounded):
-    """Thresholds of the further filters; 0 or an empty tuple turns one off.
+    """Thresholds of the optional filters; 0 or an empty tuple disables a filter.
 
     Attributes:
-        near_query: two searches with one tool whose terms (see `query_terms`) are as similar as
-            this (Jaccard) repeat each other.  Programs and addresses differ by a single sign, so
-            only the same one is a repetition.
-        max_tokens: longest trajectory in tokens, environment's text included.
-        max_answer_words: an answer of more words, or one that evades and is not word for word an
-            accepted one, breaks the instruction to answer in short and definite words.
-        min_tool_calls: least number of tool calls.  The paper asks for 5 interactions of agents
+        near_query: Jaccard similarity of the terms (see `query_terms`) of two searches with one
+            tool, from which they count as a repetition. Programs and URLs count only if they are
+            equal, because a single character changes their meaning.
+        max_tokens: maximum length of a trajectory in tokens, including the environment's text.
+        max_answer_words: a longer answer, or an evasive one that does not equal an accepted answer,
+            breaks the instruction to answer in short and definite words.
+        min_tool_calls: minimum number of tool calls. The paper asks for 5 interactions of agents
             with tools (§3.2.1); most questions of the Factbook need fewer.
-        evaluation: sources of tasks (as for ``load_tasks``) that must not be shown; each is taken
-            in its split ``test``.
-        evaluation_size: tasks of each of them.
+        evaluation: sources of tasks (see ``load_tasks``) that runs must not reveal; the split
+            ``test`` of each is used.
+        evaluation_size: number of tasks from each of them.
         ngram, ngram_share, entity_share: see `coa_jax.distill.contamination`.
-        blocked: hosts, and beginnings of paths on them, that no address in a call may name;
-            ``mirrors`` stands for the known mirrors of benchmarks.
-        near_duplicate: two runs as similar as this (Jaccard of runs of three words) are one; the
-            first is kept.
-        own: name -> ``path`` and ``options`` of a filter of your own, see `FILTERS`.
+        blocked: hosts, and path prefixes on them, that no URL in a call may contain; ``mirrors``
+            stands for the known mirrors of benchmarks.
+        near_duplicate: Jaccard similarity of the word trigrams of two runs from which they count as
+            duplicates; the first is kept.
+        own: name -> ``path`` and ``options`` of a custom filter, see `FILTERS`.
     """
 
     near_query: Share = 0.0
@@ -99,14 +101,14 @@ class SelectionConfig(Bounded):
 def further_filters(
     config: SelectionConfig, count_tokens: Callable[[str], int] | None = None
 ) -> tuple[Filter, ...]:
-    """The filters of single runs that a configuration turns on, in their order.
+    """Returns the filters of single runs that a configuration enables, in order.
 
     Args:
-        config: which, with which thresholds.
-        count_tokens: length of a text in tokens; needed for ``max_tokens``.
+        config: the thresholds.
+        count_tokens: counts the tokens of a text; needed for ``max_tokens``.
 
     Raises:
-        UserError: ``max_tokens`` without a tokenizer, or an unknown evaluation set.
+        UserError: ``max_tokens`` is set without a tokenizer, or an evaluation set is unknown.
     """
     filters: list[Filter] = []
     if config.near_query:
@@ -141,7 +143,7 @@ def further_filters(
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
-    """The filters that compare runs with each other."""
+    """Returns the filters that compare runs with each other."""
     filters: list[SetFilter] = []
     if config.near_duplicate:
         threshold = config.near_duplicate
@@ -155,7 +157,7 @@ def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Own:
-    """A filter that a configuration names."""
+    """A custom filter of a configuration."""
 
     name: str
     call: Bound
@@ -179,10 +181,10 @@ class _Own:
 
 
 def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
-    """The filters that a configuration names, in their order.
+    """Returns the custom filters of a configuration, in order.
 
     Raises:
-        UserError: there is none of a name, or it does not fit.
+        UserError: a filter does not exist, or has wrong parameters.
     """
     filters: list[Filter | SetFilter] = []
     for name, settings in config.own.items():
@@ -195,11 +197,12 @@ def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
 
 
 def query_terms(query: str) -> frozenset[tuple[str, str]]:
-    """What searches are compared by: each word with the last word of direction before it.
+    """Returns the terms of a search: each word with the last direction word before it.
 
-    Their order does not count otherwise, nor do case, width and composition of the letters.  So
-    "capital Peru" is "Peru capital", and a flight from Paris to London is not the one back; words
-    of direction are known of English.  Signs belong to words: C++ is not C#, -5 is not 5.
+    Apart from that, word order does not count, nor do case, width and composition of characters. So
+    "capital Peru" equals "Peru capital", while a flight from Paris to London differs from the
+    return flight. Direction words are known only for English. Signs belong to words: C++ is not C#,
+    -5 is not 5.
     """
     text = unicodedata.normalize("NFKC", query).casefold().replace("\u2212", "-")
     terms, direction = set(), ""

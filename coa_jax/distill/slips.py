@@ -1,8 +1,8 @@
-"""Deliberate mistakes of the scripted minds, so that traces hold correction.
+"""Deliberate mistakes of the scripted minds, so that traces contain corrections.
 
-Each mistake is one that the tools' results give away: a query for another fact, a program that
-fails or prints something odd, a suggested answer that the documents contradict.  Whether a
-decision goes wrong is fixed by (seed, task, decision) alone.
+The tools' results reveal each mistake: a query for another fact, a program that fails or prints
+something odd, a suggested answer that the documents contradict. Whether a decision goes wrong
+depends only on (seed, task, decision).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.tools.factbook_relations import RELATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Slips:
-    """Which decisions go wrong, and how.
+    """Decides which decisions go wrong, and how.
 
     Attributes:
         rate: probability of a mistake at a decision.
@@ -32,27 +32,33 @@ class Slips:
     seed: int = 0
 
     def happens(self, episode: str, decision: str) -> bool:
-        """Whether this decision of this run goes wrong."""
+        """Returns whether this decision of this run goes wrong."""
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:
-        """Whether the double check of this run overlooks a wrong suggestion."""
+        """Returns whether the double check of this run overlooks a wrong suggestion."""
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:
-        """One of the options."""
+        """Returns one of the options, by the seed.
+
+        Args:
+            episode: identity of the run.
+            decision: name of the decision.
+            options: the options.
+        """
         return options[int(uniform(self.seed, episode, f"{decision}/choice") * len(options))]
 
     def wrong_query(
         self, episode: str, decision: str, steps: Sequence[AnyStep], step: AnyStep
     ) -> str:
-        """A query for a relation that the question does not name, or for none at all.
+        """Returns a query for a relation that the question does not mention, or for no relation.
 
         Args:
             episode: identity of the run.
             decision: name of the decision.
             steps: all steps of the question.
-            step: the current one, bound.
+            step: the current step, with earlier answers filled in.
         """
         assert isinstance(step, Lookup | Inverse | Neighbour)
         named = {s.relation for s in steps if isinstance(s, Lookup | Inverse)} | {"neighbour"}
@@ -64,15 +70,22 @@ class Slips:
         ]
         if isinstance(step, Inverse) or uniform(self.seed, episode, f"{decision}/form") < 2 / 3:
             return self.choose(episode, decision, queries)
-        # An entity alone finds its most common facts, which may happen to be the one asked for.
+        # An entity alone finds its most common facts, which may include the wanted one by chance.
         return subject
 
     def wrong_program(
         self, episode: str, decision: str, step: AnyStep, answers: Sequence[str]
     ) -> str:
-        """A program that fails, or whose result shows that it is not what was meant."""
+        """Returns a program that fails, or whose result shows that it is wrong.
+
+        Args:
+            episode: identity of the run.
+            decision: name of the decision.
+            step: the current step.
+            answers: answers of the earlier steps.
+        """
         right = programs(step, answers)[0]
-        options = [right[:-1]]  # a bracket is not closed
+        options = [right[:-1]]  # an unclosed bracket
         if isinstance(step, Arithmetic):
             a, b = answers[step.a.step], answers[step.b.step]
             if "," in a and "," in b and step.operation != "ratio":
@@ -88,16 +101,17 @@ class Slips:
 
 
 def _is_long(value: float) -> bool:
-    """Whether Python prints a number with more than two decimals."""
+    """Returns whether Python prints a number with more than two decimals."""
     return len(repr(value).partition(".")[2]) > 2
 
 
 def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
-    """A suggestion that the results contradict: of an earlier step, misread, or the subject.
+    """Returns a suggestion that the results contradict: an earlier answer, a misread one, or the
+    subject.
 
     Args:
-        step: the last step, bound.
-        answers: the answers of all steps; the last one is right.
+        step: the last step, with earlier answers filled in.
+        answers: answers of all steps; the last one is right.
     """
     right = answers[-1]
     for other in reversed(answers[:-1]):
@@ -111,7 +125,7 @@ def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
 
 
 def _misread(number: str) -> str:
-    """A number with two neighbouring digits exchanged, or with one digit too many."""
+    """Returns a number with two neighbouring digits swapped, or with one digit too many."""
     for i in range(len(number) - 1, 0, -1):
         a, b = number[i - 1], number[i]
         if a.isdigit() and b.isdigit() and a != b and not (i == 1 and b == "0"):

@@ -1,9 +1,9 @@
-"""A teacher made with smolagents, driven in this process, as the paper's teacher is built.
+"""A teacher made with smolagents, which runs in this process, like the paper's teacher.
 
 A manager (CodeAgent) writes programs and asks a managed ``search_agent`` (ToolCallingAgent), which
-holds our tools.  What comes out is the agents' own memory, in the form that
-`coa_jax.distill.readers.smolagents` reads.  The manager's programs run in the interpreter of
-smolagents, not in our sandbox: give the ``code`` tool to have programs run there.
+has our tools. The result is the agents' own memory, in the form that
+`coa_jax.distill.readers.smolagents` reads. The manager's programs run in the interpreter of
+smolagents, not in our sandbox: add the tool ``code`` to run programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.tools.net.secrets import redact_all
 AGENT = "search_agent"
 
 REFUSED = "request_refused"
-"""State of a run that ended because the endpoint refused a request."""
+"""State of a run that ended because the endpoint rejected a request."""
 
 _INPUTS: Mapping[str, tuple[str, str]] = {
     "wiki_search": ("query", "What to look for in the encyclopaedia."),
@@ -35,7 +35,7 @@ _INPUTS: Mapping[str, tuple[str, str]] = {
 
 
 def smolagents_package() -> Any:
-    """The package.
+    """Imports the package smolagents.
 
     Raises:
         UserError: it is not installed.
@@ -48,10 +48,11 @@ def smolagents_package() -> Any:
 
 
 def as_smolagents_tool(tool: Tool, episode: str) -> Any:
-    """One of our tools as one of theirs: same name, one argument, what it returns unchanged.
+    """Wraps one of our tools as a smolagents tool with the same name, one argument and the same
+    result.
 
     Args:
-        tool: ours.
+        tool: our tool.
         episode: identity of the run, for the tool's context.
 
     Raises:
@@ -65,7 +66,7 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
     history: list[tuple[str, str]] = []
 
     def forward(self: Any, *given: str, **arguments: str) -> str:
-        # A ToolCallingAgent names the argument, the program of a CodeAgent need not.
+        # A ToolCallingAgent passes the argument by name; the program of a CodeAgent may not.
         body = body_of(tool.name, {**dict(zip((argument,), given, strict=False)), **arguments})
         context = ToolContext(episode, len(history), None, tuple(history))
         history.append((tool.name, body))
@@ -93,18 +94,18 @@ def solve_with_smolagents(
     """Runs the two agents on one task.
 
     Args:
-        task: the task; its gold answer is stored beside the run and shown to nobody.
-        tools: our tools by name; the search agent holds them.
+        task: the task; its gold answer is stored with the run and shown to no agent.
+        tools: our tools by name, for the search agent.
         manager_model, search_model: model objects of smolagents (``smolagents.OpenAIModel(...)``
             for an endpoint).
-        max_steps: steps of each agent.
-        planning_interval: the manager plans every so many steps; None for no plans.
+        max_steps: maximum number of steps of each agent.
+        planning_interval: the manager plans after every this many steps; None for no plans.
 
     Returns:
         The run as JSON values: task, answer, steps of the manager, and the runs of the search agent
-        with the number of the manager's step that asked.  A run whose endpoint refused a request
-        (too long a context, a content filter) has the state ``request_refused`` and no answer; what
-        the endpoint said is its ``error``.
+            with the number of the manager's step that asked. A run whose endpoint rejected a
+            request (too long a context, a content filter) has the state ``request_refused`` and no
+            answer; its ``error`` is the endpoint's message.
 
     Raises:
         UserError: smolagents is not installed.
@@ -113,7 +114,7 @@ def solve_with_smolagents(
     runs: list[dict[str, Any]] = []
 
     class SearchAgent(smolagents.ToolCallingAgent):  # type: ignore[name-defined]
-        """Keeps its memory of every run; the next one would overwrite it."""
+        """Keeps the memory of every run, which the next run would overwrite."""
 
         def __call__(self, task: str, **settings: Any) -> Any:
             try:
@@ -166,7 +167,7 @@ def solve_with_smolagents(
 
 
 def _is_refused(error: BaseException) -> bool:
-    """Whether an error means that an endpoint refused one request, and not who asks."""
+    """Returns whether an error means that an endpoint rejected a single request, not its sender."""
     return any(getattr(e, "status_code", None) in REFUSED_REQUEST for e in _causes(error))
 
 
@@ -177,5 +178,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _plain(steps: Any) -> Any:
-    """Steps as JSON values and nothing else: responses of clients become text."""
+    """Converts steps to JSON values; response objects of clients become strings."""
     return json.loads(json.dumps(steps, default=str))

@@ -1,4 +1,4 @@
-"""Many tasks through the smolagents teacher: in threads, resumable, within a budget."""
+"""Runs the smolagents teacher on many tasks: in threads, resumable, within a budget."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from coa_jax.tools.net.secrets import redact_all
 
 @dataclasses.dataclass(frozen=True)
 class SmolConfig(Bounded):
-    """How the two agents work.
+    """Settings of the two agents.
 
     Attributes:
-        max_steps: steps of each agent.
-        planning_interval: the manager plans every so many steps; 0 for no plans.
-        concurrency: tasks in flight at once.
+        max_steps: maximum number of steps of each agent.
+        planning_interval: the manager plans after every this many steps; 0 for no plans.
+        concurrency: number of concurrent tasks.
     """
 
     max_steps: Count = 12
@@ -39,10 +39,10 @@ class SmolConfig(Bounded):
 
 
 def endpoint_model(config: EndpointConfig) -> Any:
-    """A model object of smolagents for an endpoint.
+    """Returns a model object of smolagents for an endpoint.
 
     Raises:
-        UserError: smolagents is not installed, or the settings cannot be used.
+        UserError: smolagents is not installed, or the settings are invalid.
     """
     config.check()
     return smolagents_package().OpenAIModel(
@@ -56,18 +56,18 @@ def endpoint_model(config: EndpointConfig) -> Any:
 
 
 def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
-    """Ties a file of runs to what they depend on, which is written beside it.
+    """Binds a file of runs to the settings on which they depend, which are stored next to it.
 
     Args:
-        path: the file of runs; one that is missing or empty is tied anew.
+        path: file of runs; a missing or empty file is bound anew.
         fingerprint: model, agents, tools; JSON values.
 
     Raises:
-        UserError: the file holds runs that were made in another way, or nobody knows how.
+        UserError: the file contains runs made with other settings, or its settings are missing.
     """
     head = path.with_suffix(".settings.json")
     now = jsonl.loads(jsonl.dumps(dict(fingerprint)))
-    jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
+    jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
     if not path.stat().st_size:
         files.write_json(head, now)
     elif head.exists():
@@ -81,7 +81,7 @@ def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
 
 
 _PLAIN = "Which number comes after 1?"
-"""A question that no filter objects to."""
+"""A question that no content filter rejects."""
 
 
 def run_smolagents(
@@ -94,34 +94,33 @@ def run_smolagents(
     on_done: Callable[[int], None] | None = None,
     beside: Sequence[Path] = (),
 ) -> Spent:
-    """Solves the tasks that the file does not hold yet; appends each run when it is finished.
+    """Solves the tasks that the file does not contain yet; appends each run when it is finished.
+
+    If the endpoint rejects a request of a run, the run is finished without an answer. If no other
+    run of this process has finished normally yet, a setting may be wrong: the agents first take a
+    step on a plain question, whose cost is included in the result.
 
     Args:
         tasks: the tasks.
         tools: our tools by name.
         model_of: (task, ``"manager"`` or ``"search"``) -> a model object of smolagents.
-        path: file of runs, one a line, for the reader ``smolagents``.
-        config: how the agents work.
-        limits: its budget is looked at before each task, so tasks in flight can pass it.
+        path: file of runs, one per line, for the reader ``smolagents``.
+        config: settings of the agents.
+        limits: budget, which is checked before each task, so concurrent tasks can exceed it.
         on_done: called with the number of finished tasks.
-        beside: files of other runs, as far as they exist: what they have cost counts against the
-            budget, too.
+        beside: files of other runs, as far as they exist; their cost counts against the budget too.
 
     Returns:
-        What all runs of the file have cost, by their own counts; a call is a step of an agent.
-
-    A run whose request the endpoint refuses is finished, without an answer.  If this process has
-    finished none in another way, the agents first take a step on a plain question, whose cost is
-    among those returned: a setting may be wrong.
+        The cost of all runs in the file, by their own counts; a step of an agent counts as a call.
 
     Raises:
-        UserError: the budget is spent, or the endpoint cannot be used or refuses the plain question
+        UserError: the budget is spent, or the endpoint cannot be used or rejects the plain question
             too; finished runs are kept.
     """
-    jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
+    jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
     spent, lock = Spent(), threading.Lock()
     purse = Purse(limits, limits.model, "config.endpoint")
-    usable = False  # known of this process: an earlier one may have had other settings
+    usable = False  # in this process: earlier ones may have had other settings
     done: set[str] = set()
     asked = {task.id: task.question for task in tasks}
 
@@ -150,7 +149,7 @@ def run_smolagents(
         account(trial)
         if trial["state"] == REFUSED:
             raise UserError(
-                f"{task.id}: the endpoint refuses the model: {trial['error']}; mend the settings "
+                f"{task.id}: the endpoint refuses the model: {trial['error']}; fix the settings "
                 "of the endpoint and run the same command again"
             )
 
@@ -189,12 +188,12 @@ def run_smolagents(
             for worker in concurrent.futures.as_completed(workers):
                 worker.result()
         finally:
-            stop.set()  # Ctrl-C: tasks in flight are finished, no other is begun
+            stop.set()  # Ctrl-C: running tasks finish, no new one starts
     return spent
 
 
 def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) -> None:
-    """Counts the calls of a run, which are steps of its agents."""
+    """Adds the calls of a run, which are the steps of its agents."""
     for step in (*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])):
         if step.get("model_output_message") is not None:
             usage = total_usage([step.get("token_usage")], "input_tokens", "output_tokens")
@@ -203,7 +202,9 @@ def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) 
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """What a model object raises when its endpoint gave no reply, in a step and in a plan."""
+    """Returns the exceptions of a model object whose endpoint gave no reply, in steps and in
+    plans.
+    """
     import openai
 
     return smolagents_package().AgentGenerationError, openai.OpenAIError
@@ -212,6 +213,6 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 def _dump(row: Any) -> dict[str, Any]:
     dump = {name: row[name] for name in ("task_id", "steps", "managed_runs", "question")}
     if not all(isinstance(dump[name], str) for name in ("task_id", "question")):
-        raise TypeError("'task_id' and 'question' must be texts")
-    _add(Spent(), dump, None)  # what cannot be counted is found here, with its line
+        raise TypeError("'task_id' and 'question' must be strings")
+    _add(Spent(), dump, None)  # invalid counts fail here, with their line
     return dump

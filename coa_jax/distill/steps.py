@@ -1,8 +1,8 @@
-"""How far a scripted run has come, read off its messages.
+"""Determines the progress of a scripted run from its messages.
 
-A question is a tuple of steps (`coa_jax.tasks.factbook_grammar`, or one `Expression`).  Replaying
-the tool results in the log gives the answers of the steps done so far, so scripted minds hold no
-state.  Only the question and what tools returned enter; no fact and no gold answer does.
+A question is a tuple of steps (`coa_jax.tasks.factbook_grammar`, or one `Expression`). Replaying
+the tool results in the log gives the answers of the completed steps, so scripted minds have no
+state. The only inputs are the question and the tool results: no stored facts and no gold answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
-    """The steps that a question asks for, or None for a question of another kind."""
+    """Returns the steps of a question, or None for a question of another kind."""
     program = understand(question)
     if program is not None:
         return program.steps
@@ -49,15 +49,15 @@ def steps_of(question: str) -> tuple[AnyStep, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
         steps: all steps of the question.
-        answers: texts of the answers of the steps that are done.
-        failures: calls at the current step that did not give its answer.
-        problem: what was wrong with the last of them, "" if nothing was.
-        link: address of the search result that is to be opened next, "" if there is none.
-        evidence: where the last answer comes from, e.g. ``The document Botswana: Capital``.
+        answers: answers of the completed steps, as text.
+        failures: number of calls at the current step that did not give its answer.
+        problem: what was wrong with the last of these calls; "" for nothing.
+        link: URL of the search result to open next; "" for none.
+        evidence: source of the last answer, e.g. ``The document Botswana: Capital``.
     """
 
     steps: tuple[AnyStep, ...]
@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def number(self) -> int:
-        """Number of the current step, from 1, as plans write it."""
+        """Number of the current step, from 1, as in plans."""
         return len(self.answers) + 1
 
     @property
@@ -84,28 +84,28 @@ class Progress:
 
 
 def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
-    """A step with the answers of earlier steps in place of references."""
+    """Replaces references in a step by the answers of earlier steps."""
     return step if isinstance(step, Expression) else bind(step, answers)
 
 
 def wording(step: AnyStep) -> str:
-    """A step in words, for plans."""
+    """Describes a step in words, for plans."""
     return f"compute {step.what}" if isinstance(step, Expression) else describe(step)
 
 
 def operands(step: Arithmetic, answers: Sequence[str]) -> str:
-    """An arithmetic step with its numbers as the documents word them."""
+    """Writes an arithmetic step with its numbers as in the documents."""
     sign = {"sum": "+", "difference": "-", "ratio": "/"}[step.operation]
     return f"{answers[step.a.step]} {sign} {answers[step.b.step]}"
 
 
 def tool_for(step: AnyStep) -> str:
-    """The agent that carries out a step."""
+    """Returns the agent that carries out a step."""
     return "code" if isinstance(step, Arithmetic | Expression) else "search"
 
 
 def queries(step: AnyStep) -> tuple[str, ...]:
-    """Search queries for a bound step, the best one first."""
+    """Returns search queries for a step without references, the best one first."""
     assert isinstance(step, Lookup | Inverse | Neighbour)
     if isinstance(step, Inverse):
         noun = RELATIONS[step.relation].noun
@@ -116,7 +116,7 @@ def queries(step: AnyStep) -> tuple[str, ...]:
 
 
 def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
-    """Programs for a step, the best one first."""
+    """Returns programs for a step, the best one first."""
     if isinstance(step, Expression):
         setup = f"{step.setup}\n" if step.setup else ""
         source = f"{setup}print({step.source})"
@@ -127,13 +127,13 @@ def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
 
 
 def number_of(text: str) -> float | None:
-    """The number that a text writes, with or without thousands separators."""
+    """Parses a number, with or without thousands separators."""
     text = text.replace(",", "").strip()
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
 def printed(observation: str) -> str | None:
-    """The one line that a program printed, or None if it printed none or several."""
+    """Returns the only line that a program printed, or None for no or several lines."""
     lines = observation.removeprefix("[EXECUTED]").strip().split("\n")
     return lines[0].strip() if len(lines) == 1 else None
 
@@ -186,7 +186,7 @@ def progress(question: str, messages: Sequence[Message]) -> Progress | None:
         messages: the log so far.
 
     Returns:
-        The state of the run, or None if the question is not understood.
+        The progress of the run, or None if the question is not understood.
     """
     steps = steps_of(question)
     if steps is None:

@@ -1,8 +1,8 @@
-"""The teacher system at work: agents exchange messages until one answers the user.
+"""The loop of the teacher system: agents exchange messages until one answers the user.
 
-The loop is generic over minds.  It wakes the recipient of the last message, checks that the
-reply is a move its role may make, and runs tool calls for real.  Paper §2 eq. 2 and
-§3.2.1 eq. 6: state update, action of the teacher, observation of the environment.
+The loop works with any minds. It activates the recipient of the last message, checks that the reply
+is a move that its role may make, and runs tool calls with real tools (paper §2 eq. 2 and §3.2.1 eq.
+6: state update, action of the teacher, observation of the environment).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call
 
 TOOL_HOLDERS: Mapping[str, str] = {"code": "code"}
-"""Which agent holds which tool; every tool that is not named belongs to the search agent."""
+"""Tool -> its agent; every tool that is not listed belongs to the search agent."""
 
 
 def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Names of the tools that an agent holds, of those that the team has."""
+    """Returns the names of the tools that an agent has, out of those of the team."""
     return tuple(name for name in tools if TOOL_HOLDERS.get(name, "search") == role)
 
 
@@ -39,18 +39,18 @@ async def solve(
     """Runs the team on one question.
 
     Args:
-        question: the question; the only thing about the task that enters.
-        protocol: name of the protocol the manager works under.
-        episode: identity of the run, shown to minds to seed their choices.
+        question: the question; the team learns nothing else about the task.
+        protocol: name of the protocol that the manager follows.
+        episode: identity of the run, which minds use to seed their choices.
         minds: one mind per agent.
         tools: the tools by name.
-        max_messages: the run ends unanswered after so many messages.
+        max_messages: number of messages after which the run ends unanswered.
 
     Returns:
-        The log.  A mind that raises or breaks the rules ends its run, not the program.
+        The log. A mind that raises an exception or breaks the rules ends its run, not the program.
 
     Raises:
-        UserError: from a mind; the run is not finished then.
+        UserError: raised by a mind; the run is then unfinished.
     """
     messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
 
@@ -63,7 +63,7 @@ async def solve(
         view = AgentView(role, question, protocol, episode, tuple(messages), held)
         try:
             action = await minds[role].act(view)
-        except UserError:  # a spent budget is no fault of the run: it is not over
+        except UserError:  # a spent budget leaves the run unfinished
             raise
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
@@ -89,7 +89,7 @@ async def solve(
 
 
 async def _observe(tool: Tool, messages: list[Message], episode: str) -> Message:
-    """Runs the call that the last message makes and returns the tool's message."""
+    """Runs the call in the last message and returns the tool's message."""
     request = messages[-1]
     history = tuple((m.recipient, m.content) for m in messages[:-1] if m.kind is Kind.CALL)
     context = ToolContext(episode, len(history), None, history)

@@ -1,4 +1,4 @@
-"""Coroutines that run together and fail as one would."""
+"""Runs coroutines concurrently; their failures look like that of a single coroutine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results in their order; when one fails, the others are cancelled and waited for.
+    """Returns the results in order; if one coroutine fails, cancels the others and waits for them.
 
     Raises:
-        UserError: if one of them did.  Several at once say the same, e.g. that the budget is spent,
-            and one line is enough.
-        ExceptionGroup: of other exceptions.
+        UserError: a coroutine raised one. Several at once usually have the same cause, such as a
+            spent budget, so one line is enough.
+        ExceptionGroup: other exceptions.
     """
     try:
         async with asyncio.TaskGroup() as group:

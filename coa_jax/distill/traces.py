@@ -1,4 +1,4 @@
-"""A data set from the logs of another system, or from published records: read, filter, write."""
+"""Creates a data set from logs of another system, or from published records."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ RECORDS = "records"
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """Which files are read, and what is made of their runs.
+    """The files to read, and their conversion.
 
     Attributes:
-        files: paths; of the format ``records`` also patterns and folders.
+        files: paths; for the format ``records`` also patterns and folders.
         format: ``records`` for trajectories in any form that `coa_jax.records` reads, which are
-            filtered as they are; or a format of logs, see `coa_jax.distill.readers.READERS`.
-        protocol: protocol of the trajectories; empty only for records, which name their own or
-            show it by their tags.
-        completion: what may be written out that a run did without words.
-        options: of a reader of your own.
+            filtered unchanged; or a format of logs, see `coa_jax.distill.readers.READERS`.
+        protocol: protocol of the trajectories; may be empty only for records, which name their
+            protocol or reveal it by their tags.
+        completion: tags that may be added to a run that did the same without writing it down.
+        options: options of a custom reader.
     """
 
     files: tuple[Place, ...]
@@ -61,11 +61,11 @@ class Converted:
     """The runs of some files.
 
     Attributes:
-        tasks, logs: a task and the arranged messages of each run that has a trajectory.
-        usage: id of a task -> tokens that its run cost, where the file tells them.
-        reading: for each file what became of its rows.
-        refused: reason -> number of runs that have no trajectory for this reason.
-        records: the trajectories of the runs, where the files hold trajectories.
+        tasks, logs: task and reordered messages of each run that can be converted.
+        usage: task id -> tokens that its run cost, if the file says so.
+        reading: for each file, statistics of its rows.
+        refused: reason -> number of runs that cannot be converted for this reason.
+        records: trajectories of the runs, if the files contain trajectories.
     """
 
     tasks: list[Task]
@@ -84,11 +84,11 @@ def convert_files(
     """Reads and converts every trace of the files.
 
     Args:
-        config: which files, and how.
+        config: files and conversion.
         on_refusal: called with ``{path, line, reason}`` of every record that could not be read or
             converted.
-        tasks: those that were asked, by their ids: what is known of them is kept, and runs of
-            others are left out.  None if only the files say what was asked.
+        tasks: known tasks by id: their data is kept, and runs of other tasks are left out. None if
+            the files are the only source of the questions.
 
     Raises:
         UserError: a file cannot be read, or format or protocol are unknown.
@@ -111,13 +111,14 @@ def convert_files(
         for trace in traces:
             name, known = trace.log.episode, None
             if tasks is not None:
-                # A task whose question was mended has two runs: the name of one is not its id.
+                # A task whose question was corrected has two runs: the name of one is not the
+                # task's id.
                 name, known = trace.task, tasks.get(trace.task)
                 if known is None or known.question != trace.log.question:
                     refused[_OTHER] += 1
                     tell({"path": path, "line": trace.line, "reason": _OTHER})
                     continue
-            # There may be another run of the same task, also in a file of the same name.
+            # There may be another run of the same task, also in another file with the same name.
             name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
             names.add(name)
             try:
@@ -140,7 +141,7 @@ def convert_files(
 
 
 def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) -> Converted:
-    """Reads trajectories, see `convert_files`; they are not changed but for an id of their own."""
+    """Reads trajectories, see `convert_files`; only their ids may be changed to be unique."""
     made = Converted([], [], {}, [], {}, [])
     assert made.records is not None
     refused: collections.Counter[str] = collections.Counter()
@@ -161,7 +162,7 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             record = dataclasses.replace(record, id=name)
             log = log_of(record)
             about: dict[str, Any] = {"trace": {"file": path.name, "line": line}}
-            if split_level(record.protocol)[0] == "code":  # solutions are programs, or values in a box
+            if split_level(record.protocol)[0] == "code":  # solutions are programs, or boxed values
                 tests = any(answer.lstrip().startswith("{") for answer in record.gold)
                 about["grader"] = "code" if tests else "math"
             task = Task(name, record.question, record.protocol, record.gold, RECORDS, about)
@@ -171,7 +172,7 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             used += 1
         read = {"records": rows, "used": used, "ignored": 0, "traces": used}
         made.reading.append({"path": str(path), **read, "problems": rows - used})
-    for told in counts.lines()[: len(counts.told)]:  # rows that are left out are in `refused`
+    for told in counts.lines()[: len(counts.told)]:  # skipped rows are in `refused`
         logging.warning("%s", told)
     return dataclasses.replace(made, refused=dict(refused.most_common()))
 
@@ -180,7 +181,7 @@ _OTHER = "a run of another task than those that were asked"
 
 
 def _reason(text: str) -> str:
-    """A reason without what is special about one run."""
+    """Removes from a reason the parts that are specific to one run."""
     return re.sub(r"'[^']*'|\d+", "*", text.partition("; ")[0])[:100]
 
 
@@ -195,15 +196,15 @@ def distill_traces(
     """Writes ``NAME.jsonl``, ``dropped/NAME.jsonl`` and ``refused/NAME.jsonl``.
 
     Args:
-        config: which files, and how they are converted.
-        filters: thresholds; what is said there about scripted minds is not used.
-        workdir: where the files are written.
-        count_tokens: length of a text in tokens; needed for ``selection.max_tokens``.
-        name: of the set, and of its files.
+        config: files and conversion.
+        filters: thresholds; settings of the scripted minds are not used.
+        workdir: directory of the files.
+        count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
+        name: name of the set, and of its files.
         tasks: see `convert_files`.
 
     Returns:
-        The records, and what happened to all others.
+        The records, and statistics of all others.
     """
     refusals: list[dict[str, Any]] = []
     made = convert_files(config, refusals.append, tasks)

@@ -1,4 +1,4 @@
-"""What a caller chooses: the shapes of an engine, and how a sequence is sampled."""
+"""Settings of the caller: the shapes of an engine, and how a sequence is sampled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from coa_jax.model.config import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Bounded):
-    """How the tokens of a sequence are drawn.
+    """How the tokens of a sequence are sampled.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_p: nucleus in (0, 1]; 1 keeps all.
-        top_k: 0 keeps all.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability of the nucleus, in (0, 1]; 1 keeps all tokens.
+        top_k: number of most likely tokens that are kept; 0 keeps all.
 
     Raises:
         UserError: a value is out of bounds.
@@ -35,27 +35,28 @@ class EngineConfig(Bounded):
     """Static shapes of the engine's programs; each distinct value compiles once.
 
     Attributes:
-        slots: sequences that are in progress at a time.
-        max_length: S, positions of a slot; no sequence grows beyond it.
-        chunk: tokens decoded between two visits of the host.
-        extend_buckets: tokens of the programs that write prompts and observations, ascending; empty
-            for those of the platform, see `on_platform`.
-        extend_block: these programs take that many tokens of a sequence together; what a sequence
-            has beyond a multiple is filled up with padding; 0 for that of the platform.
-        dtype: of the operands of products.
-        cache_dtype: of keys and values; empty for that of the products, ``int8`` for a byte and a
-            factor for each head and position.
-        page_size: positions of a page of the cache.
-        pages: of a pool that all slots share, in which the samples of a prompt hold its whole pages
-            once; 0 gives every slot pages of its own for ``max_length``.
-        attention: implementation over the cache: ``auto`` or a name, see docs/kernels.md.
-        decode_programs: at most how many programs decode, for all slots and for equal parts of
-            them: of 4, one takes a quarter, the next one half, ..., in whole eights; the smallest
-            that takes all slots that are not waiting is run.
-        engines: that share one copy of the parameters, and work at the same time, each with an
-            equal part of the slots (and of the pages): what one of them computes on a single core,
-            or waits for, leaves the other cores to the rest; 0 for as many as pay, see
-            `num_engines`.  It is `make_engines` that makes several.
+        slots: number of sequences in progress at a time.
+        max_length: S, positions of a slot; no sequence grows beyond this length.
+        chunk: number of tokens that the device decodes before control returns to the host.
+        extend_buckets: lengths in tokens, ascending, of the programs that prefill prompts and
+            observations; empty for the platform's default, see `on_platform`.
+        extend_block: consecutive tokens of a sequence that a prefill program processes together.
+            The last block of a sequence is padded. 0 for the platform's default.
+        dtype: dtype of matmul operands.
+        cache_dtype: dtype of keys and values in the cache; empty for ``dtype``. ``int8`` stores one
+            byte per number and one scale per head and position.
+        page_size: positions of a cache page.
+        pages: pages of a pool that all slots share; the samples of a prompt store its whole pages
+            once. 0 gives every slot its own pages for ``max_length``.
+        attention: attention implementation over the cache: ``auto`` or a name, see docs/kernels.md.
+        decode_programs: maximum number of decode programs, for different numbers of rows. With 4,
+            the first decodes a quarter of the slots, the next one half, and so on, in multiples of
+            eight. Each chunk runs the smallest program with room for all slots that are not
+            waiting.
+        engines: number of engines that share one copy of the parameters and work at the same time,
+            each with an equal part of the slots (and of the pages). While one engine computes on a
+            single core, or waits, the others use the other cores. 0 chooses the number, see
+            `num_engines`; `make_engines` creates them.
 
     Raises:
         UserError: a value is out of bounds.
@@ -80,7 +81,7 @@ class EngineConfig(Bounded):
             raise UserError(f"engines is {self.engines}; give at most slots, {self.slots}")
 
     def on_platform(self, platform: str) -> EngineConfig:
-        """With the extend_buckets and the extend_block of a platform where none are given.
+        """Fills in the platform's extend_buckets and extend_block where they are not set.
 
         CPUs have a single bucket: a larger program computes no more tokens per second there.
         """
@@ -92,42 +93,44 @@ class EngineConfig(Bounded):
         )
 
     def num_engines(self, platform: str) -> int:
-        """How many engines take the slots of one device or of devices that make one group.
+        """Returns the number of engines that share the slots of one device or one device group.
 
-        Where none are asked for it is one; on CPUs, unless the slots share a pool of pages, one for
-        each core, so long as it has 16 slots: products there take 16 rows at a time.
+        If ``engines`` is 0, the number is one. On CPUs, unless the slots share a pool of pages, it
+        is one per core as long as each engine has 16 slots, since matmuls there process 16 rows at
+        a time.
         """
         if self.engines or self.pages or platform != "cpu":
             return self.engines or 1
-        # Not on every system can a process have fewer cores than there are.
+        # Only some systems can restrict a process to fewer cores than the machine has.
         allowed = getattr(os, "sched_getaffinity", None)
         cores = len(allowed(0)) if allowed else os.cpu_count() or 1
         return max(1, min(cores, self.slots // 16))
 
     def share(self, engines: int) -> EngineConfig:
-        """Of each of several engines."""
+        """Returns the configuration of each of several engines."""
         slots = -(-self.slots // engines)
-        # A pool stays a pool: 0 would be pages for each slot.
+        # At least one page, since 0 would mean separate pages for each slot.
         pages = self.pages and max(1, self.pages // engines)
         return dataclasses.replace(self, slots=slots, pages=pages, engines=1)
 
     @property
     def pages_per_slot(self) -> int:
-        """Pages of the longest sequence."""
+        """Number of pages of the longest sequence."""
         return -(-self.max_length // self.page_size)
 
     @property
     def num_pages(self) -> int:
-        """Pages of the cache."""
+        """Number of pages of the cache."""
         return self.pages or self.slots * self.pages_per_slot
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Rows of the decoding programs, ascending; the last takes all slots.
+        """Numbers of rows of the decode programs, ascending; the last has room for all slots.
 
-        A single slot has programs of one row, of which a step reads the weights fastest; two rows
-        or more give a sequence the same bits, which one does not.  Parts are whole eights: fewer
-        rows decode no faster, and attention on CPUs goes over eight sequences together.
+        A single slot has programs of one row, whose steps read the weights fastest. The bits of a
+        sequence are the same for any number of rows from two on, but differ for one row. Sizes are
+        multiples of eight: fewer rows decode no faster, and attention on CPUs processes eight
+        sequences together.
         """
         if self.slots == 1:
             return (1,)

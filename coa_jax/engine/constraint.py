@@ -1,9 +1,9 @@
 """Which tokens a protocol allows next, as tables that the decode program reads.
 
-A token is allowed in a state of the byte automaton (`protocol.grammar`) if its bytes lead on from
-there, and if some tokens lead on from where they end.  Most tokens of a vocabulary do the same
-thing in every state, so that the tables need a column for each kind of token only, and one bit a
-token to say whether it is allowed.
+A token is allowed in a state of the byte automaton (`protocol.grammar`) if its bytes have
+transitions from that state, and further tokens can continue from the resulting state. Most tokens
+of a vocabulary have the same transition in every state. So the transition table has one column per
+kind of token, and the set of allowed tokens has one bit per token.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from coa_jax.errors import UserError
 from coa_jax.protocol.grammar import DEAD, OBSERVED, ByteAutomaton
 
 FREE = 0
-"""The state in which every token is allowed, and which none leaves."""
+"""The state in which every token is allowed, and which no token leaves."""
 
 _WORD = 32
 
 
 class ConstraintTables(NamedTuple):
-    """What the programs read, for S states, V tokens of K kinds.
+    """Tables of the decode program, for S states and V tokens of K kinds.
 
     Attributes:
-        allowed: uint32 ``[S, ceil(V / 32)]``, one bit a token, the lowest first.
-        next_state: int32 ``[S, K]``, `DEAD` for none.
+        allowed: uint32 ``[S, ceil(V / 32)]``, one bit per token, the lowest first.
+        next_state: int32 ``[S, K]``, next state by kind of token; `DEAD` if not allowed.
         kind: int32 ``[V]``, kind of each token.
-        ends: bool ``[S]``, whether the policy may write nothing there.
+        ends: bool ``[S]``, whether the policy may write nothing in a state.
     """
 
     allowed: jax.Array
@@ -43,13 +43,13 @@ class ConstraintTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
-    """The protocols of a run over one vocabulary.
+    """The constraint of a run: its protocols, over one vocabulary.
 
     Attributes:
-        tables: on the default device.
+        tables: tables on the default device.
         start: protocol -> state before the first token.
-        next_state, kind, ends: as in the tables, on the host.
-        observed: int32 ``[S]``, state after an observation, `DEAD` where none is waited for.
+        next_state, kind, ends: the same as in the tables, on the host.
+        observed: int32 ``[S]``, state after an observation; `DEAD` where none is expected.
     """
 
     tables: ConstraintTables
@@ -60,7 +60,7 @@ class Constraint:
     observed: np.ndarray
 
     def __str__(self) -> str:
-        """One line."""
+        """Describes the constraint in one line."""
         states, kinds = self.next_state.shape
         size = sum(table.nbytes for table in self.tables) / 1e6
         return (
@@ -72,15 +72,15 @@ class Constraint:
 def make_constraint(
     automata: Mapping[str, ByteAutomaton], tokens: Sequence[bytes], vocab_size: int
 ) -> Constraint:
-    """Puts the automata of some protocols and a vocabulary together.
+    """Combines the automata of protocols with a vocabulary.
 
     Args:
-        automata: by name of the protocol.
-        tokens: bytes of each token; empty for those that may never be written.
-        vocab_size: V, columns of the logits; those beyond ``tokens`` are never allowed.
+        automata: automaton of each protocol, by name.
+        tokens: bytes of each token; empty for tokens that may never be written.
+        vocab_size: V, columns of the logits; columns beyond ``tokens`` are never allowed.
 
     Raises:
-        UserError: the vocabulary cannot spell what a protocol asks for.
+        UserError: the vocabulary cannot spell a required text of a protocol.
     """
     starts, symbols = _join(automata)
     tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
@@ -111,7 +111,10 @@ def make_constraint(
 
 
 def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.ndarray]:
-    """First state of each, and transitions of all, with the free state first, the dead one last."""
+    """Returns each automaton's first state, and the transitions of all in one table.
+
+    The free state comes first, the dead state last.
+    """
     starts: dict[str, int] = {}
     blocks = [np.full((1, OBSERVED + 1), FREE, np.int32)]
     count = 1
@@ -124,10 +127,10 @@ def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.nda
 
 
 def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Kind of each token, and where each kind leads from each state.
+    """Returns the kind of each token, and the next state by state and kind.
 
-    Tokens are read byte by byte, all at a time.  After each byte, those that have led to the same
-    place from every state are one, so that few functions of the states are ever computed.
+    All tokens are read in parallel, byte by byte. After each byte, tokens with the same transitions
+    from every state are merged, so few transition functions are computed.
 
     Args:
         transitions: int32 ``[S + 1, 256]``; the last state is the dead one.
@@ -147,7 +150,7 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
     kind = np.zeros(len(tokens), np.int64)
     columns = np.ascontiguousarray(transitions.T)
     for place in range(width):
-        # What leads nowhere so far leads nowhere.
+        # A prefix without transitions has none with more bytes either.
         left = np.flatnonzero((size > place) & (kind != 1))
         pairs, inverse = np.unique(kind[left] * 256 + text[left, place], return_inverse=True)
         composed = np.empty(len(pairs), np.int64)
@@ -163,15 +166,15 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
 
 
 def _without_dead_ends(after: np.ndarray, observed: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Forbids what no further tokens can follow, though bytes could.
+    """Forbids transitions to states that no further tokens can continue, though bytes could.
 
-    An answer has to stay in reach: the loop grows the set of the states from which it is.
+    The answer must remain reachable: the loop grows the set of states from which it is.
     """
     answered = ends & (observed == DEAD)
     live = answered.copy()
     live[FREE] = True
     while True:
-        # The appended entry is that of `DEAD`.
+        # The appended entry belongs to `DEAD`.
         reach = np.append(live, False)
         leads_on = reach[after].any(1) | reach[observed] | live
         if (leads_on == live).all():
@@ -180,7 +183,7 @@ def _without_dead_ends(after: np.ndarray, observed: np.ndarray, ends: np.ndarray
 
 
 def _pack(allowed: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Bits of ``allowed[:, kind]``, uint32 ``[S, ceil(V / 32)]``."""
+    """Packs ``allowed[:, kind]`` into bits, uint32 ``[S, ceil(V / 32)]``."""
     words = -(-len(kind) // _WORD)
     packed = np.zeros((len(allowed), words), np.uint32)
     for state, row in enumerate(allowed):
@@ -190,11 +193,11 @@ def _pack(allowed: np.ndarray, kind: np.ndarray) -> np.ndarray:
 
 
 def allowed_tokens(allowed: jax.Array, state: jax.Array, vocab_size: int) -> jax.Array:
-    """Whether each token is allowed: bool ``[..., V]`` for states int32 ``[...]``.
+    """Returns whether each token is allowed: bool ``[..., V]``.
 
     Args:
         allowed: see `ConstraintTables`.
-        state: states.
+        state: states of the constraint, int32 ``[...]``.
         vocab_size: V.
     """
     words = allowed[state][..., None]
@@ -205,16 +208,16 @@ def allowed_tokens(allowed: jax.Array, state: jax.Array, vocab_size: int) -> jax
 def token_states(
     constraint: Constraint, start: int, tokens: Sequence[int], written: Sequence[bool]
 ) -> np.ndarray:
-    """The state under which each token of a trajectory was sampled, int32 ``[T]``.
+    """Returns the state in which each token of a trajectory was sampled, int32 ``[T]``.
 
     Args:
-        constraint: under which it was.
+        constraint: constraint of the run.
         start: state before the first token that the policy wrote.
-        tokens: ids.
-        written: whether the policy wrote the token; for others the state is `FREE`.
+        tokens: token ids.
+        written: whether the policy wrote the token; other tokens get the state `FREE`.
 
     Raises:
-        ValueError: a token of the policy is not allowed where it stands.
+        ValueError: a token of the policy is not allowed at its position.
     """
     states = np.full(len(tokens), FREE, np.int32)
     state = start

@@ -1,4 +1,4 @@
-"""Slots on the host: takes sequences in, extends them, decodes chunks, forgets overshoot."""
+"""The host side of decoding: starts and extends sequences, decodes chunks, discards overshoot."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from coa_jax.model.params import DecodeParams, Params
 class Engine:
     """Decoding over a fixed number of slots.
 
-    The host mirrors lengths and newest tokens; the cache never leaves the device.  Every method
-    works on slot numbers that the caller chooses: who runs where is the caller's business.
+    The host mirrors lengths and newest tokens; the cache never leaves the device. Every method
+    takes slot numbers: the caller decides which sequence runs in which slot.
     """
 
     def __init__(
@@ -36,15 +36,16 @@ class Engine:
         """Allocates the cache.
 
         Args:
-            params: see `publish`; the engine lives on their devices, of which several make one
-                group, see `engine.layout`.
+            params: see `publish`. The engine runs on their devices; several devices form one group,
+                see `engine.layout`.
             model: the architecture.
-            config: shapes.
+            config: shapes of the engine.
             stop_tokens: tokens that end a sequence.
             constraint: which tokens may be sampled; None for all.
 
         Raises:
-            UserError: it needs more memory than is free, or its shapes contradict each other.
+            UserError: the engine needs more memory than is free, or its shapes contradict each
+                other.
         """
         (platform,) = {d.platform for d in jax.tree.leaves(params)[0].devices()}
         config = config.on_platform(platform)
@@ -69,24 +70,26 @@ class Engine:
             self._tables = jax.device_put(constraint.tables, layout.replicated(self.params))
         self._rule = np.full(slots, FREE, np.int32)
         self.stop_tokens = tuple(stop_tokens)
-        self.extended_tokens = 0  # computed by `extend` so far, padding included
-        self.row_steps = 0  # rows times steps of all decoding so far
+        self.extended_tokens = 0  # tokens that `extend` computed, padding included
+        self.row_steps = 0  # sum over decode steps of their rows
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
         self._pages = layout.new_pages(self.params, model, config, self.compute)
 
     def publish(self, params: Params | DecodeParams) -> None:
-        """Takes new parameters over.
+        """Replaces the parameters.
 
         Args:
-            params: those of training, whose devices make one group; or what `layout.publish` made
-                of them for the devices of this engine.
+            params: training parameters, whose devices form one group; or the copy that
+                `layout.publish` made for the devices of this engine.
         """
         if not isinstance(params, DecodeParams):
             (params,) = layout.publish(params, self.model, self.config)
         self.params = params
 
     def warm_up(self) -> None:
-        """Compiles all programs, so that no later call waits for that; the slots must be free."""
+        """Compiles all programs, so that no later call waits for compilation; the slots must be
+        free.
+        """
         self.reserve(0, self.config.max_length)
         for size in self.config.extend_buckets:
             self._extend_blocks([(0, 0, [0])], size)
@@ -101,23 +104,23 @@ class Engine:
     def reserve(
         self, slot: int, positions: int, source: int | None = None, length: int = 0
     ) -> bool:
-        """Makes room for a sequence in a slot, whose last one is forgotten.
+        """Reserves pages for a sequence in a slot; the slot's previous sequence is discarded.
 
         Args:
             slot: a free slot.
-            positions: of the sequence at its longest.
-            source: a slot whose sequence begins with the same ``length`` tokens; their whole pages
-                are shared, and `fork` copies the rest.  It may be the slot itself.
+            positions: maximum length of the sequence.
+            source: a slot whose sequence begins with the same ``length`` tokens. Whole pages of
+                these tokens are shared; `fork` copies the rest. It may be the slot itself.
             length: see ``source``.
 
         Returns:
-            Whether there is room; always, unless slots share a pool of pages.
+            Whether there are enough pages; always true unless slots share a pool of pages.
         """
         positions = min(positions, self.config.max_length)
         return self.pages.reserve(slot, positions, source, length)
 
     def release(self, slot: int) -> None:
-        """Gives the room of a sequence that has ended back; its keys and values are lost."""
+        """Frees the pages of a sequence that has ended; its keys and values are lost."""
         self.pages.release(slot)
 
     def start(
@@ -131,16 +134,17 @@ class Engine:
         sampling: SamplingParams,
         protocol: str | None = None,
     ) -> None:
-        """Puts a sequence whose prompt is in the cache (by `extend` or `fork`) into a slot.
+        """Starts a sequence in a slot; `extend` or `fork` has put its prompt into the cache.
 
         Args:
             slot: the slot.
             prompt_length: tokens of the prompt, at least 1.
-            last_token: the prompt's last token.
+            last_token: last token of the prompt.
             limit: length at which decoding stops, capped at ``max_length``.
-            key: (seed, prompt id, sample id), whole numbers of 32 bits with a sign.
+            key: (seed, prompt id, sample id), signed 32-bit integers.
             sampling: temperature and truncation.
-            protocol: one of the engine's constraint that it has to obey; None for none.
+            protocol: protocol of the engine's constraint that the sequence must obey; None for
+                none.
         """
         starts = {} if self.constraint is None else self.constraint.start
         self._rule[slot] = FREE if protocol is None else starts[protocol]
@@ -151,24 +155,31 @@ class Engine:
             raise RuntimeError(
                 f"slot {slot} has no room for {self._limit[slot]} tokens: reserve it"
             )
-        # An integer of NumPy would be cut to 32 bits without a word, one of Python is refused.
+        # NumPy integers would be truncated to 32 bits silently; Python integers raise an error.
         self._key[slot] = [np.int32(int(number)) for number in key]
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = sampling.top_k
 
     def set_active(self, slot: int, active: bool) -> None:
-        """Lets a slot decode, or rest while its tool runs."""
+        """Resumes decoding in a slot, or pauses it while its tool runs."""
         self._active[slot] = active
 
     def set_limit(self, slot: int, limit: int) -> None:
-        """Changes the length at which a sequence stops; its room must cover the new one."""
+        """Changes the length at which a sequence stops; its reserved pages must cover the new
+        length.
+        """
         self._limit[slot] = min(limit, self.config.max_length)
 
     def truncate(self, slot: int, length: int, last_token: int) -> None:
-        """Forgets tokens beyond ``length``; ``last_token`` is the newest that stays.
+        """Discards tokens beyond ``length``.
 
-        Not for a constrained slot, which never samples beyond what ends a turn.
+        Not for a constrained slot, which never samples beyond the end of a turn.
+
+        Args:
+            slot: the slot.
+            length: new length of the sequence.
+            last_token: the token at position ``length - 1``.
         """
         if self._rule[slot] != FREE and length != self.length[slot]:
             raise ValueError(f"slot {slot} is constrained: its tokens cannot be forgotten")
@@ -176,17 +187,17 @@ class Engine:
         self._token[slot] = last_token
 
     def observe(self, slot: int) -> None:
-        """Tells a constrained slot that its call has been answered; others do not mind."""
+        """Moves the constraint of a slot to the state after an observation, if the slot has one."""
         if self.constraint is not None:
             self._rule[slot] = self.constraint.observed[self._rule[slot]]
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Writes tokens into the cache; lengths grow to cover them.
+        """Prefills tokens into the cache; lengths grow to cover them.
 
         Args:
-            feeds: (slot, start, tokens); the tokens take positions ``start ..``.  ``start`` is
-                at most the slot's length: for a sequence in progress feed from ``length - 1``,
-                because its newest token is not in the cache yet.  A slot without room gets room
+            feeds: (slot, start, tokens); the tokens take the positions from ``start`` on. ``start``
+                is at most the slot's length. A sequence in progress is fed from ``length - 1``,
+                because its newest token is not in the cache yet. A slot without pages gets pages
                 for ``max_length``.
         """
         size = self.config.extend_block
@@ -203,7 +214,7 @@ class Engine:
             self._token[slot] = tokens[-1]
         buckets = self.config.extend_buckets
         while blocks:
-            # The largest program that is filled, so that only the last one has padding.
+            # Uses the largest program that can be filled, so that only the last one has padding.
             tokens_left = len(blocks) * size
             bucket = max((b for b in buckets if b <= tokens_left), default=buckets[0])
             self._extend_blocks(blocks[: bucket // size], bucket)
@@ -215,7 +226,7 @@ class Engine:
         slots = np.zeros(rows, np.int32)
         tokens = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), config.pages_per_slot * config.page_size, np.int32)
-        # Rows of like lengths lie together, see `model.attention.paged.walk`.
+        # Rows of similar lengths are adjacent, see `model.attention.paged.walk`.
         ordered = sorted(blocks, key=lambda block: block[1])
         for row, (slot, start, ids) in enumerate(ordered):
             slots[row] = slot
@@ -233,12 +244,13 @@ class Engine:
         self.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Lets sequences begin with the first ``length`` tokens of another: one prefill for all.
+        """Starts sequences with the first ``length`` tokens of another sequence: one prefill for
+        all.
 
         Args:
-            source: the slot that holds them.
-            targets: slots; one without room gets room for ``max_length``.
-            length: tokens of the common beginning.
+            source: slot of the other sequence.
+            targets: slots of the new sequences; a slot without pages gets pages for ``max_length``.
+            length: number of common tokens.
         """
         pairs: list[tuple[int, int]] = []
         for target in targets:
@@ -252,27 +264,28 @@ class Engine:
 
     @property
     def _copy_rows(self) -> int:
-        """Pages that one program copies."""
+        """Returns the number of pages that one copy program copies."""
         return min(self.config.slots, 8)
 
     def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         padded = np.zeros((2, self._copy_rows), np.int32)
-        padded[1] = self.pages.pages  # beyond the pool: not copied
+        padded[1] = self.pages.pages  # outside the pool, so not copied
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
         self._pages = programs.copy_pages(self._pages, padded[0], padded[1], compute=self.compute)
 
     def decode(self) -> programs.Chunk:
-        """Decodes one chunk in the active slots; blocks until it is there.
+        """Decodes one chunk in the active slots; blocks until the result is on the host.
 
         Returns:
-            The chunk as NumPy arrays over all slots.  Slots that ended are no longer active.
+            The chunk as NumPy arrays over all slots. Slots whose sequence ended are inactive
+            afterwards.
         """
         active = np.flatnonzero(self._active).astype(np.int32)
         active = active[np.argsort(self.length[active], kind="stable")]  # as in `extend`
         return self._decode(active, next(n for n in self.config.row_sizes if n >= active.size))
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """The largest decoding program as JAX has it before XLA, to be looked at."""
+        """Lowers the largest decode program without compiling it, for inspection."""
         arguments, static = self._decode_arguments(np.zeros(0, np.int32), self.config.row_sizes[-1])
         return programs.decode_chunk.lower(*arguments, **static)
 
@@ -285,7 +298,7 @@ class Engine:
         live: Any = np.arange(rows) < slots.size
 
         def of(values: np.ndarray) -> Any:
-            # A JAX array would lie on the first device, where an update may be running.
+            # A JAX array would be placed on the first device, where an update may be running.
             return values[padded]
 
         state = programs.DecodeState(
@@ -315,7 +328,7 @@ class Engine:
         }
 
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
-        """A chunk of the given slots in the program of ``rows`` rows."""
+        """Decodes a chunk of the given slots with the program of ``rows`` rows."""
         arguments, static = self._decode_arguments(slots, rows)
         self._pages, state, chunk = programs.decode_chunk(*arguments, **static)
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
@@ -337,19 +350,19 @@ class Engine:
 
     def _reserved(self, there: bool) -> None:
         if not there:
-            raise RuntimeError("no page is free; call Engine.reserve and wait where it says no")
+            raise RuntimeError("no page is free; wait until Engine.reserve returns True")
 
     @property
     def any_active(self) -> bool:
-        """Whether a slot decodes."""
+        """Returns whether any slot is decoding."""
         return bool(self._active.any())
 
 
 def check_shapes(config: EngineConfig) -> None:
-    """Refuses shapes that contradict each other.
+    """Rejects shapes that contradict each other.
 
     Raises:
-        UserError: says which.
+        UserError: shapes contradict each other; the message names them.
     """
     block, buckets = config.extend_block, config.extend_buckets
     ascending = list(buckets) == sorted(set(buckets))

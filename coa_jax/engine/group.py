@@ -1,4 +1,4 @@
-"""The engines of a process: one or several for each group of its devices."""
+"""The engines of a process: one or more for each group of its devices."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def make_engines(
     kind: type[E] = Engine,  # type: ignore[assignment]
     aside: Sequence[jax.Device] = (),
 ) -> list[E]:
-    """Engines for each group of this process's devices; those of a group follow each other.
+    """Creates engines for each group of this process's devices, ordered by group.
 
     Args:
-        params: of training, on one device or a mesh.
+        params: training parameters, on one device or a mesh.
         model, stop_tokens, constraint: see `Engine`.
-        config: of all engines of a group together.
+        config: shapes of all engines of a group together.
         tensor: devices of a group, see `layout.decode_mesh`.
         kind: class of the engines.
-        aside: devices of all processes where engines are; empty for those of the parameters.
+        aside: rollout devices of all processes; empty to decode on the devices of the parameters.
 
     Raises:
         UserError: see `Engine` and `layout.run_groups`.
@@ -49,7 +49,7 @@ def make_engines(
     size = 1 if groups is None else layout.tensor_size(groups)
     check_room(params, model, config, size, places)
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
-    # Several devices of a CPU are simulated: they have its cores already.
+    # Several CPU devices are simulated and already share the cores.
     count = config.num_engines(platform) if len(devices) == 1 else config.engines or 1
     config = config.share(count)
     parts = layout.publish(params, model, config, size)
@@ -60,12 +60,12 @@ def make_engines(
 
 
 def copies(engines: Sequence[Engine]) -> list[DecodeParams]:
-    """The parameters of engines that `make_engines` made, one for each group."""
+    """Returns the parameters of engines from `make_engines`, one copy per group."""
     return list({id(engine.params): engine.params for engine in engines}.values())
 
 
 def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
-    """Gives engines what `copies` returned or `layout.publish` made, one for each group."""
+    """Sets the parameters of engines to copies from `copies` or `layout.publish`, one per group."""
     count, rest = divmod(len(engines), len(parts))
     if rest:
         raise ValueError(f"{len(parts)} copies for {len(engines)} engines")
@@ -76,12 +76,12 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 def sharing(
     engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0
 ) -> list[Engine]:
-    """Further engines on the same parameters, each with a cache of its own.
+    """Creates further engines on the same parameters, each with a cache of its own.
 
     Args:
-        engines: that `make_engines` made; they may be decoding.
-        parts: parameters in their layout, one for each group, see `take_copies`.
-        slots: of the new engines together; 0 for as many as the others have.
+        engines: engines from `make_engines`; they may be decoding.
+        parts: parameters in the engines' layout, one copy per group, see `take_copies`.
+        slots: slots of the new engines together; 0 for as many as the others have.
 
     Raises:
         UserError: there is no memory for another cache.
@@ -101,11 +101,11 @@ def sharing(
 
 
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
-    """Gives new training parameters to all engines that `make_engines` made.
+    """Gives new training parameters to all engines from `make_engines`.
 
-    Engines on devices of their own may decode meanwhile: they keep the old parameters until the new
-    ones are there.  On the devices of training the old ones are gone before: there may be no room
-    for both.
+    Engines on separate devices may decode meanwhile: they keep the old parameters until the new
+    copy is complete. On the devices of training, the old copy is deleted first, since both may not
+    fit in memory.
     """
     if apart(engines, params):
         take_copies(engines, new_copies(engines, params))
@@ -117,16 +117,16 @@ def publish_all(engines: Sequence[Engine], params: Params) -> None:
 
 
 def apart(engines: Sequence[Engine], params: Params) -> bool:
-    """Whether engines are on other devices than training parameters."""
+    """Returns whether the engines run on other devices than the training parameters."""
     decoding, training = (jax.tree.leaves(x)[0].sharding for x in (engines[0].params, params))
     return not decoding.device_set & training.device_set
 
 
 def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
-    """New training parameters on the devices of engines, for `take_copies`.
+    """Copies new training parameters to the devices of the engines, for `take_copies`.
 
-    Nothing of the engines changes, so that they may decode meanwhile; their devices hold both
-    copies until `take_copies`.  If the engines are apart, the copies are there on return.
+    The engines are unchanged and may decode meanwhile; their devices hold both copies until
+    `take_copies`. If the engines run on separate devices, the function waits for the copies.
     """
     first = engines[0]
     parts = layout.publish(params, first.model, first.config, _group_size(first))

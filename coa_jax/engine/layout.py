@@ -1,13 +1,13 @@
-"""Where decoding happens: groups of devices, and what of an engine lies on them.
+"""Placement of decoding: groups of devices, and the arrays of an engine on them.
 
-A group of ``tensor`` devices of one process holds a copy of the parameters, split by heads, MLP
-width and vocabulary, and serves an engine of its own.  Groups share nothing, so that none of them
-ever waits for another.  Training parameters, which all devices of all processes hold in parts,
-become the copies of all groups in one compiled program.
+A group of ``tensor`` devices of one process holds one copy of the parameters, sharded by heads, MLP
+width and vocabulary, and runs its own engine. Groups share nothing, so no group ever waits for
+another. One compiled program turns the training parameters, sharded over all devices of all
+processes, into the copies of all groups.
 
-Groups are made of the devices that train, or of devices that are set aside for rollouts.  Then the
-program makes copies on devices that train, which a transfer within each process takes to the
-others.
+Groups consist either of the training devices, or of devices reserved for rollouts. In the second
+case the program makes the copies on training devices, and a transfer within each process moves them
+to the reserved devices.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
 
 
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
-    """The devices of a training mesh as groups for decoding.
+    """Arranges the devices of a training mesh into groups for decoding.
 
-    A group lies within a process, to which its engine and tools belong.  Along the torus of a TPU
-    slice, where training has its axes, the chips of a host are no neighbours of a row: a v5p host
-    has 2 x 2 chips of a 4 x 4 x 8 slice.  The order of the devices stays that of training, because
-    one program, `publish`, has one order; groups are made by the axes.
+    A group lies within one process, which has its engine and tools. In a TPU slice the training
+    axes follow the torus, so the chips of a host are not consecutive in a row: a v5p host has 2 x 2
+    chips of a 4 x 4 x 8 slice. The order of the devices remains that of training, because the
+    single program `publish` has one device order; axes define the groups.
 
     Args:
-        mesh: of training.
-        tensor: devices of a group; 0 for as many as training splits a layer over.
+        mesh: training mesh.
+        tensor: devices of a group; 0 for the number over which training shards a layer.
 
     Returns:
-        A mesh whose axes ``tensor0``, ``tensor1``, ... run through a group; the others, ``data0``,
-        ``data1``, ..., count the groups.
+        A mesh whose axes ``tensor0``, ``tensor1``, ... run within a group; the other axes,
+        ``data0``, ``data1``, ..., count the groups.
 
     Raises:
-        UserError: the devices cannot be split like that.
+        UserError: the devices cannot be arranged like that.
     """
     tensor = tensor or mesh.shape["tensor"]
     devices = mesh.devices.reshape(-1)
@@ -75,21 +75,21 @@ def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
 
 
 def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: int) -> Mesh:
-    """The devices that are set aside for rollouts as groups, like a `decode_mesh`.
+    """Arranges the devices reserved for rollouts into groups, like a `decode_mesh`.
 
     Args:
-        devices: of all processes, process by process.
+        devices: reserved devices of all processes, process by process.
         tensor: devices of a group.
-        train: devices of a process that train; they make groups of the same size for a copy.
-        count: devices of a process that are set aside.
+        train: training devices of a process; they form groups of the same size for a copy.
+        count: reserved devices of a process.
 
     Raises:
-        UserError: the devices of a process cannot be split like that.
+        UserError: the devices of a process cannot be arranged like that.
     """
     if count % tensor or train % tensor:
         raise UserError(
-            f"mesh.decode_tensor is {tensor}: of a process it must divide both the {count} "
-            f"mesh.rollout_devices and the other {train}"
+            f"mesh.decode_tensor is {tensor}: it must divide, in each process, the {count} "
+            f"mesh.rollout_devices and the {train} training devices"
         )
     return Mesh(
         np.array(devices, object).reshape(-1, tensor),
@@ -99,12 +99,12 @@ def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: 
 
 
 def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ()) -> Mesh | None:
-    """The groups of a run, over all processes; None where one device trains and decodes.
+    """Returns the groups of a run over all processes; None if one device trains and decodes.
 
     Args:
-        mesh: of training; None for one device.
+        mesh: training mesh; None for one device.
         tensor: see `decode_mesh`.
-        aside: devices that are set aside for rollouts, see `rollout_mesh`.
+        aside: devices reserved for rollouts, see `rollout_mesh`.
 
     Raises:
         UserError: see `decode_mesh` and `rollout_mesh`.
@@ -117,15 +117,15 @@ def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ())
 
 
 def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Sizes and names of axes of which some run through the devices of a process.
+    """Returns sizes and names of mesh axes, some of which run within a process.
 
     Args:
-        processes: int ``[N]``, of each device.
+        processes: int ``[N]``, process of each device.
         tensor: devices of a group.
 
     Returns:
-        See `decode_mesh`.  Where processes have no regular places the sizes do not multiply to N,
-        or groups span processes.
+        See `decode_mesh`. If the devices of the processes are not placed regularly, the sizes do
+        not multiply to N, or groups span processes.
     """
     shape, names, rest = [], [], processes.size
     strides = _strides(np.flatnonzero(processes == processes[0])[:tensor].tolist())
@@ -137,17 +137,17 @@ def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tup
 
 
 def groups_of(mesh: Mesh, tensor: int) -> np.ndarray:
-    """The groups of a mesh of `decode_mesh`, ``[groups, tensor]`` devices."""
+    """Returns the groups of a `decode_mesh` as an array of devices ``[groups, tensor]``."""
     last = [mesh.axis_names.index(name) for name in _split_axes(mesh)]
     first = [i for i in range(mesh.devices.ndim) if i not in last]
     return mesh.devices.transpose(*first, *last).reshape(-1, tensor)
 
 
 def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
-    """(Distance, number) of each axis of a regular set of places that begins with 0.
+    """Returns (stride, size) of each axis of a regular set of indices that begins with 0.
 
-    Places 0, 1, 8, 9 are two at distance 1, and that twice at distance 8.  Of an irregular set what
-    is left over is no axis: the numbers multiply to less than there are places.
+    For example, 0, 1, 8, 9 has an axis of size 2 with stride 1 and an axis of size 2 with stride 8.
+    For an irregular set, the sizes multiply to less than the number of indices.
     """
     found, known = [], 1
     while known < len(places):
@@ -165,15 +165,15 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
 def publish(
     params: Params, model: ModelConfig, config: EngineConfig, tensor: int = 0
 ) -> list[DecodeParams]:
-    """Copies training parameters into the decoding layout, one for each group of this process.
+    """Copies training parameters into the layout for decoding, one copy per group of this process.
 
-    With several processes, all of them call this.  For several slots on one CPU device kernels have
-    their outputs first, see `DecodeParams`.
+    With several processes, all of them call this function. For several slots on one CPU device,
+    kernels have their output axes first, see `DecodeParams`.
 
     Args:
-        params: parameters of training without adapters, on one device or on a mesh.
+        params: training parameters without adapters, on one device or on a mesh.
         model: the architecture.
-        config: of the engines that will have the copies.
+        config: shapes of the engines that will use the copies.
         tensor: see `decode_mesh`.
     """
     dtype = config.dtype
@@ -188,18 +188,18 @@ def publish(
 def move(
     parts: Sequence[DecodeParams], places: Sequence[Sharding | DecodeParams]
 ) -> list[DecodeParams]:
-    """Copies on other devices of this process, in one transfer from device to device.
+    """Moves copies to other devices of this process, in one transfer between devices.
 
     Args:
-        parts: what `publish` returned.
-        places: where each copy goes; each device has there what a device has of a part.
+        parts: copies from `publish`.
+        places: sharding of each moved copy, of the same form as its present sharding.
     """
     sources = [parts[number % len(parts)] for number in range(len(places))]
     return jax.device_put(sources, list(places))
 
 
 def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
-    """For `move`: the groups of this process in a mesh of `rollout_mesh`."""
+    """Returns the shardings, for `move`, of this process's groups in a `rollout_mesh`."""
     return [
         decode_shardings(model, _group_mesh(group))
         if group.size > 1
@@ -210,7 +210,7 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
 
 def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
-    """The copies that the groups of this process have, without copying them.
+    """Returns the copies of this process's groups as views, without copying data.
 
     Args:
         everywhere: the copies of all groups in one tree, on one device or on a `decode_mesh`.
@@ -230,13 +230,13 @@ def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
 def publish_program(
     model: ModelConfig, dtype: str, mesh: Mesh | None, outputs_first: bool = False
 ) -> Any:
-    """One compiled program from the training layout to the decoding layout.
+    """Returns the compiled program from the training layout to the decoding layout.
 
     Args:
         model: the architecture.
-        dtype: of the copies.
-        mesh: see `decode_mesh`; None on one device.
-        outputs_first: see `DecodeParams`; on one device.
+        dtype: dtype of the copies.
+        mesh: see `decode_mesh`; None for one device.
+        outputs_first: see `DecodeParams`; only for one device.
     """
 
     def program(params: Params) -> DecodeParams:
@@ -249,7 +249,7 @@ def publish_program(
 
 
 def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
-    """Where the copies of all groups of a `decode_mesh` lie."""
+    """Returns the shardings of the copies of all groups of a `decode_mesh`."""
     names, size = _split_axes(mesh), tensor_size(mesh)
 
     def everywhere(place: NamedSharding) -> NamedSharding:
@@ -261,12 +261,12 @@ def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
 
 
 def tensor_size(mesh: Mesh) -> int:
-    """Devices of a group of a `decode_mesh`."""
+    """Returns the number of devices in a group of a `decode_mesh`."""
     return math.prod(mesh.shape[name] for name in _split_axes(mesh))
 
 
 def _split_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a `decode_mesh` that run through a group."""
+    """Returns the axes of a `decode_mesh` that run within a group."""
     return tuple(name for name in mesh.axis_names if name.startswith("tensor"))
 
 
@@ -275,7 +275,7 @@ def _group_mesh(devices: np.ndarray) -> Mesh:
 
 
 def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
-    """What of an array lies on one group, without a copy."""
+    """Returns the part of an array that lies on one group, without copying it."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     devices = place.mesh.devices.reshape(-1)
     if devices.size == 1:
@@ -286,7 +286,7 @@ def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 def replicated(params: DecodeParams) -> Sharding:
-    """All of an array on every device of the parameters."""
+    """Returns the sharding that replicates an array on every device of the parameters."""
     mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
@@ -295,10 +295,15 @@ def replicated(params: DecodeParams) -> Sharding:
 
 
 def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParams) -> Compute:
-    """How an engine computes where its parameters are.
+    """Returns how an engine computes on the devices of its parameters.
+
+    Args:
+        model: the architecture.
+        config: shapes of the engine.
+        params: parameters in the layout for decoding.
 
     Raises:
-        UserError: the attention that the config names cannot run there, or not in these dtypes.
+        UserError: the configured attention cannot run on these devices, or not in these dtypes.
     """
     mesh = mesh_of(params)
     platform, capability = platform_of(next(iter(jax.tree.leaves(params)[0].devices())))
@@ -317,10 +322,10 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
 def paged_case(
     model: ModelConfig, config: EngineConfig, tensor: int, platform: str, capability: float = 0.0
 ) -> Case:
-    """What attention over the cache is computed on and of.
+    """Returns the platform, dtype and shapes of attention over the cache.
 
     Args:
-        model, config: of the engine.
+        model, config: architecture and shapes of the engine.
         tensor: devices of a group.
         platform, capability: of the devices, see `model.attention.choice.Case`.
     """
@@ -328,9 +333,9 @@ def paged_case(
     dtypes = (config.dtype, config.cache_dtype or config.dtype)
     return Case(
         platform,
-        # A kernel has one dtype for both: name the one that it will not take.
+        # A kernel has one dtype for both; the case names the dtype that the kernel will reject.
         next((dtype for dtype in dtypes if dtype not in ("bfloat16", "float16")), config.dtype),
-        heads if heads % tensor else heads // tensor,  # all of them where they cannot be split
+        heads if heads % tensor else heads // tensor,  # all heads if they cannot be sharded
         model.num_groups,
         model.head_dim,
         config.page_size,
@@ -341,14 +346,27 @@ def paged_case(
 def new_pages(
     params: DecodeParams, model: ModelConfig, config: EngineConfig, compute: Compute
 ) -> tuple[LayerPages, ...]:
-    """Empty pages on the devices of the parameters, split by key/value heads as these are."""
+    """Allocates empty pages on the devices of the parameters, sharded by key/value heads.
+
+    Args:
+        params: parameters in the layout for decoding.
+        model: the architecture.
+        config: shapes of the engine.
+        compute: the implementation whose layout the pages have.
+    """
     return _new_pages(model, config, compute)(params)
 
 
 def abstract_pages(
     model: ModelConfig, config: EngineConfig, compute: Compute
 ) -> tuple[LayerPages, ...]:
-    """Shapes and, on a mesh, places of what `new_pages` returns."""
+    """Returns shapes and, on a mesh, shardings of the result of `new_pages`.
+
+    Args:
+        model: the architecture.
+        config: shapes of the engine.
+        compute: implementation and mesh.
+    """
     dtype, mesh = config.cache_dtype or config.dtype, compute.mesh
     shapes = jax.eval_shape(
         lambda: init_layers(model, config.num_pages, config.page_size, dtype, compute)
@@ -357,7 +375,7 @@ def abstract_pages(
         return shapes
     axes = list(layer_axes(model, compute, mesh.shape["tensor"]))
     while axes and axes[-1] is None:
-        axes.pop()  # as programs name the sharding of their results
+        axes.pop()  # programs name the sharding of their results in this form
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         place = sharding_for(mesh, axes[: x.ndim], DECODE_RULES, x.shape)
@@ -375,13 +393,13 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
     if compute.mesh is not None:
         places = jax.tree.map(lambda x: x.sharding, abstract_pages(model, config, compute))
-    # Unless the parameters stay arguments, JAX does not tie the cache to their devices, and
-    # compiles a program anew that meets first a new cache and then one that a program has returned.
+    # The parameters remain arguments: otherwise JAX would not tie the cache to their devices, and
+    # would compile programs twice, for a new cache and for a cache that a program returned.
     return jax.jit(program, keep_unused=True, out_shardings=places)
 
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
-    """The mesh of several devices on which parameters lie; None for one device."""
+    """Returns the mesh of several devices on which parameters lie; None for one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
         return None

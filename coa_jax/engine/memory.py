@@ -1,4 +1,4 @@
-"""How much memory an engine takes on a device, computed before any of it is allocated."""
+"""Computes the memory of an engine on a device before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from coa_jax.model.params import DecodeParams, Params, num_params
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of an engine, on each device of its group.
+    """Memory of an engine, in bytes on each device of its group.
 
     Attributes:
-        parameters: of the decoding layout, which has an output head of its own.
-        page: keys and values of one page of the cache, as far as they lie on a device.
-        pages: how many there are.
-        scratch: the largest of what its programs need besides while they run.
+        parameters: parameters in the decoding layout, including the separate output head.
+        page: keys and values of one cache page, the part on one device.
+        pages: number of pages.
+        scratch: largest temporary memory of a program while it runs.
     """
 
     parameters: int
@@ -43,11 +43,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Bytes of parameters, cache and scratch together."""
         return self.parameters + self.cache + self.scratch
 
     def __str__(self) -> str:
-        """One line."""
+        """Describes the memory in one line."""
         return (
             f"{size(self.total)}: parameters {size(self.parameters)}, cache {size(self.cache)} "
             f"({self.pages} pages of {size(self.page)}), scratch {size(self.scratch)}"
@@ -55,22 +55,21 @@ class Memory:
 
 
 def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> Memory:
-    """Computes what an engine will take.
+    """Computes the memory that an engine will need.
 
-    Parameters and cache are exact; of the scratch only the big arrays are counted: a page of every
-    row, scores, logits and the wide activations of a layer.  Of several devices each has its part,
-    as if all but the cache could be split evenly; what they all hold (norms, for instance) is
-    little.
+    Parameters and cache are exact. The scratch counts only large arrays: a page of every row,
+    scores, logits and the wide activations of a layer. With several devices, everything but the
+    cache is assumed to be sharded evenly; the replicated arrays (norms, for instance) are small.
 
     Args:
         model: the architecture.
-        config: shapes.
+        config: shapes of the engine.
         tensor: devices of the engine's group.
     """
     config = config.on_platform(jax.default_backend())
     item = jnp.dtype(config.dtype).itemsize
     parameters = num_params(model) * item
-    # Heads that the devices cannot split lie on all of them.
+    # Heads that cannot be sharded are replicated on all devices.
     heads = model.num_kv_heads // (1 if model.num_kv_heads % tensor else tensor)
     vectors = 2 * model.num_layers * heads * config.page_size
     kept = jnp.dtype(config.cache_dtype or config.dtype)
@@ -83,7 +82,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> 
     tokens, rows = config.extend_buckets[-1], config.row_sizes[-1]
     wide = 4 * tokens * (2 * model.intermediate_size + 4 * model.hidden_size)
     extend = attention(tokens // config.extend_block, config.extend_block) + wide
-    # Logits, scaled logits and weights in float32, and for top-p the sorted ones.
+    # Logits, scaled logits and weights in float32, and the sorted logits for top-p.
     decode = attention(rows, 1) + 4 * 4 * rows * model.vocab_size
     scratch = max(extend, decode)
     return Memory(-(-parameters // tensor), page, config.num_pages, -(-scratch // tensor))
@@ -97,22 +96,23 @@ def fitted(
     longest: int,
     free: int | None,
 ) -> EngineConfig:
-    """The shapes that some samples need on this machine; none is larger than in ``config``.
+    """Returns the shapes that given samples need on this machine; none is larger than in
+    ``config``.
 
-    No slot stays empty for the whole run, no slot is longer than a sample may get, and the slots
-    fit in the memory.  On CPUs, where larger programs read no faster and the host is visited at
-    little cost, extend buckets and chunks are those of the platform.  A trajectory is the same in
-    all of these shapes.
+    No slot stays empty for the whole run, no slot is longer than the longest sample, and the slots
+    fit in memory. On CPUs, where larger programs read no faster and returning to the host is cheap,
+    extend buckets and chunks are those of the platform. A trajectory is the same in all of these
+    shapes.
 
     Args:
         config: the largest shapes.
         model: the architecture.
-        platform: of JAX.
-        samples: that will be decoded.
-        longest: tokens of a sample at most.
-        free: bytes that are free on each device of the engine, None for unknown.
+        platform: JAX platform, such as ``cpu``.
+        samples: number of samples to decode.
+        longest: maximum length of a sample, in tokens.
+        free: free bytes on each device of the engine; None if unknown.
     """
-    # A single slot has programs of its own, whose sums differ in their last bits.
+    # A single slot uses programs of its own, whose sums differ in their last bits.
     slots = min(config.slots, max(samples, 2))
     fit = dataclasses.replace(config, slots=slots, max_length=min(config.max_length, longest))
     if config.pages:
@@ -135,7 +135,7 @@ def fitted(
 
 
 def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
-    """What `fitted` made of a configuration, in words."""
+    """Describes in words how `fitted` changed a configuration."""
     names = {"slots": "slots", "max_length": "positions", "chunk": "tokens a chunk"}
     parts = [
         f"{getattr(fit, name):,}{'' if value == getattr(fit, name) else f' of {value:,}'} {what}"
@@ -149,12 +149,14 @@ def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
 
 
 def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) -> int:
-    """Bytes of an engine with another number of slots or pages."""
+    """Returns the bytes of an engine with changed settings, such as another number of slots."""
     return engine_memory(model, dataclasses.replace(config, **other), tensor).total
 
 
 def free_memory(device: jax.Device) -> int | None:
-    """Bytes that can still be allocated on a device; None where nobody says."""
+    """Returns the bytes that can still be allocated on a device; None if the platform does not
+    report it.
+    """
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
@@ -169,11 +171,11 @@ def free_memory(device: jax.Device) -> int | None:
 
 
 def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
-    """Bytes up to each memory limit of this process's control groups, as containers have them.
+    """Yields the free bytes under each memory limit of this process's cgroups, as in containers.
 
     Args:
-        listing: the groups of this process.
-        mounted: where the file systems of version 2 and of version 1 are.
+        listing: file that lists the cgroups of this process.
+        mounted: directory where the cgroup file systems (versions 1 and 2) are mounted.
     """
     for line in listing.read_text().splitlines() if listing.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -184,11 +186,12 @@ def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
         elif controllers:
             continue
         group = top / path.lstrip("/")
-        # Inside a container the listing may have the host's path; the mount is the container's.
+        # Inside a container the listing may show the host's path, while the mount is the
+        # container's.
         for place in (group, *group.parents):
             if not place.is_relative_to(top):
                 break
-            with contextlib.suppress(OSError, ValueError):  # "max", or a group of another namespace
+            with contextlib.suppress(OSError, ValueError):  # "max", or not in this namespace
                 limit = int((place / maximum).read_text())
                 used = int((place / usage).read_text())
                 kept = dict(map(str.split, (place / "memory.stat").read_text().splitlines()))
@@ -202,19 +205,19 @@ def check_room(
     tensor: int,
     places: Sequence[Sharding | DecodeParams] = (),
 ) -> None:
-    """Refuses an engine that does not fit on the devices of this process that will have it.
+    """Raises an error if an engine does not fit on the devices of this process that will run it.
 
     Args:
-        params: those of training, which will be copied, or the copy, which is there already.
+        params: training parameters that will be copied, or the copy, which is already allocated.
         model, config: see `check_memory`.
         tensor: devices of the engine's group.
-        places: where the copies of engines go, which then have room for two, see
-            `engine.group.new_copies`; empty for the devices of the parameters.
+        places: shardings of the engines' copies on reserved devices, which then hold two copies,
+            see `engine.group.new_copies`; empty for the devices of the parameters.
 
     Raises:
         UserError: see `check_memory`.
     """
-    jax.block_until_ready(params)  # or they would not take their memory yet
+    jax.block_until_ready(params)  # otherwise they may not be allocated yet
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
     if places:
         devices = {d for place in jax.tree.leaves(places) for d in place.addressable_devices}
@@ -235,18 +238,18 @@ def check_memory(
     published: bool = False,
     twice: bool = False,
 ) -> None:
-    """Refuses an engine that does not fit.
+    """Raises an error if an engine does not fit in memory.
 
     Args:
         model: the architecture.
-        config: its shapes.
-        free: bytes that are free on each of its devices, None for unknown.
+        config: shapes of the engine.
+        free: free bytes on each of its devices; None if unknown.
         tensor: devices of its group.
-        published: whether the parameters have their memory already.
-        twice: whether new parameters must fit beside the old ones.
+        published: whether the parameters are already allocated.
+        twice: whether new parameters must fit next to the old ones.
 
     Raises:
-        UserError: it takes more; the line says which setting makes it fit.
+        UserError: the engine needs more memory; the message names a setting that makes it fit.
     """
     memory = engine_memory(model, config, tensor)
     if free is not None and published:
@@ -283,7 +286,7 @@ def check_memory(
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of ten."""
+    """Formats a number of bytes for people, in powers of ten."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(int(math.log10(max(count, 1))) // 3, len(units) - 1)
     return f"{count / 1000**power:.3g} {units[power]}"

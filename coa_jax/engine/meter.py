@@ -1,4 +1,4 @@
-"""The engine with a clock around each of its calls."""
+"""An engine that measures the time of each of its calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Meter:
 
 
 class MeteredEngine(Engine):
-    """An engine that says where its time goes."""
+    """An engine that records where its time goes."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -40,13 +40,13 @@ class MeteredEngine(Engine):
         self._resting_since: float | None = None
 
     def set_active(self, slot: int, active: bool) -> None:
-        """See `Engine`; from when the last slot rests the engine idles, until its next call."""
+        """See `Engine`; the idle time begins when no slot decodes, and ends at the next call."""
         super().set_active(slot, active)
         if not self.any_active and self._resting_since is None:
             self._resting_since = time.perf_counter()
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """See `Engine`; waits for the device, so that its work is not taken for decoding."""
+        """See `Engine`; waits for the device, so that this work is not counted as decoding."""
         with self._clock("extend_s"):
             super().extend(feeds)
             jax.block_until_ready(self._pages)

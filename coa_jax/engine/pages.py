@@ -1,4 +1,4 @@
-"""Which pages of the cache belong to which slot; bookkeeping of the host alone."""
+"""The page table: which cache pages belong to which slot. Bookkeeping on the host only."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 
 class PageTable:
-    """Hands pages out to slots.
+    """Assigns pages to slots.
 
-    Contiguous: a slot has its own pages, one after another, for ever.  Pooled: a slot gets pages
-    when it needs them, and a page that holds the same tokens for several slots exists once.
+    A contiguous table gives every slot fixed pages, one after another. A pooled table gives a slot
+    pages when it needs them; slots whose sequences begin with the same tokens share those pages.
     """
 
     def __init__(self, slots: int, pages_per_slot: int, page_size: int, pool: int = 0):
-        """Starts with all pages free.
+        """Creates a table with all pages free.
 
         Args:
-            slots: how many there are.
-            pages_per_slot: of the longest sequence.
+            slots: number of slots.
+            pages_per_slot: pages of the longest sequence.
             page_size: positions of a page.
             pool: pages of all slots together; 0 makes the table contiguous.
         """
@@ -27,8 +27,8 @@ class PageTable:
         self.contiguous = not pool
         self.pages = pool or slots * pages_per_slot
         self.table = np.zeros((slots, pages_per_slot), np.int32)
-        self._held = np.zeros(slots, np.int32)  # pages of each slot
-        self._users = np.zeros(self.pages, np.int32)  # slots of each page
+        self._held = np.zeros(slots, np.int32)  # number of pages of each slot
+        self._users = np.zeros(self.pages, np.int32)  # number of slots that use each page
         self._free = list(range(self.pages))
         if self.contiguous:
             self.table[:] = np.arange(self.pages, dtype=np.int32).reshape(self.table.shape)
@@ -37,33 +37,35 @@ class PageTable:
             self._free = []
 
     def covers(self, slot: int, positions: int) -> bool:
-        """Whether a slot has pages for so many positions."""
+        """Returns whether a slot has pages for this many positions."""
         return int(self._held[slot]) * self.page_size >= positions
 
     def reserve(
         self, slot: int, positions: int, source: int | None = None, length: int = 0
     ) -> bool:
-        """Gives a slot pages for a sequence; what it had before is given back.
+        """Gives a slot pages for a sequence; the slot's previous pages are freed.
 
         Args:
             slot: the slot.
-            positions: of the sequence at its longest.
+            positions: maximum length of the sequence.
             source: a slot whose sequence begins with the same ``length`` tokens, possibly the slot
-                itself.  Pages that hold nothing but those are shared; the newest of them is not
-                counted, for decoding writes it again.
+                itself. Pages that hold only these tokens are shared. The newest of these tokens
+                does not count, because decoding writes it again.
+            length: number of common tokens, see ``source``.
 
         Returns:
-            False, with nothing changed but what the slot gave back, if too few pages are free.
+            False if too few pages are free; then only the slot's previous pages have been freed.
         """
         if self.contiguous:
             return True
         wanted = -(-positions // self.page_size)
         common = 0 if source is None else max(length - 1, 0)
         whole, rest = divmod(common, self.page_size)
-        # A page that goes on differently is a slot's own; a slot that starts anew has it already.
+        # A page whose content will differ must be the slot's own. A slot that restarts already has
+        # it.
         shared = min(whole + (source == slot and rest > 0), wanted)
         keep = self.table[source, :shared].copy() if source is not None else self.table[0, :0]
-        self._users[keep] += 1  # before the release, which may be of the same pages
+        self._users[keep] += 1  # before the release, which may free the same pages
         self.release(slot)
         if wanted - shared > len(self._free):
             self._drop(keep)
@@ -76,16 +78,20 @@ class PageTable:
         return True
 
     def release(self, slot: int) -> None:
-        """Gives the pages of a slot back; of a contiguous table, nothing."""
+        """Frees the pages of a slot; a contiguous table keeps them."""
         if not self.contiguous:
             self._drop(self.table[slot, : self._held[slot]])
             self._held[slot] = 0
             self.table[slot] = 0
 
     def copies(self, source: int, target: int, length: int) -> list[tuple[int, int]]:
-        """(from, to) pages to copy, so that ``target`` begins with ``length`` tokens of ``source``.
+        """Returns the (from, to) pages to copy, so that ``target`` begins like ``source``.
 
         The newest token is not copied: decoding writes it again.
+
+        Args:
+            source, target: slots.
+            length: number of common tokens.
         """
         count = -(-max(length - 1, 0) // self.page_size)
         pairs = zip(self.table[source, :count], self.table[target, :count], strict=True)

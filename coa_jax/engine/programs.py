@@ -1,8 +1,8 @@
 """The three compiled programs of decoding.
 
-A row is a sequence that takes part in a call.  Of a sequence with ``length`` tokens, the cache
-holds positions ``0 .. length - 2`` at least: the newest token is fed by the step that samples its
-successor.  Setting ``length`` back is therefore all it takes to forget tokens.
+A row is a sequence that takes part in a call. For a sequence with ``length`` tokens, the cache
+holds at least the positions ``0 .. length - 2``: the step that samples the next token first writes
+the newest one. So setting ``length`` back is enough to discard tokens.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Pages = tuple[LayerPages, ...]
 
 
 class DecodeState(NamedTuple):
-    """The rows of a decoding program; B rows.
+    """The rows of a decode program; B rows.
 
     Attributes:
         token: int32 ``[B]``, the newest token of each row.
-        length: int32 ``[B]``, tokens of the sequence, the newest included.
+        length: int32 ``[B]``, tokens of the sequence, including the newest.
         limit: int32 ``[B]``, length at which a row stops.
         active: bool ``[B]``, whether a row decodes.
         key: int32 ``[B, 3]``, the numbers of `sampling.sample_keys`.
         temperature, top_p: float32 ``[B]``; top_k: int32 ``[B]``.
-        rule: int32 ``[B]``, state of the constraint; None without one.
+        rule: int32 ``[B]``, state of the constraint; None without a constraint.
     """
 
     token: jax.Array
@@ -49,13 +49,13 @@ class DecodeState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a chunk of decoding produced.
+    """The result of decoding a chunk.
 
     Attributes:
-        tokens: int32 ``[B, C]``; of row b the first ``count[b]`` are new.
-        logps: float32 ``[B, C]``, their log-probabilities.
-        count: int32 ``[B]``.
-        active: bool ``[B]``, whether the slot would go on.
+        tokens: int32 ``[B, C]``; the first ``count[b]`` tokens of row b are new.
+        logps: float32 ``[B, C]``, log-probabilities of the tokens.
+        count: int32 ``[B]``, number of new tokens.
+        active: bool ``[B]``, whether the row can continue.
     """
 
     tokens: jax.Array
@@ -87,21 +87,24 @@ def decode_chunk(
 ) -> tuple[Pages, DecodeState, Chunk]:
     """Decodes up to ``steps`` (at most ``capacity``) tokens in every active row.
 
-    The number of steps is data: one program serves every chunk size.  It ends early when no row
-    is active.  With tables only allowed tokens are sampled, and a row ends where the constraint
-    lets nothing follow.
+    The number of steps is data: one program serves every chunk size. It ends early when no row is
+    active. With tables only allowed tokens are sampled, and a row ends where the constraint allows
+    no next token.
 
     Args:
-        params: parameters in the layout of decoding.
+        params: parameters in the layout for decoding.
         pages: keys and values of earlier tokens, donated.
         table: int32 ``[B, C]``, see `model.cache.Cache`.
         state: the rows.
         stop: int32 ``[E]``, tokens that end a sequence.
         steps: int32 scalar.
-        tables: tables of the constraint, where the state has a ``rule``.
+        tables: tables of the constraint, if the state has a ``rule``.
         config: the architecture, without adapters.
-        capacity: tokens for which a row of the result has room.
+        capacity: maximum number of tokens per row in the result.
         compute: how to compute; its attention is the implementation whose layout the pages have.
+
+    Returns:
+        The pages and rows after the chunk, and the chunk.
     """
     decoder, layers = params.bind(config)
     rows = state.token.shape[0]
@@ -175,14 +178,17 @@ def extend(
 ) -> Pages:
     """Writes the keys and values of given tokens into the cache.
 
-    A row is a block of tokens that follow each other.  Several rows may be blocks of one sequence:
-    a layer writes all rows before it attends, so later ones see earlier ones.
+    A row is a block of consecutive tokens. Several rows may be blocks of the same sequence: a layer
+    writes all rows before it attends, so later rows see earlier ones.
 
     Args:
         params, pages, config, compute: see `decode_chunk`.
-        table: int32 ``[R, C]``, that of each row's sequence.
+        table: int32 ``[R, C]``, pages of each row's sequence.
         tokens: int32 ``[R, T]``.
         positions: int32 ``[R, T]``; a position outside the cache is padding.
+
+    Returns:
+        The pages.
     """
     decoder, layers = params.bind(config)
     _, cache = decoder(tokens, positions, compute, layers=layers, cache=Cache(pages, table))
@@ -192,7 +198,7 @@ def extend(
 
 @functools.partial(jax.jit, static_argnames="compute", donate_argnames=("pages",))
 def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Compute) -> Pages:
-    """Copies pages ``sources [R]`` to ``targets [R]``; a target beyond the pool is none."""
+    """Copies pages ``sources [R]`` to ``targets [R]``; a target outside the pool is skipped."""
     before = (slice(None),) * page_axis(compute)
 
     def copy(buffer: jax.Array) -> jax.Array:

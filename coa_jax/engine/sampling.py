@@ -1,4 +1,4 @@
-"""Exact sampling from logits with one uniform number per row."""
+"""Exact sampling from logits, with one uniform random number per row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
 
     Args:
         logits: float32 ``[B, V]``, already divided by the temperature.
-        top_p: float32 ``[B]`` in [0, 1]; the smallest set whose probability reaches it is kept, at
-            least the most likely token; 1 keeps all.
+        top_p: float32 ``[B]`` in [0, 1]; keeps the smallest set of tokens whose probability reaches
+            ``top_p``, at least the most likely token; 1 keeps all.
         top_k: int32 ``[B]``; 0 keeps all.
+
+    Returns:
+        float32 ``[B, V]``.
     """
     vocab = logits.shape[-1]
     ordered = jnp.sort(logits, axis=-1, descending=True)
@@ -23,8 +26,8 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     before = jnp.cumsum(probs, axis=-1) - probs
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
     rank = jnp.arange(vocab)
-    # A float32 sum reaches 1 before the last tokens of a large vocabulary: 1 is not compared.  And
-    # the most likely one stays, however near to 0 a top_p has been rounded.
+    # A float32 sum reaches 1 before the last tokens of a large vocabulary, so top_p = 1 skips the
+    # comparison. The most likely token is kept even if top_p has been rounded to 0.
     nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
     keep = nucleus & (rank < k[:, None])
     threshold = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
@@ -43,37 +46,38 @@ def sample(
     *,
     compute: Compute = REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one token a row, by the inverse of the cumulative distribution.
+    """Samples one token per row, by inverting the cumulative distribution.
 
-    That takes one uniform number a row, where Gumbel noise takes V of them.
+    This takes one uniform random number per row, while Gumbel noise would take V of them.
 
     Args:
         logits: float32 ``[B, V]``.
         keys: ``[B]``, see `sample_keys`.
-        positions: int32 ``[B]``, folded into the key, so that a draw depends on nothing but the
-            sample and the position.
-        temperature: float32 ``[B]``; 0, or less than a normal number, takes the largest logit.
+        positions: int32 ``[B]``, folded into the key, so that the result depends only on the sample
+            and the position.
+        temperature: float32 ``[B]``; 0 or a subnormal number selects the largest logit.
         top_p, top_k: see `filter_logits`.
-        allowed: bool ``[B, V]``, tokens that may be drawn, at least one a row; None for all.
+        allowed: bool ``[B, V]``, tokens that may be sampled, at least one per row; None for all.
         compute: backend of the sums over the vocabulary; static.
 
     Returns:
-        Tokens int32 ``[B]`` and their log-probabilities float32 ``[B]`` under the distribution
-        over allowed tokens, at the temperature before top-p and top-k (at temperature 1 for greedy
+        Tokens int32 ``[B]`` and their log-probabilities float32 ``[B]`` under the distribution over
+        allowed tokens, at the temperature but before top-p and top-k (at temperature 1 for greedy
         rows).
     """
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     greedy = temperature < jnp.finfo(jnp.float32).tiny
-    # The largest becomes exactly 0.  Subtracted after the division it need not: compilers make one
-    # operation of both, which rounds the quotient nowhere, and exp makes inf or 0 of what is left.
+    # The largest logit becomes exactly 0. This holds only if it is subtracted before the division:
+    # compilers would fuse a later subtraction without rounding the quotient, and exp would turn the
+    # rest into inf or 0.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(greedy, 1.0, temperature)[:, None]
     weights = jnp.exp(scaled)
     log_z = jnp.log(compute.ops.row_sum(weights))
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
     kept = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
-    # A greedy row draws the first of its largest: on CPUs an argmax costs as much as all else here.
+    # A greedy row samples the first largest logit: on CPUs an argmax would double the cost.
     out = (kept == -jnp.inf) | (greedy[:, None] & (shifted < 0))
     weights = jnp.where(out, 0.0, weights)
 
@@ -87,14 +91,14 @@ def sample(
 
 
 def sample_keys(numbers: jax.Array) -> jax.Array:
-    """Keys of samples, ``[B]``: of each row all that its draws depend on beside the position.
+    """Returns the random keys of samples, ``[B]``; a draw depends on the key and the position only.
 
     Args:
         numbers: int32 ``[B, 3]``: seed, prompt id and sample id.
     """
 
     def key(seed: jax.Array, prompt_id: jax.Array, sample_id: jax.Array) -> jax.Array:
-        # Named, so that no setting of JAX changes what is sampled.
+        # The generator is explicit, so that no setting of JAX changes the samples.
         start = jax.random.key(seed, impl="threefry2x32")
         return jax.random.fold_in(jax.random.fold_in(start, prompt_id), sample_id)
 

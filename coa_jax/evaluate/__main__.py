@@ -1,11 +1,11 @@
-"""Measures a policy on held-out tasks or benchmarks with live tools.
+"""Evaluates a policy on held-out tasks or benchmarks with live tools.
 
     python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
 
-Writes ``evaluate/STAGE/results.json`` and the same as a page, ``summary.json`` and every trajectory
-to the work directory, and prints the figures.  Killed and started again it goes on where it was,
-and its result file is that of an evaluation that nobody killed.  Two result files are compared by
-``python -m coa_jax.evaluate.compare``.
+Writes ``evaluate/STAGE/results.json``, the same results as an HTML page, ``summary.json`` and every
+trajectory to the work directory, and prints the results. A killed evaluation continues when started
+again, and its result file is the same as without the kill. ``python -m coa_jax.evaluate.compare``
+compares two result files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from coa_jax.cli import config_flag, run_main, workdir_flag
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/evaluate/factbook.py")
     workdir_flag("where the results are written")
-    flags.DEFINE_bool("fresh", False, "drop the samples of the stage that are there")
+    flags.DEFINE_bool("fresh", False, "delete the existing samples of the stage")
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The chain of agents of a policy that is only reached as text, while it grows."""
+"""The growing chain of agents of a policy that is only available as text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
 
 
 class Chain:
-    """The assistant's turn: what the policy wrote and what tools returned, with their authors.
+    """The assistant's turn: text of the policy and results of tools, with their authors.
 
-    Only the policy's text is parsed, so no tool text can open, close or answer anything.  There
-    are no token ids, and every span has the token positions 0 and 0.
+    Only the policy's text is parsed, so no tool text can open or close a tag, or answer the
+    question. There are no token ids, and every span has the token positions 0 and 0.
 
     Attributes:
-        text: the turn so far, as the policy reads it: without what `cut` took away.
+        text: the turn so far, as the policy reads it: without the parts that `cut` removed.
         calls: tool calls so far.
     """
 
@@ -29,12 +29,14 @@ class Chain:
         self.text = ""
         self.calls: list[ToolCall] = []
         self._parser = Parser(protocol)
-        self._written = ""  # by the policy
+        self._written = ""  # text of the policy
         self._spans: list[SegmentSpan] = []
         self._stops = re.compile(f"({'|'.join(map(re.escape, protocol.stops))})")
 
     def missing_stop(self, text: str) -> str | None:
-        """The tag that would end a call or an answer in which a further text leaves off."""
+        """Returns the closing tag that a text lacks, if it ends inside a call or an answer; else
+        None.
+        """
         trial = Parser(self.protocol)
         trial.feed(self._written + text)
         stop = f"</{trial.open_role}>"
@@ -47,14 +49,14 @@ class Chain:
         return next((body for body in bodies if body), "")
 
     def write(self, text: str) -> Segment | None:
-        """Takes what the policy wrote, up to the first call or answer that it closes.
+        """Appends the policy's text, up to the first call or answer that it closes.
 
-        What stands behind that was written before the observation was seen, and is dropped.
+        Text after that was written before the observation was available, and is dropped.
 
         Returns:
             The closed segment of a tool or of the answer, if there is one.
         """
-        # A stop string may stand inside of another body, where it closes nothing.
+        # A stop string may occur inside another body, where it closes nothing.
         for piece in self._stops.split(text):
             self.text += piece
             self._written += piece
@@ -65,14 +67,14 @@ class Chain:
         return None
 
     def observe(self, text: str, call: ToolCall) -> None:
-        """Takes what a tool returned, in its surface form."""
+        """Appends the result of a tool, in its surface form."""
         self.text += text
         self.calls.append(call)
         role = self.protocol.observation
         self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
 
     def cut(self, room: float) -> None:
-        """Takes the oldest steps out of the text, right after an observation.
+        """Removes the oldest steps from the text, right after an observation.
 
         Args:
             room: share of the text that may stay, see `cut.kept_spans`.
@@ -90,7 +92,7 @@ class Chain:
         gold: Sequence[str],
         metadata: dict[str, Any],
     ) -> Trajectory:
-        """The finished record."""
+        """Returns the finished trajectory."""
         for segment in self._parser.finish():
             self._add(segment)
         return Trajectory(

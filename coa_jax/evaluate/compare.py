@@ -1,13 +1,13 @@
-"""Says whether one result file is better than another, task by task.
+"""Compares two result files task by task, and tests whether one is better.
 
     python -m coa_jax.evaluate.compare runs/a/evaluate/sft/results.json \
         runs/a/evaluate/rl/results.json
 
-Both must be of the same tasks; those that are graded in only one of them are left out and counted.
-The difference is the mean over tasks of B's rate minus A's.  Its p-value is that of the paired
-permutation test: under the null hypothesis each task's difference might as well have the other
-sign.  The test is exact, and with one sample a task it is McNemar's exact test.  The interval is
-that of a bootstrap over tasks; there is none for fewer than 10 tasks, or where all differ alike.
+Both files must contain the same tasks; tasks that are graded in only one of them are left out and
+counted. The difference is the mean over tasks of B's rate minus A's. Its p-value comes from the
+paired permutation test: under the null hypothesis each task's difference could have the other sign.
+The test is exact; with one sample per task it is McNemar's exact test. The interval is a bootstrap
+over tasks; there is none for fewer than 10 tasks, or if all tasks have the same difference.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from absl import flags
 from coa_jax import files
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.evaluate.figures import FORMAT
+from coa_jax.evaluate.figures import COMPARABLE
 from coa_jax.evaluate.metrics import standard_error
 
 _RESAMPLES = 10_000
-_FEWEST = 10  # tasks of an interval: resampling fewer makes it far too narrow
-_MOST_CELLS = 20_000_000  # of the exact distribution; beyond it signs are drawn
+_FEWEST = 10  # tasks for an interval: with fewer, resampling makes it too narrow
+_MOST_CELLS = 20_000_000  # of the exact distribution; beyond this, signs are sampled
 _DRAWS = 100_000
 _SETTINGS = (
     "tasks", "split", "protocol", "prompt", "opening", "attempts", "rollout", "sampling", "tools",
@@ -41,18 +41,18 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How B differs from A.
+    """The difference between B and A.
 
     Attributes:
-        tasks: that both have graded samples of.
-        only_a, only_b: tasks that only one of them has graded samples of.
+        tasks: number of tasks with graded samples in both.
+        only_a, only_b: number of tasks with graded samples in only one of them.
         rate_a, rate_b: pass@1 over the common tasks.
         difference: ``rate_b - rate_a``.
         se: standard error of the difference, paired by task; None for fewer than two tasks.
-        ci95: bootstrap interval of the difference (percentiles, seed 0); None where there is none.
-        better, worse, same: tasks whose rate is higher, lower, or the same in B.
+        ci95: bootstrap interval of the difference (percentiles, seed 0), or None.
+        better, worse, same: number of tasks whose rate in B is higher, lower, or the same.
         p: two-sided p-value of the paired permutation test.
-        test: how it was computed.
+        test: name of the test.
     """
 
     tasks: int
@@ -71,7 +71,7 @@ class Comparison:
 
 
 def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
-    """Task -> share of its graded samples that are right, exactly."""
+    """Returns task id -> share of its graded samples that are right, exactly."""
     found = {}
     for task in outcome["tasks"]:
         values = [s["value"] for s in task["samples"] if s["value"] is not None]
@@ -85,7 +85,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Compares two result files.
 
     Raises:
-        UserError: they have no task in common.
+        UserError: the files have no graded task in common.
     """
     first, second = rates(a), rates(b)
     common = [name for name in first if name in second]
@@ -112,13 +112,13 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, str]:
-    """Two-sided p-value of paired differences whose signs are exchangeable.
+    """Returns the two-sided p-value of paired differences whose signs are exchangeable.
 
     The distribution of the sum over all ``2^n`` signs is computed by convolution over a common
-    denominator; where that would take too much memory, signs are drawn (seed 0).
+    denominator; if that would take too much memory, signs are sampled (seed 0).
 
     Returns:
-        (p, name of the test): McNemar's where every difference is -1, 0 or 1.
+        (p, name of the test): McNemar's test if every difference is -1, 0 or 1.
     """
     kept = [d for d in differences if d != 0]
     if not kept:
@@ -135,7 +135,7 @@ def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, 
             for _ in range(_DRAWS)
         )
         return (hits + 1) / (_DRAWS + 1), f"paired permutation test, {_DRAWS:,} draws"
-    # chance[i] is that of a sum of i - reach.
+    # chance[i] is the probability of the sum i - reach.
     chance = np.zeros(2 * reach + 1)
     chance[reach] = 1.0
     for step in steps:
@@ -149,15 +149,15 @@ def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, 
 
 
 def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float] | None:
-    """95 % interval of the mean of paired differences, by resampling tasks.
+    """Returns the 95 % interval of the mean of paired differences, by resampling tasks.
 
     Args:
         differences: float64 ``[tasks]``.
-        seed: of the resampling.
+        seed: seed of the resampling.
 
     Returns:
-        (low, high), or None where resampling cannot tell: of fewer than 10 tasks, or of tasks that
-        all differ by the same.
+        (low, high), or None if resampling is not informative: for fewer than 10 tasks, or if all
+        differences are equal.
     """
     random = np.random.default_rng(seed)
     n = len(differences)
@@ -172,10 +172,10 @@ def load(path: str) -> dict[str, Any]:
     """Reads a result file.
 
     Raises:
-        UserError: it is none.
+        UserError: the file is not a result file.
     """
     outcome = files.read_json_object(Path(path), limit=None)
-    if outcome.get("format") != FORMAT:
+    if outcome.get("format") not in COMPARABLE:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
     try:
         rates(outcome)
@@ -188,7 +188,12 @@ def load(path: str) -> dict[str, Any]:
 
 
 def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
-    """The comparison for a terminal."""
+    """Formats the comparison for a terminal.
+
+    Args:
+        a, b: contents of the two result files.
+        found: their comparison.
+    """
     span = f"95 % {found.ci95[0]:+.3f} to {found.ci95[1]:+.3f}" if found.ci95 else "no interval"
     lines = [
         f"A {a['stage']}: pass@1 {found.rate_a:.3f}",
@@ -206,17 +211,17 @@ def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
 
 
 def _measured_with(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, beside the policy, on which pass@1 depends."""
+    """Returns the settings, besides the policy, on which pass@1 depends."""
     settings = outcome["settings"]
     found = {key: settings.get(key) for key in _SETTINGS}
     if isinstance(grading := settings.get("grading"), Mapping):
-        # Who picks among samples has no part in the mean over all of them.
+        # The picker among samples has no effect on the mean over all of them.
         found["grading"] = {name: grading[name] for name in grading if name != "pick"}
     return found
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("out", "", "file for the comparison as JSON")
 
 

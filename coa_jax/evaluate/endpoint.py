@@ -1,9 +1,9 @@
-"""A policy behind an OpenAI-compatible endpoint, with the tools on this side.
+"""A policy behind an OpenAI-compatible endpoint, with the tools on this machine.
 
-As the release evaluates: the whole chain of agents is one turn of the assistant.  Each request
-sends what is written of it so far and asks the server to write on until a tool's tag, or that of
-the answer, is closed; then the tool runs here and its observation is appended.  Servers that go on
-from a prefix are vLLM, SGLang and ``coa_jax.serve``.
+As in the release's evaluation, the whole chain of agents is a single turn of the assistant. Each
+request sends the turn so far and asks the server to continue until the tag of a tool or of the
+answer is closed. Then the tool runs here and its observation is appended. vLLM, SGLang and
+``coa_jax.serve`` can continue a partial assistant turn.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ _TOO_LONG = re.compile(
     r"|tokens\W[^.]{0,60}(?:too large|exceed|must be (?:<=|at most|less))",
     re.IGNORECASE,
 )
-"""How servers say that a context is full; that, and no other refusal, is the policy's own doing."""
-_BYTES = 3  # for a token that no server has counted, about
+"""Error texts of servers for a full context. Only this rejection is caused by the policy itself."""
+_BYTES = 3  # approximate size of a token that the server has not counted
 _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_turn>)")
-"""Beginnings of what chat templates write between turns, in several spellings."""
+"""Beginnings of the marks that chat templates write between turns, in several spellings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyEndpoint(ServedModel):
-    """Where a policy is served, and how it is asked; without ``url`` it is on this machine.
+    """The endpoint of a policy, and how it is used; without ``url`` the policy runs on this
+    machine.
 
     Attributes:
-        concurrency: samples at a time.
-        opening: what each turn of the policy is begun with; the release writes ``<think>``, which
-            suits protocols that think before every action (web, mhqa) and not the code agent's.
-        observation_chars: an observation is cut to so many characters; here tokens are counted by
-            the server only.
+        concurrency: number of concurrent samples.
+        opening: text with which each turn of the policy begins. The release uses ``<think>``, which
+            suits protocols that think before every action (web, mhqa), but not the code agent's
+            protocol.
+        observation_chars: number of characters to which an observation is truncated, because only
+            the server can count tokens.
     """
 
     timeout_s: Seconds = 600.0
@@ -64,13 +66,13 @@ class PolicyEndpoint(ServedModel):
 
     @property
     def chat(self) -> ChatConfig:
-        """The same as any chat endpoint, to find out whether it answers."""
+        """The settings as those of a chat endpoint, to check whether it answers."""
         return ChatConfig(self.url, self.model, self.key_env)
 
 
 @dataclasses.dataclass
 class _Usage(Spent):
-    """Tokens as the server counts them; those of the context, and how often it was cut."""
+    """Tokens as the server counts them, the length of the context, and the number of cuts."""
 
     length: int = 0
     cuts: int = 0
@@ -83,18 +85,19 @@ def endpoint_policy(
     config: RolloutConfig,
     tools: Sequence[Tool],
 ) -> Policy:
-    """A policy that is asked over the network, many samples at a time.
+    """Returns a policy that is called over the network, many samples concurrently.
 
     Args:
-        endpoint: where it is.
-        sampling: how tokens are drawn.
-        seed: each request gets a seed that follows from it, the sample and the turn.
+        endpoint: the endpoint.
+        sampling: how tokens are sampled.
+        seed: seed of the evaluation; the seed of a request is derived from it, the sample and the
+            turn.
         config: budgets; ``max_tokens`` of a trajectory as the server counts them.
         tools: live tools.
 
     Raises:
         UserError: openai is not installed, the key is not in the environment, or ``config`` asks
-            for what only a policy on this machine can do.
+            for a feature that needs a policy on this machine.
     """
     for name in ("constrain", "strict"):
         if getattr(config, name):
@@ -133,7 +136,7 @@ def endpoint_policy(
                 for _ in done:
                     if (following := start()) is not None:
                         running.add(following)
-                # What is finished is kept, whatever becomes of the others.
+                # Finished samples are kept, whatever happens to the others.
                 for task in sorted(done, key=lambda task: task.exception() is not None):
                     yield task.result()
         finally:
@@ -168,12 +171,12 @@ class _Episode:
         self.chain = Chain(self.protocol)
         self.usage = _Usage()
         asked = "".join(said for _, said in wanted.messages.turns)
-        self._prompt = len(asked.encode()) // _BYTES  # tokens, until the server counts
+        self._prompt = len(asked.encode()) // _BYTES  # tokens, estimated
         self.began = time.monotonic()
         self.tool_seconds = 0.0
 
     async def run(self, about: Mapping[str, Any], written: Callable[[int], None]) -> Trajectory:
-        """The sample from its beginning to its end."""
+        """Runs the sample from beginning to end."""
         task = self.wanted.task
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
@@ -199,7 +202,10 @@ class _Episode:
         return self.chain.finish(reason, task.id, self.number, task.question, gold, metadata)
 
     async def _turn(self) -> StopReason | None:
-        """Lets the policy write on, and runs the tool that it calls; why it is over, or None."""
+        """Lets the policy continue, and runs the tool that it calls.
+
+        Returns the stop reason, or None if the sample is not over.
+        """
         config = self.config
         if config.max_seconds and time.monotonic() - self.began > config.max_seconds:
             return StopReason.DEADLINE
@@ -220,7 +226,7 @@ class _Episode:
             if finish == "length":
                 limited = limited and 0 < config.max_turn_tokens < room
                 return StopReason.TURN_LENGTH if limited else StopReason.LENGTH
-            # A stop string inside of another body closes nothing: the policy writes on.
+            # A stop string inside another body closes nothing: the policy continues.
             return None if text.endswith(self.protocol.stops) else StopReason.EOS
         if segment.role == self.protocol.answer:
             return StopReason.ANSWER
@@ -231,14 +237,14 @@ class _Episode:
         return StopReason.TOOL_TIME if late else None
 
     async def _ask(self, room: int) -> tuple[str, str, bool] | None:
-        """What the policy writes; None if the context is full.
+        """Requests text of the policy; returns None if the context is full.
 
         Returns:
-            (text with the tag that ended it, finish reason, whether the limit was ours and not the
-            end of the server's context).
+            (text including the tag that ended it, finish reason, whether our own limit ended it
+            rather than the server's context).
 
         Raises:
-            UserError: the endpoint refuses or cannot be reached.
+            UserError: the endpoint rejects the request or cannot be reached.
         """
         turns = self.wanted.messages.turns
         messages = [{"role": role, "content": text} for role, text in turns]
@@ -256,9 +262,10 @@ class _Episode:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         url = self.endpoint.url
         for more in ({"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}, {}):
-            # What the prompt takes is unknown at first, and what an observation takes is estimated:
-            # the server may have room where it has none for as many tokens as were asked for.  Of
-            # what it has, which is less than any limit of ours, it then takes all.
+            # The prompt's length is unknown at first, and that of an observation is estimated, so
+            # the server may reject the requested number of tokens although it has some room. The
+            # request is then repeated without a limit of ours: the server uses all the room that is
+            # left.
             try:
                 return *await self.client.ask(body | more, self._read), bool(more)
             except FetchError as error:
@@ -289,9 +296,9 @@ class _Episode:
             self.usage.length = counts["prompt"] + counts["completion"]
             if self.usage.calls == 1:
                 self._prompt = counts["prompt"]
-        stop = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word, and SGLang's
+        stop = choice.get("stop_reason", choice.get("matched_stop"))  # names in vLLM and SGLang
         if finish == "stop" and not choice.keys() & {"stop_reason", "matched_stop"}:
-            stop = self.chain.missing_stop(text)  # a server that does not say what ended the text
+            stop = self.chain.missing_stop(text)  # the server does not report the stop string
         if isinstance(stop, str) and stop in self.protocol.stops and not text.endswith(stop):
             text += stop
         return text, finish
@@ -310,20 +317,20 @@ class _Episode:
         seen = await self.tools.act(name, arguments, context)
         end = time.monotonic()
         self.tool_seconds += end - start
-        # The server reads the whole text as a chat: what looks like its marks must not be one.
+        # The server parses the whole text as a chat, so a tool's text must not contain its marks.
         body = _MARK.sub("< ", quote_tool_text(self.protocol, seen.text))
         body = body[: self.endpoint.observation_chars]
         begun, ended = start - self.began, end - self.began
         record = ToolCall(name, arguments, body, seen.outcome, seen.ok, begun, ended, seen.detail)
         self.chain.observe(observation_text(self.protocol, body), record)
-        self.usage.length += len(body.encode()) // _BYTES  # until the server counts
+        self.usage.length += len(body.encode()) // _BYTES  # estimated until the server counts them
         if self.config.cut_context:
             self._cut()
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
 
     def _cut(self) -> None:
-        """Takes old steps out of a context that has no room for another turn."""
+        """Removes old steps from a context that has no room for another turn."""
         most = self.config.max_tokens - self.config.max_turn_tokens
         if self.usage.length <= most:
             return

@@ -1,8 +1,8 @@
-"""Whether a sample met the benchmark itself: on a page that mirrors it, or in what a tool returned.
+"""Detects samples that met the benchmark itself: on a page that mirrors it, or in a tool's result.
 
-The paper's own showcase answers a question from a copy of the benchmark (App C).  Tools refuse the
-addresses of a block list (``tools.crawl_page.blocked``, ``tools.web_search.blocked``); here is
-counted who tried, and who was shown a question all the same.
+The paper's own showcase answers a question from a copy of the benchmark (App C). Tools reject the
+addresses of a block list (``tools.crawl_page.blocked``, ``tools.web_search.blocked``). This module
+counts the samples that tried such an address, and those that saw a question anyway.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from coa_jax.tools.web_search import MIRRORS
 from coa_jax.trajectory import Trajectory
 
 BLOCKED = MIRRORS
-"""Addresses under which copies of benchmarks are found; what tools refuse in configs/evaluate."""
+"""Addresses that host copies of benchmarks; the tools in configs/evaluate reject them."""
 
 _URL = re.compile(r"https?://[^\s|)\"'<>]+", re.IGNORECASE)
 _OWN_WORDS = frozenset({"code"})
-"""Tools that only say what the policy made them say."""
+"""Tools that only repeat the policy's own text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """What a benchmark's samples should not meet.
+    """The addresses and texts that a benchmark's samples should not meet.
 
     Attributes:
         guard: addresses that count as blocked.
@@ -39,14 +39,14 @@ class Exposure:
     questions: Contamination
 
     def blocked(self, trajectory: Trajectory) -> int:
-        """How many calls name a blocked address."""
+        """Counts the calls that contain a blocked address."""
         return sum(
             any(self._blocks(url) for url in _URL.findall(call.arguments))
             for call in trajectory.tool_calls
         )
 
     def shown(self, trajectory: Trajectory) -> int:
-        """How many observations show half or more of a question's runs of eight words."""
+        """Counts the observations that contain at least half of a question's word 8-grams."""
         return sum(
             self.questions.in_text(call.observation)
             for call in trajectory.tool_calls
@@ -61,5 +61,5 @@ class Exposure:
 
 
 def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
-    """What the samples of tasks should not meet."""
+    """Returns the exposure check for the samples of tasks."""
     return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

@@ -1,7 +1,7 @@
-"""The figures of an evaluation, as a result file and a terminal show them.
+"""The results of an evaluation, for the result file and for a terminal.
 
-A result file depends on samples and verdicts alone: no clock, no order of finishing.  It holds no
-question and no answer, so it can be passed on without spoiling the benchmark.
+A result file depends on samples and verdicts alone, not on times or the order of finishing. It
+contains no question and no answer, so it can be shared without leaking the benchmark.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from typing import Any
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
 
-FORMAT = 1
+FORMAT = 2
+COMPARABLE = (1, 2)
+"""Formats that `compare` accepts: both have the same samples of tasks."""
 FIELDS = (
     *("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source"),
     "source",
 )
-"""Fields of the metadata by which results are broken down."""
+"""Metadata fields by which results are broken down."""
 
 _MOST_GROUPS = 6
-"""Values of a field that a terminal shows."""
+"""Number of values of a field that a terminal shows."""
 
 
 def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
-    """All figures of the tasks of an evaluation.
+    """Returns all results of the tasks of an evaluation.
 
     Args:
         groups: the tasks with their samples.
-        numbers: samples that were wanted of each.
+        numbers: number of samples wanted per task.
     """
     solved = [group.solved for group in groups]
     pairs = [(group.task.metadata, group.solved) for group in groups]
@@ -44,8 +46,11 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
             "wanted": len(groups) * numbers,
             "finished": len(flat),
             "graded": len(graded),
-            "ungraded": {"no verdict": len(flat) - len(graded) - broken, "fault of ours": broken},
-            "without an answer": sum(sample.answer is None for sample in graded),
+            "ungraded": {
+                "no_verdict": len(flat) - len(graded) - broken,
+                "infrastructure_fault": broken,
+            },
+            "unanswered": sum(sample.answer is None for sample in graded),
         },
         "rounds": [_round(groups, number) for number in range(numbers)],
         "at_k": metrics.at_k(solved),
@@ -58,17 +63,17 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
 
 
 def _round(groups: Sequence[Measured], number: int) -> float | None:
-    """Share of tasks that were solved in a round; of those that were graded in it."""
+    """Returns the share of tasks solved in a round, out of those graded in it."""
     rows = [s for g in groups for s in g.samples if s.number == number and s.value is not None]
     return metrics.mean([row.solved for row in rows])
 
 
 def costs(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Tokens and tool calls of samples, and of a solved one.
+    """Returns tokens and tool calls, per sample and per solved sample.
 
-    The figures per sample are None without samples.  ``tokens_per_solved`` and
-    ``calls_per_solved`` are all tokens and calls, of failures too, over the solved samples; None
-    without any.
+    The values per sample are None without samples. ``tokens_per_solved`` and ``calls_per_solved``
+    are all tokens and calls, including those of failures, divided by the number of solved samples;
+    None if there is none.
     """
     solved = sum(sample.solved for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
@@ -90,16 +95,16 @@ def costs(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _exposure(groups: Sequence[Measured]) -> dict[str, Any]:
-    """Samples that met the benchmark, and pass@1 of the others."""
+    """Counts the samples that met the benchmark; returns pass@1 of the others too."""
     flat = [sample for group in groups for sample in group.samples]
     clean = [
         [s.solved for s in group.samples if s.value is not None and not (s.blocked or s.shown)]
         for group in groups
     ]
     return {
-        "named a blocked address": sum(sample.blocked > 0 for sample in flat),
-        "shown a question": sum(sample.shown > 0 for sample in flat),
-        "without them": metrics.rate(clean),
+        "named_blocked_address": sum(sample.blocked > 0 for sample in flat),
+        "shown_question": sum(sample.shown > 0 for sample in flat),
+        "unexposed": metrics.rate(clean),
     }
 
 
@@ -111,15 +116,15 @@ def result(
     scaling: Mapping[str, Any],
     unjudged: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The result file of a stage.
+    """Returns the content of a stage's result file.
 
     Args:
-        stage: what was measured.
-        settings: how; JSON values.
+        stage: name of the stage.
+        settings: settings of the evaluation; JSON values.
         groups: the tasks with their samples.
-        numbers: samples that were wanted of each.
-        scaling: what several samples are worth, see `scaling.scaling`.
-        unjudged: why the judge gave no verdict -> how often.
+        numbers: number of samples wanted per task.
+        scaling: results of majority vote and best-of-n, see `scaling.scaling`.
+        unjudged: reason of a missing verdict of the judge -> number of answers.
     """
     measured = {**figures(groups, numbers), "scaling": dict(scaling)}
     return {
@@ -140,7 +145,7 @@ def result(
 
 
 def not_plain(settings: Mapping[str, Any]) -> list[str]:
-    """The settings with which a figure is no plain pass@1: behaviours of the release."""
+    """Returns the settings, behaviours of the release, under which a rate is not a plain pass@1."""
     names = {
         "last_suggestion": (settings.get("grading") or {}).get("last_suggestion"),
         f"attempts={settings.get('attempts')}": (settings.get("attempts") or 1) > 1,
@@ -150,7 +155,9 @@ def not_plain(settings: Mapping[str, Any]) -> list[str]:
 
 
 def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``summary.json`` and the page of a run say about a stage, from its result file."""
+    """Returns the blocks of ``summary.json`` and of a run's page for a stage, from its result
+    file.
+    """
     stage, found = outcome["stage"], outcome["figures"]
     by, cost = found["by"], found["costs"]
     return {
@@ -176,11 +183,11 @@ def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(outcome: Mapping[str, Any]) -> str:
-    """The figures of a result file for a terminal."""
+    """Formats the results of a result file for a terminal."""
     found = outcome["figures"]
     lines = [_headline(outcome["stage"], found)]
     if outcome["not_plain"]:
-        lines.append(f"  no plain pass@1: measured with {', '.join(outcome['not_plain'])}")
+        lines.append(f"  not a plain pass@1: measured with {', '.join(outcome['not_plain'])}")
     rounds = [value for value in found["rounds"] if value is not None]
     if len(rounds) > 1:
         shown = ", ".join(f"{value:.3f}" for value in rounds)
@@ -209,14 +216,16 @@ def table(outcome: Mapping[str, Any]) -> str:
             f"  {cost['tokens_per_solved']:.0f} tokens and {cost['calls_per_solved']:.2f} calls per"
             " solved sample"
         )
-    met = {k: v for k, v in found["exposure"].items() if k != "without them" and v}
-    if met:
-        clean = found["exposure"]["without them"]["pass_at_1"]
-        shown = ", ".join(f"{count} samples {name}" for name, count in met.items())
-        lines.append(f"  contamination: {shown}; pass@1 without them {shown_rate(clean)}")
+    met = found["exposure"]
+    named, shown = met["named_blocked_address"], met["shown_question"]
+    if named or shown:
+        lines.append(
+            f"  contamination: {named} samples named a blocked address, {shown} were shown a "
+            f"question; pass@1 of the others {shown_rate(met['unexposed']['pass_at_1'])}"
+        )
     for why, count in found["samples"]["ungraded"].items():
         if count:
-            lines.append(f"  ungraded, and in no figure: {count} samples ({why})")
+            lines.append(f"  ungraded, and in no figure: {count} samples ({why.replace('_', ' ')})")
     lines += [f"  no verdict of the judge: {_why(found['unjudged'])}"] * bool(found["unjudged"])
     return "\n".join(lines)
 
@@ -231,12 +240,12 @@ def _headline(stage: str, found: Mapping[str, Any]) -> str:
 
 
 def shown_rate(value: float | None) -> str:
-    """A rate for people; that of no graded sample is no number."""
+    """Formats a rate for people; without graded samples the rate is "not graded"."""
     return "not graded" if value is None else f"{value:.3f}"
 
 
 def _by_line(groups: Mapping[str, Any]) -> str:
-    """The rates of a breakdown; of one with many values those with the most tasks."""
+    """Formats the rates of a breakdown, limited to the values with the most tasks."""
     largest = sorted(groups, key=lambda name: groups[name]["n"], reverse=True)[:_MOST_GROUPS]
     shown = [
         f"{name} {shown_rate(group['pass_at_1'])} (n {group['n']})"

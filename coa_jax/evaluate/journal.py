@@ -1,8 +1,8 @@
-"""What of an evaluation is finished, on disk, so that nothing is run or graded twice.
+"""The record of finished samples and verdicts on disk, so that nothing is run or graded twice.
 
-A sample is appended to ``traces.jsonl`` of the run as soon as it ends, a verdict about it to
-``evaluate/STAGE/verdicts.jsonl`` as soon as it is given.  Both files hold whole lines whenever the
-process is killed.  At the end the traces get their rewards and the order of the tasks.
+A sample is appended to the run's ``traces.jsonl`` when it ends, and a verdict about it to
+``evaluate/STAGE/verdicts.jsonl`` when it is given. Both files consist of whole lines whenever the
+process is killed. At the end the traces get their rewards and the order of the tasks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from coa_jax.trajectory import Reward, Trajectory, format_valid
 
 
 def digest(value: Any) -> str:
-    """A short name for a JSON value."""
+    """Returns a short hash of a JSON value."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class Journal:
-    """The finished samples of a stage, and what was said about them.
+    """The finished samples of a stage, and the verdicts about them.
 
     Attributes:
-        folder: where the stage's own files are.
-        samples: finished ones, graded as far as they are.
+        folder: folder of the stage's own files.
+        samples: finished samples, graded as far as possible.
         verdicts: name of a verdict -> its value.
     """
 
@@ -52,13 +52,13 @@ class Journal:
 
         Args:
             run: the run directory.
-            stage: name of what is measured.
-            settings: on which the samples depend; JSON values.
-            grading: on which the verdicts depend; JSON values.
-            last_suggestion: count samples without an answer by what they suggested last.
+            stage: name of the stage.
+            settings: settings on which the samples depend; JSON values.
+            grading: settings on which the verdicts depend; JSON values.
+            last_suggestion: whether a sample without an answer counts by its last suggested answer.
 
         Raises:
-            UserError: the stage's name cannot name a folder.
+            UserError: the stage's name is not a valid folder name.
         """
         if Path(stage).name != stage or stage.startswith("."):
             raise UserError(f"config.stage: {stage!r} cannot name a folder; use letters and digits")
@@ -72,32 +72,33 @@ class Journal:
         self._places: dict[Key, tuple[int, int]] = {}  # offset and length of a sample's line
         self._changed = False
         self._last_suggestion = last_suggestion
-        self._golds: dict[str, str] = {}  # task -> digest of what its answers are held against
+        self._golds: dict[str, str] = {}  # task -> digest of its accepted answers
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
-        self._ungraded: dict[Key, str] = {}  # why a sample has no grade
+        self._ungraded: dict[Key, str] = {}  # reasons of missing grades
 
-    # --- what is there already
+    # --- finished samples
 
     def load(
         self, tasks: Sequence[Task], exposure: Exposure, *, fresh: bool, retry_faults: bool
     ) -> None:
-        """Reads what earlier processes finished.
+        """Reads the samples and verdicts of earlier processes.
 
         Args:
-            tasks: that are measured, in the order that numbers them.
+            tasks: tasks of the evaluation, in the order that numbers them.
             exposure: see `sample_of`.
-            fresh: start over instead.
-            retry_faults: forget the samples in which a part of ours broke, to run them again.
+            fresh: whether to delete existing samples instead.
+            retry_faults: whether to discard the samples that failed because of a fault, to run them
+                again.
 
         Raises:
-            UserError: there are samples of another policy, of other settings or questions.
+            UserError: the existing samples have another policy, other settings or other questions.
         """
         known = self.folder / "settings.json"
         if fresh:
             self._run.rewind(self.phase, 0)
             self._verdicts_file.unlink(missing_ok=True)
-        # An accepted answer that was mended makes the grades by the old one void.
+        # A corrected accepted answer invalidates the grades given by the old one.
         self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
         earlier = files.read_json_object(known) if known.exists() else self.settings
@@ -105,7 +106,7 @@ class Journal:
             try:
                 if row.get("metadata", {}).get("phase") != self.phase:
                     continue
-                self._check_settings(earlier)  # those of a run without a sample bind nobody
+                self._check_settings(earlier)  # without samples the settings may change
                 trajectory = Trajectory.from_json(row)
             except reading.MALFORMED as error:
                 why = reading.reason(error)
@@ -132,17 +133,17 @@ class Journal:
 
     def _check(self, trajectory: Trajectory, places: Mapping[str, tuple[int, str]]) -> None:
         if trajectory.task_id not in places:
-            return  # of an evaluation of more tasks
+            return  # from an evaluation with more tasks
         index = trajectory.metadata.get("prompt_id")
         same = places[trajectory.task_id] == (index, trajectory.question)
         if not same or trajectory.metadata.get("settings") != self._settings:
             raise UserError(
-                f"{self._traces}: the sample {trajectory.sample_id} of {trajectory.task_id!r} is of"
+                f"{self._traces}: the sample {trajectory.sample_id} of {trajectory.task_id!r} has"
                 " other questions or settings: use another --workdir, or --fresh to drop it"
             )
 
     def _rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(offset, length, row) of every trace."""
+        """Yields (offset, length, row) of every trace."""
         if not self._traces.exists():
             return
         offset = 0
@@ -166,24 +167,25 @@ class Journal:
                 self.samples[key] = sample.graded(Reward(**jsonl.fields(Reward, value)))
 
     def _holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a verdict is no grade, or one by the accepted answers that the task has now.
+        """Returns whether a verdict is still valid: it is not a grade, or a grade by the present
+        answers.
 
-        A grade that does not say by which answers it was given is given again.
+        A grade that does not record its accepted answers is given again.
         """
         kind, _, place = row["name"].partition("/")
         gold = self._golds.get(place.rpartition("/")[0])
         return kind != "grade" or gold is None or row.get("gold") == gold
 
-    # --- what is new
+    # --- new samples
 
     def wanted(self, task_id: str, samples: int, attempts: int, attempt: int) -> tuple[int, ...]:
-        """Numbers of a task's samples that are to be run for the time ``attempt``, from 0.
+        """Returns the numbers of a task's samples to run in attempt ``attempt``, from 0.
 
         Args:
             task_id: the task.
-            samples: of a task.
-            attempts: of a sample, until it has an answer.
-            attempt: the number of the attempt.
+            samples: number of samples per task.
+            attempts: maximum number of attempts per sample, until it has an answer.
+            attempt: number of the attempt.
         """
         found = [(number, self.samples.get((task_id, number))) for number in range(samples)]
         return tuple(
@@ -194,11 +196,11 @@ class Journal:
         )
 
     def about(self) -> dict[str, Any]:
-        """What a trajectory must carry to be known again."""
+        """Returns the metadata by which a trajectory can be recognised later."""
         return {"stage": self.folder.name, "settings": self._settings}
 
     def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
-        """Keeps a sample that has just ended."""
+        """Stores a sample that has just ended."""
         offset = self._traces.stat().st_size if self._traces.exists() else 0
         key = trajectory.task_id, trajectory.sample_id
         if trajectory.metadata.get("attempt"):
@@ -212,7 +214,7 @@ class Journal:
         return sample
 
     def grade(self, key: Key, reward: Reward) -> None:
-        """Keeps a grade; one without a value is none, and is asked for again another time."""
+        """Stores a grade; a grade without a value is not stored, and is requested again later."""
         self.samples[key] = self.samples[key].graded(reward)
         if reward.reason:
             self._ungraded[key] = reward.reason
@@ -221,37 +223,39 @@ class Journal:
             self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
 
     def say(self, name: str, value: Any, **more: str) -> None:
-        """Keeps a verdict, in a row with what else is given."""
+        """Stores a verdict, in a row with further fields."""
         self.verdicts[name] = value
         row = {"name": name, "grading": self._grading, "value": value, **more}
         files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
         self._changed = True
 
     def trajectory(self, key: Key) -> Trajectory:
-        """A finished sample with all of its text, read from the disk, as it counts."""
+        """Reads a finished sample with its whole text from the disk, with the answer that
+        counts.
+        """
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)
             return self._counted(Trajectory.from_json(jsonl.loads(file.read(length))))
 
     def _counted(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the answer that counts."""
+        """Returns the trajectory with the answer that counts."""
         return by_last_suggestion(trajectory) if self._last_suggestion else trajectory
 
     def _sample(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
         sample = sample_of(self._counted(trajectory), exposure)
-        if trajectory.answer is None:  # what was suggested only is no well-formed chain
+        if trajectory.answer is None:  # a chain that ends with a suggestion is not well-formed
             sample = dataclasses.replace(sample, format_valid=format_valid(trajectory))
         again = trajectory.metadata.get("attempt")
         return sample.after(trajectory.metadata["earlier"]) if again else sample
 
-    # --- the end
+    # --- end of the evaluation
 
     def finish(self, order: Sequence[Key]) -> None:
-        """Gives the traces their rewards, and the samples of a stage the order of its tasks.
+        """Adds rewards to the traces, and sorts the samples of a stage by its tasks.
 
-        Rows of other stages come first; a sample that is not in ``order`` comes last.  The file is
-        replaced as a whole.
+        Rows of other stages come first; samples that are not in ``order`` come last. The file is
+        replaced atomically.
         """
         if not self._changed:
             return
@@ -285,9 +289,9 @@ class Journal:
 
 
 def _verdict(row: Any) -> dict[str, Any]:
-    """A row of the verdicts; a TypeError or KeyError where it is none."""
+    """Reads a row of the verdicts; raises TypeError or KeyError for an invalid row."""
     if not isinstance(row["name"], str):
-        raise TypeError("the field 'name' must be a text")
+        raise TypeError("the field 'name' must be a string")
     if row["name"].startswith("grade/"):
         jsonl.fields(Reward, row["value"])
     return dict(row)

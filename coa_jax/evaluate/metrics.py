@@ -1,10 +1,10 @@
-"""Figures of samples: rates with their errors, and what several samples of a task are worth.
+"""Statistics of samples: rates with their errors, and pass@k.
 
-Tasks are independent, the samples of one task are not.  So a rate is the mean over tasks of the
-rate within a task, and its standard error is the deviation of these rates over the root of their
-number: errors clustered by task (Miller 2024, arXiv 2411.00640, section 2.2).  A sample without a
-grade is in no rate, a task without a graded sample counts for nothing, and the rate of no task is
-None.
+Tasks are independent, the samples of one task are not. So a rate is the mean over tasks of the rate
+within a task, and its standard error is the standard deviation of these rates divided by the square
+root of their number: errors clustered by task (Miller 2024, arXiv 2411.00640, section 2.2). Samples
+without a grade do not count in any rate, tasks without a graded sample are left out, and the rate
+of no tasks is None.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ Z95 = 1.959963984540054
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k of the samples is correct: ``1 - C(n-c, k) / C(n, k)``.
+    """Returns the probability that at least one of k samples is correct: ``1 - C(n-c, k) / C(n,
+    k)``.
 
-    Unbiased for draws without replacement (Chen et al. 2021, arXiv 2107.03374).
+    The estimate is unbiased for draws without replacement (Chen et al. 2021, arXiv 2107.03374).
+
+    Args:
+        samples: n, number of samples.
+        correct: c, number of correct samples.
+        k: number of draws.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k={k} needs between 1 and {samples} samples")
@@ -33,38 +39,38 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """95 % score interval of a proportion; (0, 1) without trials."""
+    """Returns the 95 % score interval of a proportion; (0, 1) without trials."""
     if n == 0:
         return 0.0, 1.0
     p, z2 = successes / n, Z95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # The ends are exact where nothing or everything succeeded; rounding would leave 1e-17.
+    # The ends are exact if nothing or everything succeeded; rounding would leave 1e-17.
     low = centre - half if successes > 0 else 0.0
     high = centre + half if successes < n else 1.0
     return low, high
 
 
 def student_t(n: int) -> float:
-    """Two-sided 95 % quantile of Student's t for the mean of n values, n - 1 degrees of freedom."""
+    """Returns the two-sided 95 % quantile of Student's t with n - 1 degrees of freedom."""
     return float(special.stdtrit(n - 1, 0.975))
 
 
 def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """95 % interval of the mean over tasks of the rate within a task.
+    """Returns the 95 % interval of the mean over tasks of the rate within a task.
 
-    Tasks, not samples, are independent: Student's t over their rates.  Few tasks may have the same
-    rate by chance, so the interval is never narrower than that of samples which were independent
-    (Wilson's); with one sample a task it is that.
+    Tasks, not samples, are independent, so it uses Student's t over their rates. A few tasks may
+    have the same rate by chance, so the interval is never narrower than Wilson's interval for
+    independent samples; with one sample per task it is Wilson's.
 
     Args:
-        groups: for each task, of each graded sample whether it is right; tasks without one count
-            for nothing.
+        groups: for each task, whether each graded sample is right; tasks without samples are left
+            out.
     """
     groups = [group for group in groups if group]
     rates = [sum(group) / len(group) for group in groups]
     n, value = len(rates), mean(rates) or 0.0
-    # Tasks that are all right or all wrong may as well have been asked once.
+    # If every task is all right or all wrong, further samples per task add no information.
     all_alike = all(rate in (0.0, 1.0) for rate in rates)
     samples = n if all_alike else sum(map(len, groups))
     low, high = wilson_interval(value * samples, samples)
@@ -75,24 +81,24 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 def standard_error(rates: Sequence[float]) -> float | None:
-    """Standard error of the mean of per-task rates; None for fewer than two tasks."""
+    """Returns the standard error of the mean of per-task rates; None for fewer than two tasks."""
     if len(rates) < 2:
         return None
     return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean; None of nothing."""
+    """Returns the mean; None for no values."""
     return float(np.mean(values)) if len(values) else None
 
 
 def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
-    """pass@1 of tasks: its mean over rounds, error, interval and the number of tasks.
+    """Returns pass@1 of tasks: mean over rounds, error, interval and the number of tasks.
 
-    Without a graded sample ``pass_at_1`` is None and the interval is all of 0 to 1.
+    Without graded samples ``pass_at_1`` is None and the interval is 0 to 1.
 
     Args:
-        groups: for each task, of each graded sample whether it is right.
+        groups: for each task, whether each graded sample is right.
     """
     rates = [sum(group) / len(group) for group in groups if group]
     return {
@@ -104,9 +110,9 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
 
 
 def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
-    """pass@k for k of 1, 2, 3, 4, 8, 16, ... and the most samples of a task.
+    """Returns pass@k for k = 1, 2, 3, 4, 8, 16, ... and the maximum number of samples per task.
 
-    A task counts for a k that it has graded samples enough for; ``n`` says how many do.
+    A task counts for k if it has at least k graded samples; ``n`` is the number of such tasks.
     """
     most = max(map(len, groups), default=0)
     result = {}
@@ -120,7 +126,7 @@ def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
 def by(
     pairs: Sequence[tuple[Mapping[str, Any], Sequence[bool]]], key: str
 ) -> dict[str, dict[str, Any]]:
-    """Rates of the tasks with each value of a field of the metadata.
+    """Returns the rates of the tasks by the value of a metadata field.
 
     Args:
         pairs: (metadata, graded samples) of each task.

@@ -1,4 +1,4 @@
-"""The policies that are measured: one that decodes here, or one behind an endpoint."""
+"""The evaluated policies: one that decodes on this machine, or one behind an endpoint."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from coa_jax.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Samples that are to be run.
+    """Samples to run.
 
     Attributes:
-        index: the task's place among all, part of the key of its randomness.
-        task: what is asked.
-        numbers: which of its samples.
-        messages: the messages that ask it.
-        attempt: which attempt it is at samples that ended without an answer, from 0.
+        index: index of the task among all tasks, part of its random key.
+        task: the task.
+        numbers: numbers of its samples.
+        messages: the prompt messages.
+        attempt: number of the attempt, from 0; later attempts rerun samples without an answer.
     """
 
     index: int
@@ -61,10 +61,8 @@ def attempt_seed(seed: int, attempt: int) -> int:
 Policy = Callable[
     [Sequence[Wanted], Mapping[str, Any], Callable[[int], None]], AsyncGenerator[Trajectory, None]
 ]
-"""Runs samples and yields them, ungraded, as they end.
-
-The mapping goes into their metadata; the function is told how many tokens were written since it was
-last called.
+"""Runs samples and yields them, ungraded, as they end. The mapping is copied to their metadata; the
+function is called with the number of tokens written since its last call.
 """
 
 
@@ -80,23 +78,23 @@ def local_policy(
     environments: Environments | None = None,
     agent: AgentConfig | None = None,
 ) -> Policy:
-    """A policy that decodes on this machine, all slots at a time.
+    """Returns a policy that decodes on this machine, in all slots concurrently.
 
     Args:
-        load: gives the model; called when there is something to run.
-        shapes: of decoding, at most; see `engine.memory.fitted`.
-        sampling: how tokens are drawn.
-        seed: of the samples.
+        load: loads the model; called when there is something to run.
+        shapes: maximum shapes of decoding; see `engine.memory.fitted`.
+        sampling: how tokens are sampled.
+        seed: seed of the samples.
         config: budgets.
         tools: live tools.
-        tasks, samples: of the whole evaluation, and samples of a task: one that was stopped gets
-            the same shapes again.
-        environments: make what answers a sample; None for the loop of tools.
-        agent: a program that solves the tasks in the place of the loop of tools.
+        tasks, samples: tasks of the whole evaluation, and samples per task; a restarted evaluation
+            gets the same shapes.
+        environments: create the environment of each sample; None for the default loop of tools.
+        agent: an agent program that solves the tasks instead of the default loop.
     """
 
     def asked(tokenizer: Any, one: Wanted) -> dict[str, Any]:
-        """The prompt of a request; in an environment, that says what is asked."""
+        """Returns the prompt fields of a request; an environment provides the prompt itself."""
         if environments is None:
             return {"prompt": message_ids(tokenizer, one.messages)}
         drawn = attempt_seed(seed, one.attempt)
@@ -118,7 +116,7 @@ def local_policy(
             print(f"constraint: {constraint}", flush=True)
         stop = eos_ids(tokenizer)
         engines: list[Engine] = make_engines(model.params, model.config, fit, stop, constraint)
-        # Or the first trajectories would spend their time on compilation.
+        # Otherwise the first trajectories would spend their time on compilation.
         for engine in engines if config.max_seconds else ():
             engine.warm_up()
         return engines, model
@@ -155,7 +153,7 @@ async def _by_program(
     requests: Sequence[Request],
     written: Callable[[int], None],
 ) -> AsyncGenerator[Trajectory, None]:
-    """Trajectories of requests that a program solves."""
+    """Yields trajectories of requests that an agent program solves."""
     sampler = agent_sampler(model, engines, agent, config, 0)
     for request in requests:
         sampler.submit(request)
@@ -170,17 +168,17 @@ async def _by_program(
 
 
 def _without_tests(task: Task) -> Task:
-    """Tests of programs have megabytes, and no place in every trajectory."""
+    """Removes the tests from a task: they can have megabytes and are not needed in trajectories."""
     return dataclasses.replace(task, gold=()) if task.metadata.get("grader") == "code" else task
 
 
 def weights_name(path: str) -> str:
-    """Names the content of a model: sizes of its files and a sample of their bytes.
+    """Identifies the content of a model: by the sizes of its files and a sample of their bytes.
 
-    A policy that was trained again under the same path has another name, a copy has the same.
+    A model that was trained again at the same path gets another name; a copy gets the same name.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the model does not exist.
     """
     root = Path(path).expanduser()
     if not root.exists():

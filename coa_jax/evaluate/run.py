@@ -1,4 +1,4 @@
-"""Measures a policy on tasks with live tools; what is finished is never run again."""
+"""Evaluates a policy on tasks with live tools; finished samples are never run again."""
 
 from __future__ import annotations
 
@@ -51,35 +51,37 @@ from coa_jax.trajectory import Reward, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig(Bounded):
-    """An evaluation.
+    """Settings of an evaluation.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" where ``mixture`` has several.
-        task_options: of the source.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` has several.
+        task_options: options of the source.
         mixture: name -> source, see `tasks.mixture.Part`; weights have no effect.
         split: ``validation`` or ``test``.
-        num_tasks: tasks that are drawn, of each source; 0 for all, in their order.
-        samples: samples of a task, the rounds over which pass@1 is averaged; pass@k needs k.
-        protocol: in which all tasks are solved; questions of files that name none get it, and
-            tasks of another one are refused. "" solves each task in its own.
-        seed: which tasks, and the randomness of the samples.
-        temperature, top_p, top_k: of sampling; temperature 0 is greedy.
+        num_tasks: number of tasks from each source; 0 for all, in order.
+        samples: number of samples per task, the rounds over which pass@1 is averaged; pass@k needs
+            k.
+        protocol: protocol for all tasks: questions of files without a protocol get it, and tasks of
+            another protocol are rejected. "" uses the protocol of each task.
+        seed: seed of the sample of tasks, and of the samples.
+        temperature, top_p, top_k: sampling settings; temperature 0 is greedy.
         engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
-        agent: a program that solves the tasks, in the place of the loop of tools.
+        agent: agent program that solves the tasks instead of the default loop of tools.
         graders: how answers are graded.
-        environment: what answers the policy, beside the tools; see docs/environments.md.
-        endpoint: where the policy is served, if it does not decode on this machine.
-        best_of: who picks among samples.
-        blocked: addresses that no sample should open; they are counted (the tools refuse those of
-            their own settings).
-        last_suggestion: a sample without an answer counts by its last ``suggested_answer``, as the
-            release means to.  Like ``attempts`` above 1 and ``rollout.cut_context`` it makes a
-            figure that is no plain pass@1, and says so.
-        attempts: how often a sample may be run until it ends with an answer (release: 3).
-        retry_faults: run samples again in which a part of ours broke.
-        probe_s: seconds that each server which the run needs (policy, judge, picker, tools) has to
-            answer before the first sample; 0 begins without asking them.
+        environment: environment that answers the policy, besides the tools; see
+            docs/environments.md.
+        endpoint: endpoint of the policy, if it does not decode on this machine.
+        best_of: settings of best-of-n.
+        blocked: addresses that no sample should open; attempts are counted (the tools reject the
+            addresses in their own settings).
+        last_suggestion: whether a sample without an answer counts by its last ``suggested_answer``,
+            as the release intends. With this setting, ``attempts`` above 1 or
+            ``rollout.cut_context``, the result is not a plain pass@1, and the output says so.
+        attempts: maximum number of runs of a sample until it ends with an answer (release: 3).
+        retry_faults: whether samples that failed because of a fault are run again.
+        probe_s: seconds within which each required server (policy, judge, picker, tools) must
+            answer before the first sample; 0 skips this check.
     """
 
     tasks: Place
@@ -119,7 +121,7 @@ class EvaluateConfig(Bounded):
         for name in ("constrain", "cut_context"):
             if self.agent and getattr(self.rollout, name):
                 raise UserError(
-                    f"rollout.{name} is True: it is for the loop of tools, and agent names a "
+                    f"rollout.{name} is True: it applies to the loop of tools, but agent names a "
                     "program; leave it False"
                 )
         if self.agent and (self.endpoint or self.environment):
@@ -132,20 +134,20 @@ class EvaluateConfig(Bounded):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are drawn."""
+        """Returns the sampling settings."""
         return SamplingParams(self.temperature, self.top_p, self.top_k)
 
 
 def settings(
     config: EvaluateConfig, policy: str, tools: Mapping[str, Any], prompt: Prompt | None = None
 ) -> dict[str, Any]:
-    """On what the samples of an evaluation depend, besides their numbers.
+    """Returns the settings on which the samples of an evaluation depend, besides their numbers.
 
     Args:
         config: the evaluation.
-        policy: names the policy and its weights.
+        policy: name of the policy and its weights.
         tools: settings of the tools; JSON values.
-        prompt: how questions are put to it; None for what the config names.
+        prompt: how questions are put to the policy; None for the prompt of the config.
 
     Raises:
         UserError: the prompt that the config names cannot be read.
@@ -171,7 +173,7 @@ def settings(
 
 
 def _weightless(config: EvaluateConfig) -> dict[str, Any]:
-    """The sources of a mixture, without what does not change a sample."""
+    """Returns the sources of a mixture without fields that do not affect samples."""
     parts = parts_of(config)
     return {
         name: dataclasses.asdict(dataclasses.replace(p, weight=1.0)) for name, p in parts.items()
@@ -179,12 +181,14 @@ def _weightless(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _environment(config: EvaluateConfig) -> dict[str, Any]:
-    """On what samples depend of an environment."""
+    """Returns the settings of an environment on which samples depend."""
     return {"path": config.environment.path, "options": dict(config.environment.options)}
 
 
 def _of_agent(agent: AgentConfig) -> dict[str, Any]:
-    """On what of a program its samples depend: not on where and how many at a time."""
+    """Returns the settings of an agent program on which samples depend, without place and
+    concurrency.
+    """
     values = dataclasses.asdict(agent)
     for name in ("concurrency", "host", "port"):
         values.pop(name)
@@ -192,10 +196,10 @@ def _of_agent(agent: AgentConfig) -> dict[str, Any]:
 
 
 def load(config: EvaluateConfig) -> list[Task]:
-    """The tasks of an evaluation.
+    """Loads the tasks of an evaluation.
 
     Raises:
-        UserError: see `load_tasks`; or a task is for another protocol than ``config.protocol``.
+        UserError: see `load_tasks`; or a task has another protocol than ``config.protocol``.
     """
     parts = load_parts(config, config.split, config.num_tasks or None, config.seed, config.protocol)
     tasks = [task for part in parts.values() for task in part]
@@ -213,7 +217,7 @@ def load(config: EvaluateConfig) -> list[Task]:
 
 
 def _grading(config: EvaluateConfig) -> dict[str, Any]:
-    """On what verdicts depend: not on how many are asked for at a time, or where."""
+    """Returns the settings on which verdicts depend, without place and concurrency."""
     graders, pick = dataclasses.asdict(config.graders), dataclasses.asdict(config.best_of)
     for asked in (graders["judge"], pick):
         for name in ("attempts", "concurrency", "cache", "n"):
@@ -236,30 +240,28 @@ def evaluate(
     servers: ToolsConfig | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """Runs, grades and counts what is not there yet.
+    """Runs and grades the samples that are not finished yet, and writes the result file.
 
-    Asks every server that is needed for that whether it is there, before the first sample.
-
-    Writes the samples to the run's traces, and its result file to
-    ``evaluate/STAGE/results.json``, whose bytes are the same whether or not the process was killed
-    and started again on the way.
+    First checks that every required server answers. Writes the samples to the run's traces, and the
+    result file to ``evaluate/STAGE/results.json``. The bytes of the result file do not depend on
+    whether the process was killed and restarted.
 
     Args:
-        policy: what is measured.
-        tasks: what it is asked.
-        config: how.
+        policy: the policy.
+        tasks: the tasks.
+        config: settings of the evaluation.
         run: the run directory.
         stage: name of the results.
         about: see `settings`.
-        prompt: how questions are put to the policy; None for what the config names.
-        servers: settings of the policy's tools, to ask their servers too.
-        fresh: drop what an earlier process has left of the stage.
+        prompt: how questions are put to the policy; None for the prompt of the config.
+        servers: settings of the policy's tools, to check their servers too.
+        fresh: whether to delete the stage's results of earlier processes.
 
     Returns:
-        What the result file holds.
+        The content of the result file.
 
     Raises:
-        UserError: what the user can mend; what is finished is kept.
+        UserError: an error that the user can correct; finished samples are kept.
     """
     tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     prompt = prompt or load_prompt(config.rollout.prompt_style)
@@ -270,14 +272,14 @@ def evaluate(
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
 
     def wanted(attempt: int) -> list[Wanted]:
-        """Samples that have to be run, for which this is their next attempt."""
+        """Returns the samples whose next attempt is this one."""
         return [
             Wanted(index, task, numbers, messages_of(task, prompt), attempt)
             for index, task in enumerate(tasks)
             if (numbers := journal.wanted(task.id, config.samples, config.attempts, attempt))
         ]
 
-    bars: list[Bar] = []  # of the progress, which begins when the policy is loaded
+    bars: list[Bar] = []  # the progress bar starts when the policy is loaded
 
     def begin(attempt: int) -> AsyncGenerator[Trajectory, None] | None:
         samples = wanted(attempt)
@@ -289,7 +291,7 @@ def evaluate(
     if left < total:
         print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
     _check_ready(config, tasks, journal, open_now, servers)
-    # The first one outside of the event loop: a policy may take its time to be loaded.
+    # The first one is requested outside of the event loop, since loading a policy may take long.
     streams = itertools.chain([begin(0)], map(begin, range(1, config.attempts)))
     with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
         bars.append(bar)
@@ -317,13 +319,13 @@ def evaluate_model(
     servers: ToolsConfig | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """`evaluate` of a model that decodes on this machine.
+    """`evaluate` for a model that decodes on this machine.
 
     Args:
         path: Hugging Face directory.
         tasks, config, run, stage, servers, fresh: see `evaluate`.
         tools: live tools.
-        tool_settings: settings of them on which answers depend.
+        tool_settings: settings of the tools on which answers depend.
     """
     prompt = load_prompt(config.rollout.prompt_style, path)
     environments = Environments(config.environment, prompt) if config.environment else None
@@ -343,7 +345,9 @@ def _check_ready(
     wanted: Sequence[Wanted],
     servers: ToolsConfig | None,
 ) -> None:
-    """Refuses to begin without what is left to do needs; says which answers no judge will see."""
+    """Raises an error if a requirement of the remaining work is missing; prints which answers get
+    no judge.
+    """
     groups, chats = measured(tasks, journal.samples, config.samples), {}
     ungraded = [g.task for g in groups if any(not s.broken and s.value is None for s in g.samples)]
     graded = list({task.id: task for task in (*(one.task for one in wanted), *ungraded)}.values())
@@ -363,9 +367,9 @@ def _check_ready(
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
     if unseen and not config.graders.judge:
         print(
-            f"{journal.folder.name}: {unseen} tasks are meant for a judge, and there is none "
-            f"(config.graders.judge.chat.url): {config.graders.answer} grades their answers, which "
-            "is another measure",
+            f"{journal.folder.name}: {unseen} tasks request a judge, but none is configured "
+            f"(config.graders.judge.chat.url): {config.graders.answer} grades their "
+            "answers instead, which is another measure",
             flush=True,
         )
 
@@ -379,12 +383,12 @@ async def _finish(
     journal: Journal,
     tick: Callable[[], None],
 ) -> dict[str, str]:
-    """Takes samples as they end, grades them while others still run, and compares them.
+    """Collects samples as they end, grades them concurrently, and compares them.
 
-    Of a stream of samples the next one is begun when the last one has ended.
+    The next stream of samples starts when the previous one has ended.
 
     Returns:
-        What `choose` returns.
+        The result of `choose`.
     """
     by_id = {task.id: task for task in tasks}
     grading: set[asyncio.Task[None]] = set()
@@ -396,7 +400,7 @@ async def _finish(
     def begin(key: Key) -> None:
         sample = journal.samples[key]
         if sample.wanted(config.attempts):
-            return  # it will have another attempt
+            return  # the sample gets another attempt
         if sample.broken:
             journal.grade(key, Reward(None))
         elif sample.value is None:

@@ -1,4 +1,4 @@
-"""What results are made of: graded samples without their texts."""
+"""The data of results: graded samples without their texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coa_jax.trajectory import (
 )
 
 Key = tuple[str, int]
-"""Which sample: the task's id, and the sample's number."""
+"""Key of a sample: task id and sample number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +27,20 @@ class Sample:
     """A sample of a task.
 
     Attributes:
-        task_id: the task.
-        number: which of its samples, from 0.
-        answer: what was answered, or None.
-        stop: why it ended, see `StopReason`.
-        broken: whether a part of ours broke, so that it says nothing about the policy.
-        format_valid: whether the policy kept to its protocol.
-        tokens: that the policy wrote.
-        length: tokens of the whole, prompt and observations included.
+        task_id: id of the task.
+        number: number of the sample, from 0.
+        answer: answer of the policy, or None.
+        stop: stop reason, see `StopReason`.
+        broken: whether a fault of our own components ended it, so that it does not measure the
+            policy.
+        format_valid: whether the policy obeyed its protocol.
+        tokens: number of tokens that the policy wrote.
+        length: tokens of the whole trajectory, including prompt and observations.
         calls: (tool, outcome) of each call.
-        blocked: calls that named an address of the block list.
-        shown: observations that showed a question of the benchmark.
-        value: what a grader gave, None where there is no grade.
-        attempts: how often it was run; tokens, length, calls and contacts are those of all.
+        blocked: number of calls with a blocked address.
+        shown: number of observations that contained a question of the benchmark.
+        value: grade, None if there is none.
+        attempts: number of runs; tokens, length, calls and contacts are summed over all of them.
     """
 
     task_id: str
@@ -57,26 +58,26 @@ class Sample:
     attempts: int = 1
 
     def wanted(self, attempts: int) -> bool:
-        """Whether it shall be run again, of so many attempts in all."""
+        """Returns whether the sample must be run again, given the maximum number of attempts."""
         return self.answer is None and not self.broken and self.attempts < attempts
 
     @property
     def key(self) -> Key:
-        """Which sample it is."""
+        """Key of the sample."""
         return self.task_id, self.number
 
     @property
     def solved(self) -> bool:
-        """Whether it was graded as right."""
+        """Whether the sample was graded as right."""
         return self.value == 1.0
 
     def graded(self, reward: Reward | None) -> Sample:
-        """The same with its grade; what broke has none."""
+        """Returns the sample with its grade; a broken sample gets none."""
         value = None if self.broken or reward is None else reward.value
         return dataclasses.replace(self, value=value)
 
     def to_json(self) -> dict[str, Any]:
-        """What a result file says of it: neither its answer nor any other text."""
+        """Returns the fields for a result file, without the answer or any other text."""
         return {
             "value": self.value,
             "stop": self.stop,
@@ -92,7 +93,7 @@ class Sample:
         }
 
     def after(self, earlier: Mapping[str, Any]) -> Sample:
-        """The same with the costs of earlier attempts, as `costs` gave them."""
+        """Returns the sample with the costs of earlier attempts (from `costs`) added."""
         return dataclasses.replace(
             self,
             tokens=self.tokens + earlier["tokens"],
@@ -104,32 +105,33 @@ class Sample:
         )
 
     def costs(self) -> dict[str, Any]:
-        """What it took so far; JSON values."""
+        """Returns the costs of the sample so far, as JSON values."""
         names = ("tokens", "length", "calls", "blocked", "shown", "attempts")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A task with those of its samples that are finished, by their numbers."""
+    """A task with its finished samples, in the order of their numbers."""
 
     task: Task
     samples: tuple[Sample, ...]
 
     @property
     def values(self) -> list[float]:
-        """Grades; samples without one are left out."""
+        """Grades of the samples, without ungraded ones."""
         return [sample.value for sample in self.samples if sample.value is not None]
 
     @property
     def solved(self) -> list[bool]:
-        """Of each graded sample whether it was right."""
+        """Whether each graded sample is right."""
         return [sample.solved for sample in self.samples if sample.value is not None]
 
 
 def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sample:
-    """What of a trajectory the results need; its grade, if it has one, included."""
-    # Of a policy behind an endpoint, which tells no tokens; a task's own metadata may say anything.
+    """Extracts the data of a sample from a trajectory, including its grade if there is one."""
+    # Set by a policy behind an endpoint, which has no token ids; a task's own metadata cannot
+    # override it.
     usage = {} if len(trajectory.tokens) else trajectory.metadata.get("usage") or {}
     faults = any(call.outcome == "fault" for call in trajectory.tool_calls)
     ours = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED)
@@ -171,7 +173,13 @@ def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
 
 
 def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) -> list[Measured]:
-    """The tasks with the first ``numbers`` of their samples, as far as they are there."""
+    """Groups samples by task.
+
+    Args:
+        tasks: the tasks.
+        samples: finished samples by key.
+        numbers: number of samples per task; samples with higher numbers are ignored.
+    """
     return [
         Measured(
             task,

@@ -1,7 +1,7 @@
-"""What several samples of a task are worth: majority vote, and best-of-n picked by a model.
+"""Test-time scaling with several samples per task: majority vote, and best-of-n picked by a model.
 
-The paper's best-of-3 lets Qwen2.5-72B-Instruct choose among three trajectories (§5.3); how it is
-asked is not published, the wording here is ours.
+The paper's best-of-3 lets Qwen2.5-72B-Instruct choose among three trajectories (§5.3). Its prompt
+is not published; the wording here is ours.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ a mistake. Write one JSON object and nothing else, with a NUMBER from 1 to {n}:
 
 @dataclasses.dataclass(frozen=True)
 class PickConfig(Bounded):
-    """Best-of-n.
+    """Settings of best-of-n.
 
     Attributes:
         n: the first n samples of a task are compared; 0 for no comparison.
-        chat: the model that picks.
-        attempt_chars: characters of an attempt that it reads: the beginning and, twice as much,
-            the end.
-        observation_chars: characters of an observation in it.
-        attempts: how often a choice is asked for when what comes back is none.
-        concurrency: choices at a time.
+        chat: model that picks.
+        attempt_chars: number of characters of a sample that the model reads: the beginning and,
+            twice as many, the end.
+        observation_chars: number of characters of an observation in it.
+        attempts: maximum number of requests for a choice if replies are invalid.
+        concurrency: number of concurrent choices.
     """
 
     n: Annotated[int, Between(2, MAX_INT, also=(0,))] = 0
@@ -80,17 +80,17 @@ class PickConfig(Bounded):
 
 
 class UnsureError(Exception):
-    """A vote cannot be taken, or a choice made, now; the text says why."""
+    """A vote or a choice is not possible at present; the text says why."""
 
 
 # --- best of n -----------------------------------------------------------------------------
 
 
 async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
-    """Index of the attempt that a model picks.
+    """Returns the index of the sample that a model picks.
 
-    Attempts are shown in an order that depends on the task, so that no number of a sample is
-    favoured.  Where no more than one answer was given there is nothing to ask.
+    The samples are shown in an order that depends on the task, so no sample number is favoured. If
+    all samples gave the same answer, the model is not asked.
 
     Raises:
         UnsureError: the model makes no choice.
@@ -113,7 +113,7 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": prompt}]
         try:
             choice = parse_choice(await chat(config.chat, messages), len(order))
-        except FetchError as error:  # `chat` has tried again already
+        except FetchError as error:  # `chat` has retried already
             raise UnsureError(f"{config.chat.url}: {error.message}") from error
         if choice is not None:
             return order[choice - 1]
@@ -121,7 +121,9 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
 
 
 def attempt_text(config: PickConfig, trajectory: Trajectory) -> str:
-    """An attempt as the model reads it: long observations, and a long middle, are cut."""
+    """Returns a sample as text for the model; long observations, and a long middle, are
+    truncated.
+    """
     parts = []
     for span in trajectory.segments:
         seen = span.author == Author.ENVIRONMENT
@@ -137,7 +139,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def parse_choice(text: str, n: int) -> int | None:
-    """The choice of an answer in exactly the agreed form, fenced or bare; else None."""
+    """Parses the choice from a reply of exactly the specified form, fenced or bare; else None."""
     text = _THINK.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
     fenced = _FENCE.fullmatch(text)
     try:
@@ -155,16 +157,22 @@ def parse_choice(text: str, n: int) -> int | None:
 
 
 def can_vote(task: Task) -> bool:
-    """Whether answers of a task can be equal; programs are not compared with each other."""
+    """Returns whether answers of a task can be compared; programs cannot."""
     return task.metadata.get("grader") != "code"
 
 
 async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
-    """Number of the sample whose answer most of the samples give; None if none has an answer.
+    """Returns the number of the sample with the most frequent answer; None if no sample has an
+    answer.
 
-    Two answers are equal if the task's own grader takes one for right where the other is the gold
-    answer: mathematics by value, judged answers by the judge.  Of answers with as many votes the
-    one that was given first wins.
+    Two answers are equal if the task's own grader accepts one with the other as gold answer:
+    mathematics by value, judged answers by the judge. Of equally frequent answers, the one given
+    first wins.
+
+    Args:
+        graders: compare answers.
+        task: the task.
+        samples: the samples.
 
     Raises:
         UnsureError: the grader gave no verdict about two answers.
@@ -182,7 +190,7 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
             clusters.append([sample])
     if not clusters:
         return None
-    return max(clusters, key=len)[0].number  # the first of those that are largest
+    return max(clusters, key=len)[0].number  # the first of the largest clusters
 
 
 async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
@@ -190,7 +198,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
         return True
     for gold, answer in ((first, second), (second, first)):
         asked = dataclasses.replace(task, gold=(opened(task, gold) or gold,))
-        if task.metadata.get("scorer") == "reasoning_gym":  # its scorer knows one gold answer
+        if task.metadata.get("scorer") == "reasoning_gym":  # accepts only the gold answer
             asked = dataclasses.replace(asked, metadata={})
         value = (await graders.grade(asked, _answering(asked, answer))).value
         if value is None:
@@ -201,7 +209,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
 
 
 def _answering(task: Task, answer: str) -> Trajectory:
-    """A trajectory that does nothing but answer."""
+    """Returns a trajectory that consists only of an answer."""
     text = f"<answer>{answer}</answer>"
     return Trajectory(
         task_id=task.id,
@@ -230,14 +238,14 @@ def scaling(
     verdicts: Mapping[str, Any],
     reasons: Mapping[str, str],
 ) -> dict[str, Any]:
-    """pass@1 of the samples that were chosen; a task without a choice or a grade is ungraded.
+    """Returns pass@1 of the chosen samples; a task without a choice or a grade is ungraded.
 
     Args:
         groups: the tasks with their samples.
-        numbers: samples of a task.
-        best_of: how many of them were compared, 0 for none.
-        verdicts: by `vote_name` and `pick_name` the number of the sample that was chosen.
-        reasons: by the same names why none was chosen, see `choose`.
+        numbers: number of samples per task.
+        best_of: number of samples that were compared, 0 for none.
+        verdicts: name (`vote_name`, `pick_name`) -> number of the chosen sample.
+        reasons: name -> reason why none was chosen, see `choose`.
     """
     found = {}
     if numbers > 1 and any(can_vote(group.task) for group in groups):
@@ -250,12 +258,12 @@ def scaling(
 
 
 def vote_name(group: Measured) -> str:
-    """What the vote over these samples is called in the journal."""
+    """Returns the name of the vote over these samples in the journal."""
     return f"vote/{group.task.id}/{_numbers(group.samples)}"
 
 
 def pick_name(group: Measured, n: int) -> str:
-    """What the choice among the first n samples is called in the journal."""
+    """Returns the name of the choice among the first n samples in the journal."""
     return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
 
 
@@ -278,7 +286,7 @@ def _chosen(
             continue
         sample = next((s for s in group.samples if s.number == made["sample"]), None)
         if made["sample"] is None:
-            values.append([False])  # nobody answered
+            values.append([False])  # no sample has an answer
         elif sample is not None and sample.value is not None:
             values.append([sample.solved])
         else:
@@ -295,19 +303,19 @@ async def choose(
     read: Callable[[Sample], Trajectory],
     say: Callable[[str, Any], None],
 ) -> dict[str, str]:
-    """Takes the votes and makes the choices that are not made yet.
+    """Makes the votes and choices that are still missing.
 
     Args:
-        config: of best-of-n.
-        graders: who says which answers are equal.
+        config: settings of best-of-n.
+        graders: compare answers.
         groups: the tasks with all of their samples.
-        numbers: samples of a task.
-        verdicts: what was said already.
-        read: gives the text of a sample.
-        say: keeps ``{"sample": number}``; nothing is kept where no choice is made.
+        numbers: number of samples per task.
+        verdicts: existing verdicts.
+        read: returns the trajectory of a sample.
+        say: stores ``{"sample": number}``; nothing is stored without a choice.
 
     Returns:
-        By `vote_name` and `pick_name`, why no choice was made.
+        Name (`vote_name`, `pick_name`) -> reason why no choice was made.
     """
     turns = asyncio.Semaphore(config.concurrency)
     reasons: dict[str, str] = {}

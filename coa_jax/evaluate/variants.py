@@ -1,26 +1,26 @@
-"""The variants of an evaluation's config: one name of each group, separated by commas."""
+"""Variants of an evaluation's config: one name from each group, separated by commas."""
 
 from __future__ import annotations
 
 from coa_jax.errors import UserError
 
 SIZES = ("", "debug")
-"""The group of names of a config that also has a small form."""
+"""Names for configs that also have a small (debug) form."""
 
 
 def parse_variants(argument: str | None, *groups: tuple[str, ...]) -> tuple[str, ...]:
-    """Reads what stands behind the colon of ``--config=FILE.py:VARIANTS``.
+    """Parses the text after the colon of ``--config=FILE.py:VARIANTS``.
 
     Args:
         argument: names in any order, or None.
-        groups: names of which one is chosen, the first if none is given; a first name of "" means
-            that none needs to be chosen.
+        groups: groups of names. One name of each is chosen, by default the first; a first name of
+            "" means that none needs to be chosen.
 
     Returns:
         The chosen name of each group.
 
     Raises:
-        UserError: a name is unknown, or two of a group are given.
+        UserError: a name is unknown, or two names of a group are given.
     """
     names = [name.strip() for name in (argument or "").split(",") if name.strip()]
     chosen = []

@@ -27,14 +27,14 @@ from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_token
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A policy.
+    """A policy: architecture, parameters and tokenizer.
 
     Attributes:
-        config: its architecture.
-        params: its stacked parameters; empty where only the description was read.
-        tokenizer: its tokenizer; a `MissingTokenizer`, which can be saved but not used, where
-            its files have none.
-        card: how it was asked in training, see `model.card`; empty where nobody says so.
+        config: the architecture.
+        params: the parameters, stacked over layers; empty if only the description was read.
+        tokenizer: the tokenizer. If the model has no tokenizer files, a `MissingTokenizer`, which
+            can be saved but not used.
+        card: how the policy was prompted in training, see `model.card`; empty if unknown.
     """
 
     config: ModelConfig
@@ -49,15 +49,15 @@ def load_model(
     """Loads a Hugging Face directory (safetensors) or a GGUF file.
 
     Args:
-        path: a directory with ``config.json``, safetensors and, where the tokenizer is used,
-            its files; a ``.gguf`` file; or a directory with one such file.
-        dtype: of the parameters, ``"float32"`` or ``"bfloat16"``.  float32 holds bfloat16,
+        path: a directory with ``config.json``, safetensors and, if the tokenizer is used, the
+            tokenizer files; a ``.gguf`` file; or a directory with one such file.
+        dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 holds bfloat16,
             float16 and dequantised weights without loss.
-        mesh: where to place the parameters, by the training rules of
+        mesh: mesh on which the parameters are placed, by the training rules of
             :mod:`coa_jax.parallel.mesh`; None for the default device.
 
     Raises:
-        UserError: anything wrong with the files; the message names the file, key or tensor.
+        UserError: the files cannot be used; the message names the file, key or tensor.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
@@ -68,18 +68,18 @@ def load_model(
 
 
 def describe_model(path: str | Path) -> Model:
-    """A model as :func:`load_model` returns it, but without parameters; no weight is read."""
+    """Loads a model like :func:`load_model`, but without parameters; reads no weights."""
     return _described(Path(path), *_source(Path(path)))
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """The float32 parameters of a model; see :func:`load_model`."""
+    """Loads the float32 parameters of a model; see :func:`load_model`."""
     source, config = _source(Path(path))
     return load_params(source, config, jnp.float32, shardings(config, mesh))
 
 
 def _source(path: Path) -> tuple[TensorSource, ModelConfig]:
-    """Where the weights of a model are, and its architecture."""
+    """Opens the weights of a model; returns the tensor source and the architecture."""
     gguf = gguf_file(path)
     if gguf is not None:
         file = GgufFile(gguf)
@@ -112,18 +112,19 @@ def _logits(
 
 
 def logits(model: Model, tokens: Any) -> jax.Array:
-    """Next-token logits of whole sequences.
+    """Computes next-token logits for whole sequences.
 
     Args:
         model: see :func:`load_model`.
         tokens: ids ``[batch, length]``: an array or nested lists of equal length.
 
     Returns:
-        float32 ``[batch, length, vocab]``; row t is about token t + 1.  Products run in the
+        float32 ``[batch, length, vocab]``; position t predicts token t + 1. Matmuls run in the
         dtype of the parameters.
 
     Raises:
-        UserError: not two-dimensional, empty, not integers, or an id outside the vocabulary.
+        UserError: ``tokens`` is not two-dimensional, is empty, is not of integers, or has an id
+            outside the vocabulary.
     """
     try:
         ids = np.asarray(tokens)
@@ -155,18 +156,20 @@ def save_model(
 ) -> None:
     """Writes a directory that transformers, vLLM and :func:`load_model` read.
 
-    It holds ``config.json``, ``generation_config.json``, safetensors (several with an index
-    where one would exceed ``max_shard_bytes``), the model's card and the files of its tokenizer,
-    which also says the ids that end a generation; both only where the model has them.  The
-    directory appears complete or not at all.  With several processes, all of them call this and
-    the first writes.
+    The directory holds ``config.json``, ``generation_config.json`` and safetensors (several files
+    with an index if one would exceed ``max_shard_bytes``). If the model has a card and a tokenizer,
+    their files are written too; the tokenizer defines the ids that end a generation. The directory
+    appears complete or not at all. With several processes, all of them call this function and the
+    first writes.
 
     Args:
-        model: to save; values are not changed unless ``dtype`` is narrower.
+        model: model to save. Values change only if ``dtype`` is narrower than the parameters'
+            dtype.
         path: directory to create.
-        dtype: of the saved tensors; None for that of the parameters.
-        max_shard_bytes: bound on the tensors of one file; a larger tensor has its own.
-        overwrite: whether to replace a model that is there.
+        dtype: dtype of the saved tensors; None for the dtype of the parameters.
+        max_shard_bytes: maximum size of a file's tensors in bytes; a larger tensor has its own
+            file.
+        overwrite: whether to replace a model that exists at ``path``.
 
     Raises:
         UserError: the directory is not empty, or cannot be written (permissions, full disk).

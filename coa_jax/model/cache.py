@@ -1,14 +1,14 @@
-"""Keys and values of earlier tokens, in pages of positions.
+"""The KV cache: keys and values of earlier tokens, stored in pages of positions.
 
 Shape letters: B sequences, T new tokens, P pages, S positions of a page, C pages of a sequence, N
 key/value heads, G query heads per key/value head, K head width.
 
-A sequence's table says which page holds its positions ``0 .. S - 1``, which one the next S, and so
-on; sequences with the same beginning may name the same pages.  Attention walks over the pages of
-all sequences in step, as far as the longest one reaches, and folds each page into a running
-softmax.  What a page adds depends on its own sequence alone, and a page beyond a sequence's end
-adds exactly nothing: the numbers of a sequence depend neither on the other sequences of the batch
-nor on where its pages lie.
+The page table of a sequence names the page of its positions ``0 .. S - 1``, the page of the next S
+positions, and so on. Sequences with the same beginning may share pages. Attention iterates over the
+pages of all sequences in parallel, up to the last page of the longest sequence, and folds each page
+into a running softmax. The contribution of a page depends on its own sequence alone, and a page
+beyond a sequence's end contributes exactly nothing. So the numerical results of a sequence depend
+neither on the other sequences of the batch nor on the numbers of its pages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from coa_jax.model.config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """Pages of one layer; one buffer per layer and part, so that a write never copies the others.
+    """Pages of one layer. Every layer and part has its own buffer, so a write never copies the
+    others.
 
     Attributes:
-        keys: ``[P, N, K, S]``, values: ``[P, N, S, K]``: the layouts in which one token's product
-            with either reads memory in order (on CPUs twice as fast as keys like values).
-        key_scales, value_scales: float32 ``[P, N, S]`` of int8 keys and values, else None.
+        keys: ``[P, N, K, S]``, values: ``[P, N, S, K]``. With these layouts the product of one
+            token with either reads memory in order (on CPUs twice as fast as keys laid out like
+            values).
+        key_scales, value_scales: float32 ``[P, N, S]`` for int8 keys and values, else None.
     """
 
     keys: jax.Array
@@ -44,22 +46,22 @@ LayerPages = LayerCache | paged.Pages
 
 
 class Cache(NamedTuple):
-    """Pages of all layers, and where the sequences of this call have theirs.
+    """Pages of all layers, and the page tables of the sequences in this call.
 
     Attributes:
-        layers: those of each layer.
-        table: int32 ``[B, C]``, pages in the order of their positions.  What stands behind a
-            sequence's last page does not matter, so long as it is the number of some page.
+        layers: pages of each layer.
+        table: int32 ``[B, C]``, pages in the order of their positions. Entries after a sequence's
+            last page may be any valid page number.
     """
 
     layers: tuple[LayerPages, ...]
     table: jax.Array
 
     def attention(self, pages: LayerPages, positions: jax.Array, compute: Compute) -> Attend:
-        """Attention of one layer, which first writes the new keys and values to its pages.
+        """Returns the attention function of one layer; it first writes the new keys and values.
 
         Args:
-            pages: of the layer.
+            pages: pages of the layer.
             positions: int32 ``[B, T]``.
             compute: the implementation whose layout the pages have.
         """
@@ -74,7 +76,9 @@ class Cache(NamedTuple):
 
 
 def cache_size(compute: Compute, cache: Cache) -> int:
-    """Positions that a sequence may have; a token at or beyond that is padding."""
+    """Returns the number of positions of a sequence; a token at or beyond this position is
+    padding.
+    """
     first = cache.layers[0]
     if isinstance(first, LayerCache):
         return cache.table.shape[1] * first.values.shape[2]
@@ -82,16 +86,21 @@ def cache_size(compute: Compute, cache: Cache) -> int:
 
 
 def page_axis(compute: Compute) -> int:
-    """The axis of all buffers of a layer along which its pages lie."""
+    """Returns the page axis, which all buffers of a layer share."""
     return 1 if compute.attention == "pallas_gpu" else 0
 
 
 def layer_axes(
     config: ModelConfig, compute: Compute, tensor: int
 ) -> tuple[str | None, str | None, str | None, str | None]:
-    """Logical axes of the buffers of a layer; of scales, which have fewer, the first ones.
+    """Returns the logical axes of a layer's buffers; scales have fewer axes and use the first ones.
 
-    Heads that ``tensor`` devices cannot split stay together, whatever axis they are part of.
+    Heads that cannot be divided among ``tensor`` devices stay together, whichever axis they are in.
+
+    Args:
+        config: the architecture.
+        compute: the implementation whose layout the pages have.
+        tensor: size of the mesh axis ``tensor``.
     """
     heads = None if config.num_kv_heads % tensor else "kv_heads"
     if compute.attention == "xla":
@@ -106,7 +115,15 @@ def init_layers(
     dtype: Any = jnp.float32,
     compute: Compute = REFERENCE,
 ) -> tuple[LayerPages, ...]:
-    """Empty pages of all layers in an implementation's layout; of ``int8`` also their scales."""
+    """Returns empty pages of all layers in the layout of an implementation.
+
+    Args:
+        config: the architecture.
+        pages: number of pages, P.
+        page_size: positions of a page, S.
+        dtype: dtype of keys and values; ``int8`` adds their scales.
+        compute: the implementation whose layout the pages have.
+    """
     heads, width = config.num_kv_heads, config.head_dim
 
     def layer() -> LayerPages:
@@ -131,9 +148,14 @@ def write(
     positions: jax.Array,
     compute: Compute,
 ) -> LayerPages:
-    """Puts new keys and values ``[B, T, N, K]`` at their positions ``[B, T]``.
+    """Writes new keys and values to the pages; positions outside the cache are dropped.
 
-    Those outside the cache are dropped.
+    Args:
+        layer: pages of the layer.
+        table: int32 ``[B, C]``, pages of each sequence.
+        k, v: new keys and values ``[B, T, N, K]``.
+        positions: int32 ``[B, T]``.
+        compute: the implementation whose layout the pages have.
     """
     if not isinstance(layer, LayerCache):
         return paged.write_pages(compute.attention, layer, table, k, v, positions)
@@ -160,7 +182,9 @@ def write(
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Vectors of the last axis as int8 and one float32 factor each: ``int8 * factor`` is near x."""
+    """Quantises vectors along the last axis to int8 with one float32 scale each: x ≈ int8 *
+    scale.
+    """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-30) / 127.0
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
@@ -169,17 +193,17 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def attend_to(
     layer: LayerPages, q: jax.Array, table: jax.Array, positions: jax.Array, compute: Compute
 ) -> jax.Array:
-    """Attention of new tokens to all positions up to their own.
+    """Computes the attention of new tokens to all positions up to their own.
 
     Args:
         layer: pages that already hold the keys and values of the new tokens.
         q: ``[B, T, N, G, K]``.
-        table: int32 ``[B, C]``.
-        positions: int32 ``[B, T]``; the result of a token outside the cache means nothing.
+        table: int32 ``[B, C]``, pages of each sequence.
+        positions: int32 ``[B, T]``; results of tokens outside the cache are meaningless.
         compute: the implementation whose layout the pages have.
 
     Returns:
-        float32, like q.
+        float32, the shape of q.
     """
     if not isinstance(layer, LayerCache):
         return paged.attend_paged(compute, q, layer, table, positions)

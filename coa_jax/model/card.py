@@ -1,7 +1,7 @@
-"""The card of a policy, ``agent.json`` in its directory: how the policy was asked in training.
+"""The card of a policy, ``agent.json`` in its directory: how the policy was prompted in training.
 
-The model code carries a card along and does not look into it; `coa_jax.tasks.prompts` writes it and
-reads it.
+The model code stores and copies the card without interpreting it; `coa_jax.tasks.prompts` writes
+and reads its content.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ CARD = "agent.json"
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
-    """Returns the card of a model directory, empty where there is none.
+    """Returns the card of a model directory, empty if there is none.
 
-    Protocols of tools that the training of the model has left there are known from now on.
+    Also registers the protocols that the training run of the model stored there.
 
     Raises:
-        UserError: the card cannot be read, or is no JSON object.
+        UserError: the card cannot be read, or is not a JSON object.
     """
     find_protocols(path)
     file = Path(path) / CARD

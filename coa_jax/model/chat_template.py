@@ -1,8 +1,8 @@
-"""Rendering a model's chat template in a process of its own, with bounds on time and memory.
+"""Renders a model's chat template in a separate process, with bounds on time and memory.
 
-A chat template is a program in Jinja that comes with a model.  Jinja's sandbox keeps it from the
-interpreter, but not from loops without end or from texts that fill the memory.  The environment
-is that of transformers: its options, filters and global names.
+A chat template is a Jinja program that comes with a model. Jinja's sandbox protects the
+interpreter, but does not stop endless loops or texts that fill the memory. The environment is that
+of transformers: its options, filters and global names.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TEMPLATE = (
 )
 """ChatML, the template of Qwen and of policies that start from nothing."""
 
-_SECONDS = 5  # of one CPU; real templates take milliseconds
-_WAIT_S = 120.0  # on a machine that is busy
+_SECONDS = 5  # CPU time; real templates take milliseconds
+_WAIT_S = 120.0  # wall time, generous for a busy machine
 _MEMORY = 1 << 30
 _LONGEST = 1 << 20
 
@@ -31,15 +31,15 @@ class ChatTemplateError(Exception):
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-    """The text of a conversation, with the opening of the assistant's turn.
+    """Renders a conversation up to the opening of the assistant's turn.
 
     Args:
         template: a Jinja template.
-        messages: ``role`` and ``content`` of each turn, and ``tool_calls`` where it has some.
+        messages: ``role`` and ``content`` of each turn, and ``tool_calls`` where a turn has some.
         names: further names that the template may use, such as ``bos_token``; JSON values.
 
     Raises:
-        ChatTemplateError: the template is no Jinja, fails, or needs too much time or memory.
+        ChatTemplateError: the template is not valid Jinja, fails, or needs too much time or memory.
     """
     names = {**names, "messages": list(messages)}
     asked = {"template": template, "names": names, "seconds": _SECONDS}
@@ -63,7 +63,7 @@ def _environment() -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks the assistant's text for transformers; its body is kept."""
+        """Accepts ``{% generation %}`` blocks, a mark of transformers, and renders their bodies."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
@@ -103,7 +103,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _main() -> None:
-    """The process: limits, a request on stdin, an answer on stdout."""
+    """Runs the process: sets limits, reads a request from stdin, writes the answer to stdout."""
     asked = json.loads(sys.stdin.read())
     resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"] + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

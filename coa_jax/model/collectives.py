@@ -1,16 +1,16 @@
-"""Matmuls of a layer on a mesh, by sharding constraints or with collectives that are written out.
+"""Matmuls of a layer on a mesh, with sharding constraints or with explicit collectives.
 
-Between two matmuls each device has its part of the rows' tokens and of the kernels.  A matmul that
-widens (queries, keys and values; gate and up) needs the tokens of a tensor group and gives each of
-its devices a part of the outputs.  A matmul that narrows (out, down) gives partial sums of all
-tokens, of which each device wants those of its own tokens.  Gradients take the same way back, and
-gradients of kernels are sums over all rows, of which each device wants its part.
+Between two matmuls each device holds a part of the rows' tokens and of the kernels. A matmul that
+widens (queries, keys and values; gate and up) needs all tokens of a tensor group and gives each
+device of the group a part of the outputs. A matmul that narrows (out, down) gives partial sums for
+all tokens, of which each device needs those of its own tokens. Gradients travel the same way back.
+Gradients of kernels are sums over all rows, of which each device needs its part.
 
-`compiler` states where arrays lie and leaves the collectives to XLA.  `manual` writes the
-collectives out, because XLA for TPUs adds up everything on every device and discards most of it, or
-lets the next matmul wait: those over ``tensor`` as in "Reducing Activation Recomputation in Large
-Transformer Models" (arXiv 2205.05198, section 4.2.2), those over ``fsdp`` as in "ZeRO" (arXiv
-1910.02054, stage 3).
+The strategy `compiler` states the shardings and leaves the collectives to XLA. The strategy
+`manual` writes the collectives explicitly, because XLA for TPUs adds up everything on every device
+and discards most of it, or makes the next matmul wait. Its collectives over ``tensor`` follow
+"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, section 4.2.2),
+those over ``fsdp`` follow "ZeRO" (arXiv 1910.02054, stage 3).
 
 Shape letters: B rows, T tokens, D hidden, K contracted.
 """
@@ -32,18 +32,19 @@ from coa_jax.model.ops import product
 from coa_jax.parallel.mesh import gather, sharding_for
 
 STREAM = ("batch", "length", None)
-"""Logical axes of the residual stream.  XLA would otherwise split it along D, as the kernels are,
-and add up partial logits of all devices."""
+"""Logical axes of the residual stream. Without them XLA would shard it along D, like the kernels,
+and add up partial logits of all devices.
+"""
 
 Axes = tuple[str | None, ...]
 
 
 def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute) -> jax.Array:
-    """``x [B, T, *I]`` times a kernel of a training mesh, float32 ``[B, T, *O]``.
+    """Multiplies ``x [B, T, *I]`` by a kernel on a training mesh; returns float32 ``[B, T, *O]``.
 
     Args:
-        x: split as `STREAM` where I is D, else as the kernel's input axes.
-        w: ``[*I, *O]``, split as ``axes`` say; I or O is D.
+        x: activations, sharded as `STREAM` where I is D, else like the kernel's input axes.
+        w: kernel ``[*I, *O]``, sharded by ``axes``; I or O is D.
         axes: logical names of the kernel's axes.
         inputs: number of axes of I.
         compute: mesh, strategy and dtype.
@@ -63,18 +64,18 @@ def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute
     return compute.constrain(y, "batch", None, *split_axes)
 
 
-# --- how things are split ------------------------------------------------------------------
+# --- sharding of the operands -------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How the operands of a product lie; static.
+    """The sharding of a matmul's operands; static.
 
     Attributes:
         mesh: the devices.
-        dtype: of the operands.
-        rows: mesh axes of the batch.
-        weight: mesh axis of each axis of the weight.
+        dtype: dtype of the matmul operands.
+        rows: mesh axes over which the batch is sharded.
+        weight: mesh axis of each axis of the weight, None for unsharded axes.
     """
 
     mesh: Mesh
@@ -83,35 +84,47 @@ class _Split:
     weight: tuple[str | None, ...]
 
     def tokens(self, *rest: str | None) -> PartitionSpec:
-        """Of an array ``[B, T, ...]``."""
+        """Returns the partition spec of an array ``[B, T, ...]``."""
         return PartitionSpec(self.rows, *rest)
 
     @property
     def stored(self) -> PartitionSpec:
-        """Of the weight as the device keeps it."""
+        """Returns the partition spec of the weight as it is stored."""
         return PartitionSpec(*self.weight)
 
     @property
     def whole(self) -> PartitionSpec:
-        """Of the weight as it is multiplied: whole but for the tensor group."""
+        """Returns the partition spec of the weight as it is multiplied: sharded over ``tensor``
+        only.
+        """
         return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.weight))
 
     def run(self, function: Any, ins: Any, outs: Any, *arguments: jax.Array) -> Any:
-        """Calls a function on each device with its parts."""
-        # What all devices of a tensor group have gathered counts as varying over it.
+        """Calls a function on each device with the device's shards of the arguments (`shard_map`).
+
+        Args:
+            function: function of the shards.
+            ins: partition specs of the arguments.
+            outs: partition specs of the results.
+            *arguments: global arrays.
+        """
+        # JAX treats values that all devices of a tensor group have gathered as varying over the
+        # group.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False
         )(*arguments)
 
     def gather_weight(self, w: jax.Array) -> jax.Array:
-        """A device's part of the weight -> what it multiplies."""
+        """Gathers a device's shard of the weight to the part that the device multiplies."""
         w = w.astype(self.dtype)
         if "fsdp" not in self.weight:
             return w
         return jax.lax.all_gather(w, "fsdp", axis=self.weight.index("fsdp"), tiled=True)
 
     def scatter_weight(self, dw: jax.Array) -> jax.Array:
-        """The gradient from a device's rows -> the gradient of its part from all rows."""
+        """Sums the weight gradients of all devices' rows; returns the gradient of this device's
+        shard.
+        """
         others = self.rows
         if "fsdp" in self.weight:
             at = self.weight.index("fsdp")
@@ -120,14 +133,15 @@ class _Split:
         return jax.lax.psum(dw, others) if others else dw
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
-        """A device's tokens -> those of its tensor group."""
+        """Gathers a device's tokens to all tokens of its tensor group."""
         return jax.lax.all_gather(x.astype(self.dtype), "tensor", axis=1, tiled=True)
 
     def scatter_product(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """Products of the group's tokens with a part of the weight -> sums of the own tokens.
+        """Multiplies the group's tokens by a part of the weight; returns the sums for the own
+        tokens.
 
         Args:
-            spec: of the product, ``[B, T, ...]`` with a weight to ``[B, T, D]``.
+            spec: einsum of ``[B, T, ...]`` and a weight to ``[B, T, D]``.
             x, w: operands.
             d: axis of the weight that becomes D.
         """
@@ -138,16 +152,20 @@ class _Split:
             whole = product(spec, x, w)
             return jax.lax.psum_scatter(whole, "tensor", scatter_dimension=1, tiled=True)
 
-        # The compiler of TPUs makes a whole sum of that, and lets everything wait for it.
+        # The TPU compiler turns this pattern into a full all-reduce, and everything waits for it.
         around = functools.partial(self.scatter_around, spec, d=d)
         result: jax.Array = jax.lax.platform_dependent(x, w, tpu=around, default=at_once)
         return result
 
     def scatter_around(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """`scatter_product` whose sums go around the group while the next product is computed.
+        """`scatter_product` as a ring: sums travel around the group while the next product is
+        computed.
 
-        The sums of a device's tokens begin at its neighbour and end where they belong; one half of
-        D goes around one way and the other half the other way.
+        The sums of a device's tokens start at its neighbour and end at the device. One half of D
+        travels around the ring in one direction and the other half in the other.
+
+        Args:
+            spec, x, w, d: see `scatter_product`.
         """
         size, me = self.mesh.shape["tensor"], jax.lax.axis_index("tensor")
         length = x.shape[1] // size
@@ -170,7 +188,7 @@ class _Split:
 
 
 def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split | None:
-    """None where sizes do not divide so that every device has its part of all that is split."""
+    """Returns the sharding, or None if the sizes are not divisible by the mesh axes."""
     mesh = compute.mesh
     assert mesh is not None
     rows = tuple(axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1)
@@ -182,9 +200,8 @@ def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split |
     return _Split(mesh, compute.dtype, rows, spec)
 
 
-# --- matmuls and their gradients ----------------------------------------------------------
-#
-# What was gathered is kept beside the result: `model.remat` gathers it again but once.
+# --- matmuls and their gradients. The gathered operand is a named value: `model.remat` decides
+# whether the backward pass gathers it again.
 
 
 _Forward = Callable[[_Split, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -194,7 +211,10 @@ _Backward = Callable[[_Split, Any, jax.Array], tuple[jax.Array, jax.Array]]
 def _with_gradient(
     forward: _Forward, backward: _Backward
 ) -> Callable[[_Split, jax.Array, jax.Array], jax.Array]:
-    """The product that `forward` gives first, with what it saves beside it for `backward`."""
+    """Makes a differentiable product from two functions.
+
+    ``forward`` returns the product and the values that it saves for ``backward``.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def product_of(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:

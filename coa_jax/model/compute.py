@@ -1,7 +1,7 @@
-"""How a model is computed: one static value in place of many arguments.
+"""How a model is computed: one static value that replaces many arguments.
 
-A `Compute` is hashable, so compiled functions take it as a static argument.  What a model *is*
-stands in `ModelConfig`; parameters and tree definitions carry nothing of either.
+A `Compute` is hashable, so compiled functions take it as a static argument. The architecture is in
+`ModelConfig`. Parameters and tree definitions carry nothing of either.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Compute:
         attention: name of an attention implementation, never ``auto``: see
             `attention.choice.resolve`.
         backend: key of `BACKENDS`, see `backend_for`.
-        mesh: devices over which arrays are split; None for a single device.
-        collectives: how the matmuls of a layer are split over a training mesh: ``compiler`` states
-            shardings and lets XLA place the collectives; ``manual`` writes the collectives out, see
-            `model.collectives`; ``none`` states nothing, as decoding does.
-        outputs_first: whether kernels have their output axes first, see
+        mesh: devices over which arrays are sharded; None for a single device.
+        collectives: how the matmuls of a layer are sharded over a training mesh: ``compiler``
+            states shardings and lets XLA place the collectives; ``manual`` writes the collectives
+            explicitly, see `model.collectives`; ``none`` states no shardings, for decoding.
+        outputs_first: whether the output axes of kernels come first, see
             `params.DecodeParams.outputs_first`.
-        interpret: runs attention kernels on a CPU to test them: Pallas kernels in interpret mode,
-            cuDNN and ``ragged_paged`` as the references that JAX has for the same interface.
+        interpret: whether attention kernels run on a CPU, for tests: Pallas kernels in interpret
+            mode, cuDNN and ``ragged_paged`` as JAX's reference functions of the same interface.
     """
 
     dtype: str = "float32"
@@ -70,11 +70,13 @@ class Compute:
 
     @property
     def one_device(self) -> bool:
-        """Whether there is nothing to split: no mesh, or a mesh of a single device."""
+        """Whether nothing is sharded: there is no mesh, or the mesh has a single device."""
         return self.mesh is None or self.mesh.size == 1
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """States how a value of a training step is split, by the logical names of its axes."""
+        """Constrains the sharding of a value in a training step, by the logical names of its
+        axes.
+        """
         if self.mesh is None or self.collectives == "none":
             return x
         return jax.lax.with_sharding_constraint(x, sharding_for(self.mesh, axes, shape=x.shape))
@@ -85,10 +87,10 @@ REFERENCE = Compute()
 
 
 def backend_for(platform: str) -> str:
-    """The backend for a platform such as ``cpu``, ``cuda`` or ``tpu``.
+    """Returns the backend for a platform such as ``cpu``, ``cuda`` or ``tpu``.
 
     Raises:
-        UserError: the environment variable `BACKEND_VARIABLE` names no backend.
+        UserError: the value of the environment variable `BACKEND_VARIABLE` is not a backend.
     """
     if wanted := os.environ.get(BACKEND_VARIABLE):
         return check(wanted, Annotated[str, OneOf(*BACKENDS)], BACKEND_VARIABLE)
@@ -98,8 +100,8 @@ def backend_for(platform: str) -> str:
 def collectives_for(platform: str, wanted: str) -> Collectives:
     """Resolves ``auto``: ``manual`` on TPUs, ``compiler`` elsewhere.
 
-    By the TPU compiler's schedule of a 32B fine-tuning step on v5p:4x4x8, ``manual`` takes 70.4 s
-    and ``compiler`` 77.1 s (docs/scaling.md).
+    In the TPU compiler's schedule, a 32B fine-tuning step on v5p:4x4x8 takes 70.4 s with ``manual``
+    and 77.1 s with ``compiler`` (docs/scaling.md).
     """
     if wanted == "auto":
         return "manual" if platform == "tpu" else "compiler"
@@ -107,7 +109,7 @@ def collectives_for(platform: str, wanted: str) -> Collectives:
 
 
 def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
-    """A `Compute` for this process's first device; ``choices`` are further fields."""
+    """Returns a `Compute` for this process's first device; ``choices`` sets further fields."""
     platform, _ = platform_of(jax.local_devices()[0])
     return Compute(jnp.dtype(dtype).name, backend=backend_for(platform), **choices)
 

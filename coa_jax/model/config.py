@@ -1,4 +1,4 @@
-"""Architecture of a decoder-only policy: every number that the forward pass needs."""
+"""The architecture of a decoder-only policy: every number that the forward pass needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(Bounded):
-    """Low-rank adapters, which are trained beside parameters that stay as they are.
+    """Low-rank adapters (LoRA): the adapters are trained, all other parameters stay fixed.
 
     Attributes:
         rank: rank of every adapter; 0 trains the whole model instead.
-        alpha: results of adapters are multiplied by ``alpha / rank``.
-        projections: projections that have adapters, of `PROJECTIONS`.
+        alpha: the results of adapters are multiplied by ``alpha / rank``.
+        projections: projections that get adapters, from `PROJECTIONS`.
     """
 
     rank: Natural = 0
@@ -43,23 +43,23 @@ class ModelConfig:
     """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     Attributes:
-        architecture: family, which fixes the Hugging Face class that a saved model names.
+        architecture: model family; determines the Hugging Face class of a saved model.
         vocab_size: V, rows of the embedding table (may exceed the tokenizer's vocabulary).
         hidden_size: D, width of the residual stream.
         intermediate_size: F, width of the gated MLP.
-        num_layers: L.
+        num_layers: L, number of layers.
         num_heads: H, query heads; a multiple of ``num_kv_heads``.
         num_kv_heads: N, key and value heads.
         head_dim: K, width of a head; not always ``hidden_size / num_heads``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: see `model.rope`; None for plain rotary positions.
-        rms_eps: added to the mean square in every RMSNorm.
+        rope_scaling: scaling of the rotary frequencies, see `model.rope`; None for none.
+        rms_eps: number added to the mean square in every RMSNorm.
         tie_embeddings: whether the output head is the transposed embedding table.
         qkv_bias: whether q, k and v projections have a bias (Qwen2).
         qk_norm: whether queries and keys are normalised per head (Qwen3).
-        max_position: ``max_position_embeddings``, which YaRN may leave at the positions of the
-            pretraining; see `positions`.
-        lora: adapters beside the kernels; their rank is 0 where there are none.
+        max_position: ``max_position_embeddings`` of the config file. With YaRN this may be the
+            context length of pretraining; see `positions`.
+        lora: adapters beside the kernels; rank 0 means none.
     """
 
     architecture: Architecture
@@ -91,12 +91,14 @@ class ModelConfig:
 
     @property
     def num_groups(self) -> int:
-        """G, query heads that share one key/value head."""
+        """G, number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def positions(self) -> int:
-        """Positions that the model is good for: with YaRN those of the pretraining, stretched."""
+        """The longest context, in tokens, that the model supports, with the YaRN scaling
+        applied.
+        """
         if isinstance(self.rope_scaling, YarnRope):
             return round(self.rope_scaling.original_max_position * self.rope_scaling.factor)
         return self.max_position
@@ -104,12 +106,12 @@ class ModelConfig:
 
 @functools.cache
 def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
-    """Says once that sequences may be longer than those that the weights were trained for.
+    """Warns once if sequences may be longer than the positions that the weights were trained for.
 
     Args:
         model: the architecture.
-        length: of the longest sequence.
-        setting: which allows it.
+        length: length of the longest sequence, in tokens.
+        setting: name of the setting that allows this length.
     """
     if length > model.positions:
         yarn = isinstance(model.rope_scaling, YarnRope)

@@ -1,8 +1,8 @@
 """The policy: a decoder of the Llama family as Flax NNX modules.
 
 Modules are merged with their parameters inside compiled functions (`params.bind`), so plain
-`jax.jit`, `jax.grad`, `jax.lax.scan` and `jax.checkpoint` apply to them.  How to compute is an
-argument, see `Compute`.
+`jax.jit`, `jax.grad`, `jax.lax.scan` and `jax.checkpoint` apply to them. Dtype, backend and
+sharding are an argument of every call, see `Compute`.
 
 Shape letters: B batch, T new tokens, D hidden, N key/value heads, G query heads per key/value head,
 K head width, F MLP width, V vocabulary.
@@ -29,7 +29,7 @@ from coa_jax.model.rope import apply_rope, rope_tables
 
 
 class Embed(nnx.Module):
-    """Token embeddings ``[V, D]``, which a model with tied weights also has as its head."""
+    """Token embeddings ``[V, D]``; a model with tied weights uses them as its output head too."""
 
     def __init__(self, count: int, width: int, *, rngs: nnx.Rngs):
         values = jax.random.normal(rngs.params(), (count, width)) * STDDEV
@@ -40,7 +40,7 @@ class Embed(nnx.Module):
         return self.embedding[...][tokens].astype(jnp.float32)
 
     def attend(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """``[..., D]`` -> logits, float32 ``[..., V]``."""
+        """Computes logits: ``[..., D]`` -> float32 ``[..., V]``."""
         return compute.ops.attend(x, self.embedding[...], compute)
 
 
@@ -52,16 +52,16 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """``[..., size]`` -> float32, the same shape."""
+        """Normalises ``[..., size]``; returns float32 of the same shape."""
         return compute.ops.rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention.
 
-    The G queries of a key/value head, its key and its value are one kernel ``[D, N, G + 2, K]``:
-    one matmul computes them, and tensor parallelism splits N without parting a query from the keys
-    that it reads.
+    The G queries of a key/value head, its key and its value share one kernel ``[D, N, G + 2, K]``:
+    one matmul computes them, and tensor parallelism shards N without separating a query from its
+    keys.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -92,7 +92,17 @@ class Attention(nnx.Module):
         compute: Compute,
         attend: Attend,
     ) -> tuple[jax.Array, LayerPages | None]:
-        """``x [B, T, D]`` in the compute dtype -> float32 ``[B, T, D]``, and the layer's pages."""
+        """Attends from ``x [B, T, D]`` in the compute dtype.
+
+        Args:
+            x: normalised residual stream ``[B, T, D]``.
+            rope: cosines and sines, see `rope.rope_tables`.
+            compute: how to compute.
+            attend: attention of q, k and v, over the sequence or over a cache.
+
+        Returns:
+            float32 ``[B, T, D]``, and the layer's pages (None without a cache).
+        """
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, compute)
             q, k, v = jnp.split(qkv, (self.groups, self.groups + 1), axis=3)
@@ -105,7 +115,7 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         attended, pages = attend(q, k[:, :, :, 0], v[:, :, :, 0])
         attended = attended.astype(compute.dtype)
-        # Stated before the matmul, because the gradient is split as its operand is.
+        # The constraint precedes the matmul because the gradient is sharded like its operand.
         attended = compute.constrain(attended, "batch", None, "kv_heads", None, None)
         with jax.named_scope("out"):
             y = self.out(attended, compute)
@@ -127,7 +137,7 @@ class MLP(nnx.Module):
         self.down_lora = _lora("down", (f,), (d,), ("mlp", "embed"), c, rngs)
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """``x [B, T, D]`` in the compute dtype -> float32 ``[B, T, D]``."""
+        """Maps ``x [B, T, D]`` in the compute dtype to float32 ``[B, T, D]``."""
         gate_up = self.gate_up(x, compute)
         if self.gate_lora is not None or self.up_lora is not None:
             gate, up = jnp.split(gate_up, 2, axis=-2)
@@ -141,7 +151,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each added to the residual stream after a normalisation of its input."""
+    """Attention and MLP; each is added to the residual stream, and each normalises its input
+    first.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
@@ -152,9 +164,11 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], compute: Compute, attend: Attend
     ) -> tuple[jax.Array, LayerPages | None]:
-        """The residual stream, float32 ``[B, T, D]``, after this layer; and its pages."""
+        """Returns the residual stream after this layer, float32 ``[B, T, D]``, and the layer's
+        pages.
+        """
         with jax.named_scope("norm"):
-            # Rounded before it is sent to the devices that share the row's matmuls.
+            # Rounded before the devices that share the row's matmuls receive it: half the bytes.
             h = self.attn_norm(x, compute).astype(compute.dtype)
         y, pages = self.attn(h, rope, compute, attend)
         x = checkpoint_name(x + y, MIDDLE)
@@ -165,13 +179,13 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embeddings, layers, the final normalisation and the head.
+    """Embeddings, layers, the final normalisation and the output head.
 
     Args:
         config: the architecture.
-        rngs: for the initial parameters.
-        stacked: whether the module holds its layers, stacked along a first axis for
-            `jax.lax.scan`; without, they are an argument of the call.
+        rngs: random keys for the initial parameters.
+        stacked: whether the module holds its layers, stacked along a first axis for `jax.lax.scan`.
+            Otherwise each call takes the layers as an argument.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stacked: bool = True):
@@ -194,22 +208,23 @@ class Decoder(nnx.Module):
         layers: Sequence[Layer] | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Final hidden states.
+        """Computes the final hidden states.
 
         Args:
             tokens: int32 ``[B, T]``.
-            positions: int32 ``[B, T]``; with a cache also where the new keys and values go.
-                Positions outside the cache are not written.
+            positions: int32 ``[B, T]``. With a cache, also the positions of the new keys and
+                values; positions outside the cache are not written.
             compute: how to compute.
-            segment_ids: int32 ``[B, T]``; tokens attend within their own segment only.  None means
-                one segment a row.  Without a cache.
-            unfolded: rows as attention sees them, where sequences share a prompt.  Without a cache.
-            layers: the layers one by one.  A decode step needs them so: slices of a stack would be
-                copies in its loop.  None for those of the module.
+            segment_ids: int32 ``[B, T]``; tokens attend only within their own segment. None means
+                one segment per row. Only without a cache.
+            unfolded: layout of the rows for attention, where sequences share a prompt. Only without
+                a cache.
+            layers: the layers one by one, for decode steps, where slices of a stack would be copied
+                in the loop. None for the stacked layers of the module.
             cache: keys and values of earlier tokens; a token at position p reads positions 0..p.
 
         Returns:
-            float32 ``[B, T, D]``, and the new cache (None without one).
+            float32 ``[B, T, D]``, and the new cache (None without a cache).
         """
         tokens = jnp.asarray(tokens)
         positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
@@ -237,14 +252,20 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("head")
     def logits(self, hidden: jax.Array, compute: Compute) -> jax.Array:
-        """Final hidden states ``[..., D]`` -> logits, float32 ``[..., V]``."""
+        """Computes logits of final hidden states: ``[..., D]`` -> float32 ``[..., V]``."""
         if self.head is None:
             return self.embed.attend(hidden, compute)
         return compute.ops.linear(hidden, self.head.kernel[...], 1, compute)
 
 
 def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """``count`` layers as one module, whose parameters have a first axis of the layers."""
+    """Creates layers as one module whose parameters have the layer as their first axis.
+
+    Args:
+        create: makes one layer.
+        count: number of layers.
+        rngs: random keys for the initial parameters.
+    """
     layers = nnx.vmap(lambda key: create(nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
     for _, value in nnx.iter_graph(layers):
         if isinstance(value, nnx.Variable):
@@ -253,9 +274,10 @@ def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) 
 
 
 def _residual(config: ModelConfig) -> float:
-    """Initial deviation of kernels that write to the residual stream (GPT-2, section 2.3).
+    """Returns the initial standard deviation of kernels that write to the residual stream.
 
-    At first the stream is what the tokens are, not what random layers add.
+    The scaling is that of GPT-2 (section 2.3). At initialisation the token embeddings, not the
+    random layers, dominate the stream.
     """
     return STDDEV * (2 * config.num_layers) ** -0.5
 
@@ -268,7 +290,7 @@ def _lora(
     config: ModelConfig,
     rngs: nnx.Rngs,
 ) -> Lora | None:
-    """The adapter of a projection, if the configuration asks for one."""
+    """Returns the adapter of a projection, or None if the configuration has none for it."""
     lora = config.lora
     if not lora.rank or name not in lora.projections:
         return None
@@ -276,5 +298,5 @@ def _lora(
 
 
 def _adapted(y: jax.Array, lora: Lora | None, x: jax.Array, compute: Compute) -> jax.Array:
-    """A projection's result with that of its adapter added."""
+    """Adds the adapter's result to the result of a projection."""
     return y if lora is None else y + lora(x, compute)

@@ -1,7 +1,7 @@
 """Text encoders of the BERT family (arXiv 1810.04805) as Flax NNX modules, and their checkpoints.
 
-The modules and the reader are those of the decoder.  Other than there, a token attends to all
-tokens of its text, and normalisation follows each sum (arXiv 1706.03762 §3.1).
+The encoder shares modules and the checkpoint reader with the decoder. In contrast to the decoder, a
+token attends to all tokens of its text, and normalisation follows each sum (arXiv 1706.03762 §3.1).
 
 Shape letters: B batch, T tokens, D hidden, H heads, K head width.
 """
@@ -38,9 +38,10 @@ _ACTIVATIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig(Bounded):
-    """What the forward pass needs, under the names of ``config.json``, and two numbers from there.
+    """The numbers that the forward pass needs, named as in ``config.json``.
 
-    A field with a default may be missing in the file.
+    ``first_position`` and ``max_tokens`` are derived from the file. A field with a default may be
+    missing in the file.
 
     Attributes:
         model_type: family of the model.
@@ -51,7 +52,7 @@ class BertConfig(Bounded):
         num_attention_heads: attention heads of a layer.
         layer_norm_eps: number that a layer normalisation adds to the variance.
         first_position: position of a text's first token.
-        max_tokens: length of the longest text.
+        max_tokens: length of the longest text, in tokens.
         type_vocab_size: rows of the embedding of segments.
         hidden_act: activation function of the feed-forward part.
         position_embedding_type: kind of the position embedding.
@@ -72,15 +73,15 @@ class BertConfig(Bounded):
 
 
 def read_bert_config(folder: Path) -> BertConfig:
-    """The architecture of a Hugging Face directory.
+    """Reads the encoder architecture of a Hugging Face directory.
 
     Raises:
-        UserError: ``config.json`` cannot be read, or is not of a model that is known.
+        UserError: ``config.json`` cannot be read, or its model type is not supported.
     """
     file = folder / "config.json"
     values = read_json_object(file)
     try:
-        # RoBERTa counts positions from the one behind that of padding.
+        # RoBERTa counts positions from the padding index + 1.
         first = 0 if values["model_type"] == "bert" else values.get("pad_token_id", 1) + 1
         values["first_position"] = first
         values["max_tokens"] = values["max_position_embeddings"] - first
@@ -112,7 +113,7 @@ class EncoderLayer(nnx.Module):
         self.activation = c.hidden_act
 
     def __call__(self, x: jax.Array, lengths: jax.Array, compute: Compute) -> jax.Array:
-        """float32 ``[B, T, D]`` -> the same shape; keys beyond ``lengths [B]`` are not seen."""
+        """Maps float32 ``[B, T, D]`` to the same shape; keys beyond ``lengths [B]`` are masked."""
         q, k, v = jnp.moveaxis(self.qkv(x, compute), 2, 0)
         with jax.default_matmul_precision("highest"):
             mixed = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
@@ -122,7 +123,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings of tokens, positions and the first type of text, and the layers."""
+    """Embeddings of tokens, positions and the first segment type, and the layers."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         c, d = config, config.hidden_size
@@ -134,11 +135,11 @@ class Encoder(nnx.Module):
         self.first_position = c.first_position
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array, compute: Compute) -> jax.Array:
-        """Last hidden states.
+        """Computes the last hidden states.
 
         Args:
             tokens: int32 ``[B, T]``, padded on the right.
-            lengths: int32 ``[B]``, number of tokens of each text, from 1.
+            lengths: int32 ``[B]``, number of tokens of each text, at least 1.
             compute: how to compute.
 
         Returns:
@@ -159,7 +160,7 @@ def _abstract(config: BertConfig) -> Encoder:
 
 
 def bind(config: BertConfig, params: Params) -> Encoder:
-    """The module with these parameters, inside a compiled function."""
+    """Returns the module with these parameters; for use inside a compiled function."""
     return nnx.merge(nnx.graphdef(_abstract(config)), params)
 
 
@@ -185,15 +186,22 @@ _TABLE: Table = {
     ("layers", "mlp_norm", "scale"): Row((f"{_LAYER}output.LayerNorm.weight",), *SAME),
     ("layers", "mlp_norm", "bias"): Row((f"{_LAYER}output.LayerNorm.bias",), *SAME),
 }
-"""Path of each array -> its tensors, whose names may have one prefix, e.g. ``bert.``."""
+"""Path of each array -> its tensors. A checkpoint may put one prefix, e.g. ``bert.``, before all
+names.
+"""
 
 
 def load_params(source: TensorSource, config: BertConfig, device: jax.Device) -> Params:
     """Reads the parameters of an encoder's checkpoint, float32, onto a device.
 
+    Args:
+        source: tensors of the checkpoint.
+        config: the architecture.
+        device: device of the parameters.
+
     Raises:
-        UserError: see `hf_weights.read_params`; tensors of other parts, such as a classifier, may
-            be there.
+        UserError: see `hf_weights.read_params`. Tensors of other parts, such as a classifier, are
+            ignored.
     """
     prefix = next((n.removesuffix(_WORDS) for n in source.shapes if n.endswith(_WORDS)), "")
     table = {

@@ -1,4 +1,4 @@
-"""Writing a model as a Hugging Face directory: all of it, or nothing."""
+"""Writes a model as a Hugging Face directory, completely or not at all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_model(
     overwrite: bool,
     card: Mapping[str, Any],
 ) -> None:
-    """See :func:`coa_jax.model.api.save_model`."""
+    """See :func:`coa_jax.model.api.save_model`, which documents the arguments."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: choose another directory")
@@ -85,16 +85,16 @@ def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: 
 
 
 def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
-    """Writes it with the names of transformers 4, which transformers 5 knows too."""
+    """Writes the tokenizer with the names of transformers 4, which transformers 5 knows too."""
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     if written.get("tokenizer_class") == "TokenizersBackend":
         written["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(written.get("extra_special_tokens"), list):
-        # Under that name transformers 4 wants a dict.
+        # transformers 4 expects a dict under that name.
         written["additional_special_tokens"] = written.pop("extra_special_tokens")
-    for option in ("is_local", "local_files_only"):  # of how this one was loaded
+    for option in ("is_local", "local_files_only"):  # they describe how this tokenizer was loaded
         written.pop(option, None)
     text = json.dumps(written, indent=2, ensure_ascii=False)
     file.write_text(text + "\n", encoding="utf-8")
@@ -107,7 +107,7 @@ def _write_weights(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    """Writes the weights, or takes part in gathering them where ``directory`` is None."""
+    """Writes the weights; processes whose ``directory`` is None only take part in the gathering."""
     tensors = export_tensors(params, config, to_host)
     if directory is None:
         for _ in tensors:
@@ -130,14 +130,16 @@ def _write_weights(
 
 
 def dtype_of(name: str) -> np.dtype:
-    """numpy dtype of a name such as ``"bfloat16"``."""
+    """Returns the numpy dtype of a name such as ``"bfloat16"``."""
     return np.dtype(jnp.dtype(name))
 
 
 def _plan_shards(
     shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Cuts the tensors, in order, into files of at most ``max_bytes`` or one tensor."""
+    """Groups the tensors, in order, into files of at most ``max_bytes``, or of one larger
+    tensor.
+    """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     room = max_bytes
     for name, shape in shapes.items():
@@ -151,7 +153,9 @@ def _plan_shards(
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """An array on this host; with several processes, all of them call this."""
+    """Copies a global array to this host; with several processes, all of them call this
+    function.
+    """
     if array.is_fully_addressable:
         return np.asarray(array)
     from jax.experimental import multihost_utils

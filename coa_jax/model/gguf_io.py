@@ -1,6 +1,6 @@
-"""Reading GGUF files: configuration, dequantised tensors and the tokenizer.
+"""Reads GGUF files: configuration, dequantised tensors and the tokenizer.
 
-Needs the optional package ``gguf``, which knows every quantisation type in numpy.
+This needs the optional package ``gguf``, which implements every quantisation type in numpy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _SCALING = {
 
 
 def gguf_file(path: str | Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a directory without config.
+    """Finds the GGUF file of a path: the path itself, or the only GGUF file of a directory.
+
+    Returns None if the path is not a GGUF file, or is a directory with ``config.json``.
 
     Raises:
         UserError: the directory has several GGUF files and no ``config.json``.
@@ -66,10 +68,10 @@ def gguf_file(path: str | Path) -> Path | None:
 
 
 class GgufFile:
-    """A GGUF file seen through Hugging Face names and row order.
+    """A GGUF file with the tensor names and row order of Hugging Face.
 
     Attributes:
-        where: the file, for messages.
+        where: path of the file, for messages.
         config: the architecture.
         shapes: shape of each tensor by Hugging Face name.
 
@@ -83,7 +85,7 @@ class GgufFile:
         try:
             self._read(_open(Path(path)))
         except reading.MALFORMED as error:
-            # The reader walks the file without checks of its own; these mean bad bytes.
+            # The library's reader does not check the file; these exceptions mean damaged bytes.
             raise UserError(
                 f"{path} is truncated or not a GGUF file ({reading.reason(error)}): fetch it again"
             ) from error
@@ -100,13 +102,13 @@ class GgufFile:
         self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
         self.config = self._read_config()
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            # GGUF lists the fastest dimension first.
+            # GGUF lists the fastest-varying dimension first.
             name: tuple(int(size) for size in reversed(tensor.shape))
             for name, tensor in self._tensors.items()
         }
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """A metadata value, e.g. ``"tokenizer.ggml.pre"``."""
+        """Returns a metadata value, e.g. of ``"tokenizer.ggml.pre"``."""
         field = self._metadata.get(key)
         try:
             return default if field is None else field.contents()
@@ -115,7 +117,7 @@ class GgufFile:
             raise UserError(f"{self.where}: {key} cannot be read ({why}): fetch it again") from None
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows of a tensor, which is read as a whole, as float32 in Hugging Face row order."""
+        """Returns rows of a tensor as float32 in Hugging Face row order; reads the whole tensor."""
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -165,7 +167,9 @@ class GgufFile:
         return config_from_hf(hf, self.where)
 
     def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
-        """``rope_scaling`` of a ``config.json`` from the fields that begin so."""
+        """Builds ``rope_scaling`` of a ``config.json`` from the metadata fields that begin with a
+        prefix.
+        """
         kind = self.metadata(f"{prefix}type", "none")
         if kind == "none":
             return None
@@ -174,7 +178,7 @@ class GgufFile:
             if not key.startswith(prefix) or key == f"{prefix}type":
                 continue
             value = self.metadata(key)
-            # Readers disagree on what the attention factors do that GGUF has for YaRN.
+            # Readers of GGUF disagree on the effect of its attention factors for YaRN.
             if (field := _SCALING.get(key.removeprefix(prefix))) is None:
                 raise UserError(f"{self.where}: {key} is not supported: use the safetensors model")
             scaling[field] = _decimal(value) if isinstance(value, float) else value
@@ -182,7 +186,7 @@ class GgufFile:
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal that gives the same float32, which is what GGUF holds."""
+    """Returns the shortest decimal with the same float32 value, the precision of GGUF."""
     return float(str(np.float32(value)))
 
 
@@ -204,12 +208,12 @@ _STRING, _ARRAY = 8, 9
 
 
 def _walk(file: IO[bytes]) -> None:
-    """Checks that everything before the tensors' data lies inside of the file.
+    """Checks that everything before the tensor data lies inside the file.
 
-    The library's reader would go on behind the end, as often as a damaged count says.
+    The library's reader would read beyond the end, as often as a damaged count says.
 
     Raises:
-        ValueError: something does not.
+        ValueError: the header is damaged; the message says how.
     """
     size = os.fstat(file.fileno()).st_size
 
@@ -235,7 +239,7 @@ def _walk(file: IO[bytes]) -> None:
             if inner != _STRING:
                 skip(count * _SIZES.get(inner, size))
             elif count > size // 8:
-                raise ValueError(f"it has no room for {count:,} texts")
+                raise ValueError(f"it is too short for {count:,} strings")
             else:
                 for _ in range(count):
                     skip(number("<Q"))
@@ -245,7 +249,7 @@ def _walk(file: IO[bytes]) -> None:
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it begins with {magic!r}, version {version}")
         if max(tensors, fields) > size // 12:
-            raise ValueError(f"it has no room for {tensors:,} tensors and {fields:,} fields")
+            raise ValueError(f"it is too short for {tensors:,} tensors and {fields:,} fields")
         for _ in range(fields):
             skip(number("<Q"))
             value(number("<I"))
@@ -266,9 +270,10 @@ def _hf_name(name: str) -> str:
 
 
 def _unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undoes GGUF's order for Llama queries and keys, where rotary pairs are neighbours.
+    """Restores the Hugging Face row order of Llama's queries and keys.
 
-    Hugging Face pairs row i of a head with row i + K/2.
+    In GGUF the two rows of a rotary pair are neighbours; Hugging Face pairs row i of a head with
+    row i + K/2.
     """
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,7 +1,7 @@
-"""Hugging Face ``config.json`` to and from :class:`ModelConfig`.
+"""Converts Hugging Face ``config.json`` to and from :class:`ModelConfig`.
 
-Only what the forward pass computes exactly is accepted: a key that would change the arithmetic
-(another rotary type, a bias, a window that is in use) is refused by name rather than ignored.
+A model is accepted only if the forward pass computes it exactly. A key that would change the
+arithmetic (another rotary type, a bias, an active sliding window) is rejected by name, not ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HF_CLASSES: dict[Architecture, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What transformers assumes where a config.json is silent.
+# Defaults of transformers for keys that a config.json leaves out.
 _MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
@@ -39,7 +39,7 @@ _MOST = {
     "rope_theta": 1e30,
     "rms_norm_eps": 1.0,
 }
-"""The largest values that are taken for those of a model and not for damage."""
+"""The largest plausible values of a model's sizes; larger values mean a damaged file."""
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -56,12 +56,12 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """The architecture that a ``config.json`` describes.
+    """Reads the architecture from a parsed ``config.json``.
 
     Args:
-        hf: the parsed file, in the form of transformers 4 (``rope_theta``, ``rope_scaling``) or
-            of transformers 5 (``rope_parameters``).
-        where: what to call the file in messages.
+        hf: the parsed file, in the form of transformers 4 (``rope_theta``, ``rope_scaling``) or of
+            transformers 5 (``rope_parameters``).
+        where: name of the file in messages.
 
     Raises:
         UserError: a key is missing or malformed, or asks for something unsupported.
@@ -100,11 +100,11 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
 def config_to_hf(
     config: ModelConfig, dtype: str, eos_ids: Sequence[int] = (), pad_id: int | None = None
 ) -> dict[str, Any]:
-    """The ``config.json`` of a model, readable by transformers 4 and 5 and by serving engines.
+    """Returns the ``config.json`` of a model, readable by transformers 4 and 5 and serving engines.
 
     Args:
         config: the architecture.
-        dtype: of the saved tensors, e.g. ``"bfloat16"``.
+        dtype: dtype of the saved tensors, e.g. ``"bfloat16"``.
         eos_ids: ids that end a generation.
         pad_id: id for padding, or None.
     """
@@ -165,8 +165,8 @@ def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where
     if activation not in ("silu", "swish"):
         shown = reprlib.repr(activation)
         raise UserError(f"{where}: hidden_act {shown} is not supported: only silu is")
-    # Llama and Qwen3 with attention_bias also bias the output projection; Qwen2 has its own
-    # fixed choice (q, k and v) and ignores the key.
+    # In Llama and Qwen3, attention_bias also adds a bias to the output projection. Qwen2 ignores
+    # the key: its q, k and v always have a bias.
     for key in ("attention_bias", "mlp_bias"):
         if _flag(hf, key, where) and (key == "mlp_bias" or architecture != "qwen2"):
             raise UserError(f"{where}: {key} true is not supported for {architecture} models")
@@ -189,8 +189,8 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
         return True
     if architecture == "llama" or not hf.get("use_sliding_window"):
         return False
-    # Layers from max_window_layers on have the window; released Qwen2 configs name a window and
-    # put that number at the layer count, so that none has.
+    # Layers from max_window_layers on use the window. Released Qwen2 configs set a window but put
+    # max_window_layers at the layer count, so no layer uses it.
     window = hf.get("sliding_window", 4096)
     first = hf.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int):
@@ -202,17 +202,17 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
 def _rope(
     hf: Mapping[str, Any], max_position: int, where: str
 ) -> tuple[float, Llama3Rope | YarnRope | None]:
-    """The base and the scaling of a file whose ``max_position_embeddings`` are known."""
+    """Reads the rotary base and scaling of a file whose ``max_position_embeddings`` is known."""
     rope: Mapping[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         given = hf.get(key) or rope
         if not isinstance(given, Mapping):
             raise UserError(f"{where}: {key} {reprlib.repr(given)} is not an object")
         rope = rope or given
-        # The older key is where people ask for a longer context; transformers goes by it.
+        # Users set the older key to extend the context; transformers uses it too.
         if _scaling(given) != _scaling(rope):
             raise UserError(
-                f"{where}: rope_parameters and rope_scaling differ; keep the one that holds"
+                f"{where}: rope_parameters and rope_scaling differ; keep only the right entry"
             )
     bases = {**hf, **(hf.get("rope_parameters") or {}), **rope}
     theta = _number(bases, "rope_theta", where, default=10_000.0)
@@ -228,9 +228,9 @@ def _rope(
         raise UserError(f"{where}: partial_rotary_factor {shown} is not supported: only 1 is")
     if kind == "default":
         return theta, None
-    # Transformers may prefer one that stands beside the entry.
+    # transformers may prefer a value that stands beside the entry.
     if hf.get(_ORIGINAL) not in (None, rope.get(_ORIGINAL)):
-        raise UserError(f"{where}: {_ORIGINAL} stands outside of rope_scaling: write it there")
+        raise UserError(f"{where}: {_ORIGINAL} stands outside of rope_scaling: move it there")
     if kind == "yarn":
         return theta, _yarn(rope, theta, max_position, where)
     low, high = (_number(rope, f"{end}_freq_factor", where) for end in ("low", "high"))
@@ -246,7 +246,7 @@ def _rope(
 
 def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) -> YarnRope:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL}
-    # The last one says that the weights were trained with the scaling, and changes nothing.
+    # The last key says that the weights were trained with the scaling; it changes nothing.
     if unknown := sorted(rope.keys() - known - {*_YARN, "finetuned"}):
         shown = reprlib.repr(unknown[0])
         raise UserError(
@@ -255,11 +255,11 @@ def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) 
     options: dict[str, Any] = {
         key: _number(rope, key, where) for key in _YARN[:-1] if rope.get(key) is not None
     }
-    if "truncate" in rope:  # null means false to transformers
+    if "truncate" in rope:  # transformers reads null as false
         options["truncate"] = _flag(rope, "truncate", where)
     yarn = YarnRope(
         factor=_number(rope, "factor", where),
-        # Where the file does not say, its other positions are those before the scaling.
+        # If the file does not say, max_position_embeddings is the length before the scaling.
         original_max_position=_integer(rope, _ORIGINAL, where, default=max_position),
         **options,
     )
@@ -273,7 +273,7 @@ def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) 
 
 
 def _rope_to_hf(scaling: Llama3Rope | YarnRope | None) -> dict[str, Any]:
-    """The scaling as ``rope_scaling`` has it; options at their default are left out."""
+    """Returns the scaling as a ``rope_scaling`` entry; options at their default are left out."""
     if scaling is None:
         return {"rope_type": "default"}
     kind = "yarn" if isinstance(scaling, YarnRope) else "llama3"
@@ -284,7 +284,7 @@ def _rope_to_hf(scaling: Llama3Rope | YarnRope | None) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope entry without its base, its type under one name."""
+    """Returns a rope entry without its base, with its type under one name."""
     rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
     return {"rope_type": rope.get("type", "default"), **rest}
 
@@ -305,7 +305,7 @@ def _number(hf: Mapping[str, Any], key: str, where: str, default: float | None =
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"{shown}, which is not a positive number")
     if value > (most := _MOST.get(key, _LARGEST)):
-        raise UserError(f"{shown}; the most that is supported is {most:g}")
+        raise UserError(f"{shown}; the maximum is {most:g}")
     return float(value)
 
 

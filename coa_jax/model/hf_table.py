@@ -1,9 +1,10 @@
-"""Tables between our parameters and the tensors of a Hugging Face checkpoint; the decoder's.
+"""Tables that map our parameters to the tensors of a Hugging Face checkpoint, and the decoder's
+table.
 
-Hugging Face stores a projection as ``[out, in]``, one tensor for each projection and layer.  A
-kernel here is ``[in, out]``, with q, k and v in one array, and gate and up in one.  The functions
-of a row move values only, so a round trip is exact to the bit.  They take NumPy arrays and JAX
-arrays, in a compiled function too.
+Hugging Face stores a projection as ``[out, in]``, one tensor per projection and layer. A kernel
+here is ``[in, out]``; q, k and v share one array, as do gate and up. The functions of a row only
+move values, so a round trip is bit-exact. They accept NumPy arrays and JAX arrays, also inside a
+compiled function.
 
 Shape letters: see `model.decoder`.
 """
@@ -30,8 +31,8 @@ class Row:
     """One of our arrays and the tensors that hold its values.
 
     Attributes:
-        tensors: names of the tensors; ``{}`` stands for the number of the layer.
-        join: (shape of our array, tensors) -> our array, of one layer.
+        tensors: names of the tensors; ``{}`` stands for the layer number.
+        join: (shape of our array, tensors) -> our array, for one layer.
         split: the inverse of ``join``.
     """
 
@@ -45,14 +46,14 @@ Table = Mapping[Path, Row]
 
 
 def _join_heads(shape: Shape, parts: Sequence[Any]) -> Any:
-    """q ``[N G K, ...]``, k and v ``[N K, ...]`` -> ``[N, G + 2, K, ...]``."""
+    """Joins q ``[N G K, ...]``, k and v ``[N K, ...]`` to ``[N, G + 2, K, ...]``."""
     n, _, k = shape[-3:]
     split = [x.reshape(n, -1, k, *x.shape[1:]) for x in parts]
     return _numpy_of(parts).concat(split, axis=1)
 
 
 def _numpy_of(parts: Sequence[Any]) -> Any:
-    """The functions of the library of arrays: NumPy or JAX."""
+    """Returns the array library of the tensors, NumPy or JAX."""
     return parts[0].__array_namespace__()
 
 
@@ -66,7 +67,7 @@ TRANSPOSED = (
     lambda shape, parts: parts[0].T.reshape(shape),
     lambda x: [x.reshape(-1, x.shape[-1]).T],
 )
-STACKED = (  # kernels of several projections of one input
+STACKED = (  # projections of one input that share a kernel
     lambda shape, parts: _numpy_of(parts).stack(parts).transpose(2, 0, 1).reshape(shape),
     lambda x: list(x.reshape(*x.shape[:2], -1).transpose(1, 2, 0)),
 )
@@ -103,11 +104,11 @@ TABLE: Table = {
     ("final_norm", "scale"): Row(("model.norm.weight",), *SAME),
     ("head", "kernel"): Row((HEAD,), *TRANSPOSED),
 }
-"""The table of `model.decoder`."""
+"""The table of the decoder, `model.decoder`."""
 
 
 def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
-    """Names and shapes of all tensors of a checkpoint, in the order of writing."""
+    """Returns the names and shapes of all tensors of a checkpoint, in writing order."""
 
     def shapes(path: Path, row: Row) -> list[Shape]:
         array = jax.ShapeDtypeStruct(specs[path].shape[path[0] == "layers" :], np.float32)
@@ -121,7 +122,9 @@ def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
 
 
 def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]:
-    """(Path, row, layer) of all tensors: what precedes the layers, one after another, the rest."""
+    """Yields (path, row, layer) of all tensors in writing order: embeddings, layers in order, the
+    rest.
+    """
     rows = [(path, row) for path, row in table.items() if path in specs]
     for stacked, group in itertools.groupby(rows, key=lambda pair: pair[0][0] == "layers"):
         pairs = list(group)
@@ -130,5 +133,5 @@ def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]
 
 
 def names(row: Row, layer: int) -> list[str]:
-    """Names of a row's tensors in a layer."""
+    """Returns the names of a row's tensors in a layer."""
     return [name.format(layer) for name in row.tensors]

@@ -1,4 +1,4 @@
-"""Reads and writes parameters as Hugging Face tensors, by a table of `model.hf_table`."""
+"""Reads and writes parameters as Hugging Face tensors, with the tables of `model.hf_table`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
         places: sharding of each array, see `params.shardings`.
 
     Raises:
-        UserError: as `read_params`; or a tied head differs from the embedding.
+        UserError: see `read_params`; or a tied head differs from the embedding.
     """
     if config.tie_embeddings and {HEAD, EMBED} <= source.shapes.keys():
         same = source.shapes[HEAD] == source.shapes[EMBED]
@@ -61,7 +61,7 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
                 f"{source.where}: {HEAD} differs from the embedding, but config.json "
                 "ties them: set tie_word_embeddings to false"
             )
-    # Buffers that old transformers versions saved, and the copy of a tied head.
+    # Buffers that old transformers versions saved, and a tied head's copy of the embedding.
     spare = r".*rotary_emb\.inv_freq" + (f"|{HEAD}" if config.tie_embeddings else "")
     return read_params(source, TABLE, specs(config), dtype, places, spare)
 
@@ -71,23 +71,22 @@ def read_params(
 ) -> Params:
     """Reads the parameters of a checkpoint.
 
-    On a mesh every process reads a part of each tensor, and no two of them the same part: the files
-    are read once by all of them together, and the devices exchange what they lack.  A process holds
+    On a mesh every process reads a part of each tensor, and no two processes read the same part. So
+    the files are read once in total, and the devices exchange the missing parts. A process holds
     its parts of one array at a time, never the whole model.
 
     Args:
-        source: the tensors.
-        table: which tensors hold which array.
-        wanted: the arrays that the architecture needs, see `params.specs`.
+        source: tensors of the checkpoint.
+        table: tensors of each array.
+        wanted: arrays that the architecture needs, see `params.specs`.
         dtype: dtype of the parameters; stored values are rounded to it.
         places: sharding of each array.
-        spare: regular expression of the names of tensors that may be there, though no array needs
-            them.
+        spare: regular expression of tensor names that are allowed but not used.
 
     Raises:
-        UserError: a missing tensor, a wrong shape, or a tensor that the architecture has no use
-            for (the message names the first and says how many more there are); a weight is NaN or
-            infinite; or, on CPUs, the parameters need more than the machine's memory.
+        UserError: a tensor is missing, has a wrong shape, or has no place in the architecture (the
+            message names the first such tensor and counts the others); a weight is NaN or infinite;
+            or, on CPUs, the parameters need more than the machine's memory.
     """
     _check_tensors(source, table, wanted, spare)
     dtype = np.dtype(dtype)
@@ -106,10 +105,12 @@ def read_params(
 
 
 def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str) -> None:
-    """Compares a checkpoint with what the architecture needs; for errors see `read_params`."""
+    """Compares a checkpoint with the arrays that the architecture needs; raises as
+    `read_params`.
+    """
     found = source.shapes
     layers = max((spec.shape[0] for path, spec in wanted.items() if path[0] == "layers"), default=0)
-    if layers > len(found):  # before a table of as many layers is made
+    if layers > len(found):  # checked first: the table below has this many layers
         raise UserError(
             f"{source.where}: config.json asks for {layers:,} layers, the weights have "
             f"{len(found):,} tensors: fetch the model again"
@@ -135,8 +136,8 @@ def _read_whole(
     source: TensorSource, row: Row, shape: Shape, stacked: bool, dtype: np.dtype, place: Any
 ) -> jax.Array:
     """Reads an array for a single device."""
-    # A fresh buffer: on CPU an array may alias what it was made from, and that must not be a mapped
-    # file which the user is free to delete.
+    # A fresh buffer: on CPUs an array may alias its source, and the source must not be a mapped
+    # file, which the user may delete.
     out = np.empty(shape, dtype)
     for layer in range(shape[0] if stacked else 1):
         tensors = names(row, layer)
@@ -154,10 +155,10 @@ def _read_parts(
     dtype: np.dtype,
     place: NamedSharding,
 ) -> jax.Array:
-    """Reads an array for a mesh: of each tensor every device gets as many rows as any other.
+    """Reads an array for a mesh: every device gets the same number of rows of each tensor.
 
-    Rows lie one after another in a file.  A device's own slice of an array would be a few values of
-    every row, which a disk or a bucket reads as if it were all of them.
+    Rows are contiguous in a file. A device's own slice of an array may be a few values of every
+    row, which costs a disk or a bucket as much as reading all values.
     """
     mesh = place.mesh
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -168,9 +169,9 @@ def _read_parts(
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             start = (index[0].start or 0) if index else 0
-            first = min(start, count - 1)  # beyond the last row a device has padding only
+            first = min(start, count - 1)  # devices beyond the last row get only padding
             values = source.read(name, slice(first, min(first + each, count)))[start - first :]
-            if values.itemsize >= dtype.itemsize:  # others are sent as they are stored
+            if values.itemsize >= dtype.itemsize:  # narrower values are sent as stored
                 values = values.astype(dtype)
             _check_finite(source, [name], values)
             return np.pad(values, [(0, each - len(values)), *((0, 0) for _ in rest)])
@@ -191,16 +192,16 @@ def _read_parts(
 def _mover(
     join: Join, rows: tuple[int, ...], shape: Shape, dtype: np.dtype, place: NamedSharding
 ) -> Callable[..., jax.Array]:
-    """The program that moves the tensors of an array to where it lies.
+    """Returns the compiled program that moves the tensors of an array to its sharding.
 
     Args:
         join: see `hf_table.Row`.
         rows: rows of each tensor, without the padding that makes the devices' parts equal.
-        shape: of the array, of one layer.
-        dtype, place: of the array.
+        shape: shape of the array, for one layer.
+        dtype, place: dtype and sharding of the array.
 
     Returns:
-        (Stack of all layers or None, number of the layer or None, tensors) -> the stack or array.
+        (stack of all layers or None, layer number or None, tensors) -> the stack or array.
     """
 
     def move(stack: Any, layer: Any, tensors: Sequence[jax.Array]) -> jax.Array:
@@ -214,15 +215,15 @@ def _mover(
 
 
 def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray) -> None:
-    """Checks that no weight is NaN or infinite: a model with one computes nothing but NaN.
+    """Checks that no weight is NaN or infinite: such a model computes nothing but NaN.
 
     Args:
         source: the checkpoint.
-        names: the tensors from which the values come.
+        names: tensors from which the values come.
         values: a part of the parameters, on the host.
 
     Raises:
-        UserError: some are not; the message names the tensor and counts them.
+        UserError: some weights are NaN or infinite; the message names the tensor and counts them.
     """
     if _all_finite(values):
         return
@@ -240,10 +241,10 @@ def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite, at the speed of the memory for bfloat16 too."""
+    """Returns whether no value is NaN or infinite; runs at memory speed, for bfloat16 too."""
     bits = {2: np.uint16, 4: np.uint32}[values.dtype.itemsize]
     infinity = values.dtype.type(np.inf).view(bits)
-    block = 1 << 20  # values: what is computed on the way stays in the cache
+    block = 1 << 20  # values, so that intermediates stay in the CPU cache
     flat = values.reshape(-1).view(bits)
     return all(
         (flat[start : start + block] & infinity).max(initial=0) < infinity
@@ -254,12 +255,12 @@ def _all_finite(values: np.ndarray) -> bool:
 def export_tensors(
     params: Params, config: ModelConfig, host: Callable[[jax.Array], np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, values) of all tensors in the order of `tensors_of`, a layer at a time.
+    """Yields (name, values) of all tensors in the order of `tensors_of`, one layer at a time.
 
     Args:
         params: parameters without adapters.
         config: the architecture.
-        host: brings an array to this host.
+        host: copies an array to this host.
     """
     arrays = dict(flatten(params))
     for path, row, layer in writing_order(TABLE, specs(config)):

@@ -1,4 +1,4 @@
-"""Projections: a kernel, perhaps a bias, and the matmul on one device or on a mesh."""
+"""Projections: a kernel, an optional bias, and the matmul on one device or on a mesh."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Linear(nnx.Module):
 class Lora(nnx.Module):
     """A low-rank adapter, ``alpha / rank * (x A) B`` (arXiv 2106.09685 eq 3).
 
-    A is random with the variance of PEFT, 1 / (3 inputs), and B is zero, so training begins at the
-    model itself.
+    A is random with the variance that PEFT uses, 1 / (3 inputs), and B is zero, so training starts
+    from the unchanged model.
 
     Attributes:
         a: ``[*inputs, rank]``.

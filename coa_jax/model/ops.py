@@ -1,6 +1,6 @@
-"""The operations of the decoder in plain JAX, as a textbook has them.
+"""The operations of the decoder in plain JAX, in their textbook forms.
 
-Each backend is a module with these functions; `Compute.ops` is the one in use.  Matmuls take their
+Each backend is a module with these functions; `Compute.ops` is the module in use. Matmuls take
 operands in the compute dtype and accumulate in float32; everything else is float32.
 """
 
@@ -18,17 +18,24 @@ from coa_jax.model.compute import Compute
 
 
 def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """``einsum(spec, x, w)`` with operands in ``dtype`` and a float32 result.
+    """Computes ``einsum(spec, x, w)`` with operands in ``dtype`` and a float32 result.
 
     Float32 matmuls are exact on every platform: the default precision of TPUs, and of GPUs with
-    TF32, would round the operands.  The backward matmuls take operands in ``dtype`` too; plain
+    TF32, would round the operands. The backward matmuls take operands in ``dtype`` too; plain
     differentiation would multiply float32 cotangents with bfloat16 operands at float32 speed.
+
+    Args:
+        spec: subscripts of the einsum.
+        x, w: operands.
+        dtype: dtype of the operands in the matmul.
     """
     return _einsum(spec, x.astype(dtype), w.astype(dtype))
 
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """``einsum(spec, x, w)`` in the operands' dtype, accumulated and returned in float32."""
+    """Computes ``einsum(spec, x, w)`` in the operands' dtype, with a float32 accumulator and
+    result.
+    """
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(spec, x, w, precision=exact, preferred_element_type=jnp.float32)
 
@@ -39,7 +46,8 @@ _einsum = jax.custom_vjp(product, nondiff_argnums=(0,))
 def _einsum_fwd(
     spec: str, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # `product`, because the policies of `model.remat` do not look into a function with a VJP.
+    # `product` is used here because the policies of `model.remat` cannot see into a function with a
+    # custom VJP.
     return product(spec, x, w), (x, w)
 
 
@@ -59,7 +67,7 @@ _einsum.defvjp(_einsum_fwd, _einsum_bwd)
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
-    """``x`` times the kernel ``w``.
+    """Multiplies ``x`` by the kernel ``w``.
 
     Args:
         x: ``[..., *I]``.
@@ -76,14 +84,16 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
         w = w.reshape(*w.shape[: w.ndim - inputs], -1)
         out = "uvwxyz"[: w.ndim - 1]
         return einsum(f"{kept}k,{out}k->{kept}{out}", x, w, compute.dtype)
-    # One contracted axis: with several, XLA may transpose the kernel before each matmul.
+    # A single contracted axis: with several, XLA may transpose the kernel before each matmul.
     w = w.reshape(-1, *w.shape[inputs:])
     out = "uvwxyz"[: w.ndim - 1]
     return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """Logits, float32 ``[..., V]``, of ``x [..., D]`` under an embedding ``table [V, D]``."""
+    """Computes logits, float32 ``[..., V]``, of ``x [..., D]`` with an embedding ``table [V,
+    D]``.
+    """
     return einsum("...d,vd->...v", x, table, compute.dtype)
 
 
@@ -128,29 +138,34 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """x.  A backend whose compiler fuses too much may keep x in a buffer of its own here."""
+    """Returns x. A backend whose compiler fuses too much may store x in its own buffer here."""
     return x
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first index at which the cumulative sum of ``weights`` exceeds ``uniform`` of the total.
+    """Returns the first index whose cumulative weight exceeds ``uniform`` times the total weight.
 
     Args:
         weights: float32 ``[B, V]``, not negative.
         uniform: float32 ``[B]`` in [0, 1).
 
     Returns:
-        int32 ``[B]``; always an index with weight, unless no index of the row has any.
+        int32 ``[B]``; always an index with nonzero weight, unless all weights of the row are zero.
     """
     sums = jnp.cumsum(weights, axis=-1)
     return first_passed(sums, uniform * sums[:, -1], weights > 0)
 
 
 def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
-    """The first of ``sums [B, N]`` above ``target [B]``; if there is none, the last with weight.
+    """Returns the first index whose sum exceeds the target, or else the last index with weight.
 
-    Rounding may let a cumulative sum change where nothing is added, so indices without weight are
-    passed over.
+    Rounding may change a cumulative sum where nothing is added, so indices without weight are
+    skipped.
+
+    Args:
+        sums: cumulative sums ``[B, N]``.
+        target: ``[B]``.
+        has_weight: bool ``[B, N]``.
     """
     passed = has_weight & (sums > target[:, None])
     last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
@@ -158,5 +173,5 @@ def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> j
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """``function(*rows)``, whose arguments and result have one row for each sequence."""
+    """Computes ``function(*rows)``; arguments and result have one row per sequence."""
     return function(*rows)

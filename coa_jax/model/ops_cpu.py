@@ -1,9 +1,9 @@
 """The operations of `model.ops` in the forms that XLA's CPU backend needs.
 
-There are two reasons.  Results: XLA shares a reduction or a matmul out over the cores in ways that
-depend on the number of rows, so the last bits of a sequence would depend on how many sequences are
-decoded beside it.  Speed: each function says what the compiler does badly.  Nothing here runs on
-other platforms.
+There are two reasons. Reproducibility: XLA distributes a reduction or a matmul over the cores in
+ways that depend on the number of rows, so the last bits of a sequence would depend on how many
+sequences are decoded with it. Speed: each function says what the compiler does badly.
+This module is used only on CPUs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ __all__ = [
 # --- matmuls -------------------------------------------------------------------------------
 
 _PARTS = 4
-"""Parts of the contracted axis into which the matmul of a single row falls."""
+"""Number of parts into which the contracted axis is split for the matmul of a single row."""
 
 _TOKEN_ROWS, _BLOCK_ROWS = 16, 64
-"""Rows of one matmul with an outputs-first kernel: where each row is the one new token of a
-sequence, and where a sequence has several."""
+"""Rows of one matmul with an outputs-first kernel: if each row is the only new token of its
+sequence, and if a sequence has several new tokens.
+"""
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
@@ -59,8 +60,8 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
         w = w.reshape(-1, *outputs)
         kept, out = "abcdef"[: x.ndim - 1], "uvwxyz"[: len(outputs)]
         return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
-    # As matrices: of a matmul over two axes, as the gradient of a kernel would be, XLA copies the
-    # operands first.
+    # As matrices: XLA copies the operands of a matmul over two axes, such as the gradient of a
+    # kernel.
     rows, w = x.reshape(-1, x.shape[-1]), w.reshape(x.shape[-1], -1)
     matmul = _in_parts if len(rows) == 1 and not x.shape[-1] % _PARTS else _whole
     return matmul(rows, w, compute.dtype).reshape(*batch, *outputs)
@@ -71,29 +72,29 @@ def _whole(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _in_parts(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """The matmul of a single row, as a batch of matmuls of its parts.
+    """Multiplies a single row as a batch of matmuls over parts of the kernel.
 
-    Such a matmul takes as long as reading the kernel.  XLA shares a batch of matmuls out over the
-    cores, but not a single one of a vector with few columns.
+    This takes only as long as reading the kernel. XLA distributes a batch of matmuls over the
+    cores, but not a single matrix-vector product with few columns.
     """
     blocks = w.reshape(_PARTS, w.shape[0] // _PARTS, -1)
     parts = einsum("pak,pku->pau", rows.reshape(_PARTS, 1, -1), blocks, dtype)
-    # XLA fuses sums of two with what follows; a reduction would be a pass of its own.
+    # XLA fuses a sum of two with the next operation; a reduction would be a separate pass.
     return functools.reduce(jnp.add, tuple(parts))
 
 
 def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """``x [..., K]`` times ``w [N, K]``.
+    """Multiplies ``x [..., K]`` by ``w [N, K]``.
 
-    Matmuls of ``[N, K]`` with few columns are half as long again as fast as those of few rows with
-    ``[K, N]``: XLA rearranges its second operand, which is the small one here.  The bits of
-    a matmul depend on its shape, so all of them have one shape, however many rows there are.
+    Matmuls of ``[N, K]`` with few columns are 1.5 times as fast as matmuls of few rows with ``[K,
+    N]``: XLA rearranges its second operand, which is the small one here. The bits of a matmul
+    depend on its shape, so all matmuls here have the same shape for any number of rows.
     """
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) == 1:  # the only slot of an engine
         return einsum("bk,nk->bn", rows, w, dtype).reshape(*x.shape[:-1], -1)
     size = _BLOCK_ROWS if x.ndim > 2 and x.shape[-2] > 1 else _TOKEN_ROWS
-    # Without the barriers XLA would swap the operands in place of transposing them.
+    # Without the barriers XLA would swap the operands instead of transposing them.
     barrier = jax.lax.optimization_barrier
     padded = jnp.pad(rows, ((0, -len(rows) % size), (0, 0)))
     parts = [
@@ -115,7 +116,7 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
-    """x in a buffer of its own; its gradient needs none.
+    """Stores x in its own buffer; the gradient of x needs none.
 
     XLA recomputes elementwise operations in every fusion that consumes them, and is slow where it
     fuses them with a reduction.
@@ -129,15 +130,16 @@ materialize.defvjp(lambda x: (materialize(x), None), lambda _, g: (g,))
 # --- decoding ------------------------------------------------------------------------------
 
 _BLOCK = 128
-"""Weights of one block of `inverse_cdf`."""
+"""Number of weights in one block of `inverse_cdf`."""
 
 _GROUP = 8
-"""Sequences that attention takes together: their pages stay in a processor's cache from the copy to
-the matmuls, and no sequence is gone over further than the longest of its group."""
+"""Sequences per group in attention. The pages of a group stay in the CPU cache from the copy to the
+matmuls, and no sequence is processed beyond the longest of its group.
+"""
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """See `ops.inverse_cdf`; sums of blocks find the block, sums within it find the index.
+    """See `ops.inverse_cdf`; sums over blocks find the block, then sums within it find the index.
 
     A cumulative sum over the whole vocabulary is slow, and its bits depend on the number of rows.
     """
@@ -155,7 +157,7 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """See `ops.over_rows`; sequences are taken in groups of eight, one group after another."""
+    """See `ops.over_rows`; processes the sequences in groups of eight, one group after another."""
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:
         return function(*rows)

@@ -1,8 +1,8 @@
-"""Parameters as nested dicts of arrays, which is what everything but a compiled function holds.
+"""Parameters as nested dicts of arrays, the form that everything outside compiled functions uses.
 
-Optimisers, checkpoints, publishing and files see keys such as ``layers/attn/qkv/kernel`` and no
-module.  `specs` derives all that they need to know (shapes, logical axes, which are adapters) from
-the modules of `model.decoder`.
+Optimisers, checkpoints, weight publishing and files see keys such as ``layers/attn/qkv/kernel`` and
+no modules. `specs` derives shapes, logical axes and the set of adapters from the modules of
+`model.decoder`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
 
 Params = dict[str, Any]
-"""Nested dict of arrays.  Those of layers are stacked along a first axis."""
+"""Nested dict of arrays. The parameters of the layers are stacked along their first axis."""
 
 Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One array of the parameters.
+    """Description of one array of the parameters.
 
     Attributes:
-        shape: its shape.
+        shape: shape of the array.
         axes: logical names of its axes, for sharding rules.
-        adapter: whether it belongs to a LoRA adapter.
+        adapter: whether the array belongs to a LoRA adapter.
     """
 
     shape: tuple[int, ...]
@@ -48,12 +48,12 @@ Specs = Mapping[Path, Spec]
 
 @functools.cache
 def specs(config: ModelConfig) -> Specs:
-    """All arrays of a model, in the order of `jax.tree.leaves`."""
+    """Returns the specs of all arrays of a model, in the order of `jax.tree.leaves`."""
     return specs_of(_abstract(config))
 
 
 def specs_of(module: nnx.Module) -> Specs:
-    """All arrays of a module, in the order of `jax.tree.leaves`."""
+    """Returns the specs of all arrays of a module, in the order of `jax.tree.leaves`."""
     return {
         tuple(map(str, path)): Spec(
             tuple(value.shape), value.get_metadata("axes"), isinstance(value, nnx.LoRAParam)
@@ -68,7 +68,7 @@ def _abstract(config: ModelConfig) -> Decoder:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Number of scalars in the parameters, adapters included."""
+    """Returns the number of scalars in the parameters, adapters included."""
     return sum(math.prod(spec.shape) for spec in specs(config).values())
 
 
@@ -76,7 +76,7 @@ def num_params(config: ModelConfig) -> int:
 
 
 def nest(flat: Mapping[Path, Any]) -> Params:
-    """The nested dict of values by path."""
+    """Builds a nested dict from values by path."""
     params: Params = {}
     for path, value in flat.items():
         node = params
@@ -87,7 +87,7 @@ def nest(flat: Mapping[Path, Any]) -> Params:
 
 
 def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(Path, value) of all leaves."""
+    """Yields (path, value) of all leaves."""
     for key, value in params.items():
         if isinstance(value, dict):
             yield from flatten(value, (*prefix, key))
@@ -96,12 +96,12 @@ def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def join(first: Params, second: Params) -> Params:
-    """The leaves of both; no path is in both."""
+    """Merges two nested dicts that have no path in common."""
     return nest({**dict(flatten(first)), **dict(flatten(second))})
 
 
 def param_dtype(params: Params) -> jnp.dtype:
-    """The dtype of the parameters, which is that of the embeddings."""
+    """Returns the dtype of the parameters, taken from the embeddings."""
     return jnp.dtype(params["embed"]["embedding"].dtype)
 
 
@@ -110,19 +110,21 @@ def param_dtype(params: Params) -> jnp.dtype:
 
 @functools.cache
 def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
-    """Flax's static descriptions of a whole decoder, of one without layers, and of one layer."""
+    """Returns Flax's static graph definitions of a whole decoder, of one without layers, and of a
+    layer.
+    """
     shared = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=False))
     layer = nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0)))
     return nnx.graphdef(_abstract(config)), nnx.graphdef(shared), nnx.graphdef(layer)
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
-    """The module with these parameters, inside a compiled function.
+    """Returns the module with these parameters; for use inside a compiled function.
 
     Raises:
-        ValueError: the parameters are not those of the architecture, adapters among them.
+        ValueError: the parameters or adapters do not match the architecture.
     """
-    # Flax fills leaves in by their order, so it would take other names without a word.
+    # Flax fills leaves in by their order, so it would accept other names without an error.
     if (found := {path for path, _ in flatten(params)}) != specs(config).keys():
         wrong = sorted("/".join(path) for path in found ^ specs(config).keys())
         raise ValueError(f"parameters and architecture differ in {', '.join(wrong)}")
@@ -136,13 +138,13 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeParams:
-    """Parameters in the layout of decoding, without adapters.
+    """Parameters in the layout for decoding, without adapters.
 
-    A decode step reads every parameter once.  Slices of a stack would be copies inside its loop, so
+    A decode step reads every parameter once. Slices of a stack would be copied inside its loop, so
     each layer has arrays of its own.
 
     Attributes:
-        shared: all that is not a layer's.
+        shared: all parameters outside the layers.
         layers: parameters of each layer.
         outputs_first: whether the output axes of kernels come before the input axes, which XLA's
             CPU backend multiplies faster (`ops_cpu`); static.
@@ -153,14 +155,22 @@ class DecodeParams:
     outputs_first: bool = False
 
     def bind(self, config: ModelConfig) -> tuple[Decoder, tuple[Layer, ...]]:
-        """The modules with these parameters, inside a compiled function."""
+        """Returns the decoder and its layers with these parameters; for use in a compiled
+        function.
+        """
         _, shared, layer = _graphs(config)
         layers = tuple(nnx.merge(layer, params) for params in self.layers)
         return nnx.merge(shared, self.shared), layers
 
 
 def unstack(params: Params, config: ModelConfig, outputs_first: bool = False) -> DecodeParams:
-    """Parameters of training, without adapters, in the layout of decoding."""
+    """Converts training parameters, without adapters, to the layout for decoding.
+
+    Args:
+        params: parameters in the training layout, stacked over layers.
+        config: the architecture.
+        outputs_first: see `DecodeParams`.
+    """
     shared = {key: value for key, value in params.items() if key != "layers"}
     layers = tuple(
         jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.num_layers)
@@ -172,7 +182,7 @@ def unstack(params: Params, config: ModelConfig, outputs_first: bool = False) ->
 
 
 def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
-    """Number of input axes of each kernel; of a layer's kernels without ``layers`` in the path."""
+    """Returns the number of input axes of each kernel; paths of layer kernels omit ``layers``."""
     module = _abstract(config)
     found = {}
     for path, value in nnx.iter_graph(module):
@@ -183,7 +193,7 @@ def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
 
 
 def _turn(params: Params, inputs: Mapping[Path, int]) -> Params:
-    """Kernels with their output axes first."""
+    """Transposes kernels so that their output axes come first."""
 
     def turned(path: Path, w: jax.Array) -> jax.Array:
         count = inputs.get(path, 0)
@@ -196,13 +206,25 @@ def _turn(params: Params, inputs: Mapping[Path, int]) -> Params:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Random parameters, adapters included; the key alone decides about them."""
+    """Returns random parameters, adapters included, which depend on the key alone.
+
+    Args:
+        config: the architecture.
+        key: random key.
+        dtype: dtype of the parameters.
+    """
     state = nnx.state(Decoder(config, rngs=nnx.Rngs(key)))
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
 def init_adapters(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> Params:
-    """Adapters before training, float32, on the first device or split over a mesh."""
+    """Returns adapters before training, float32, on the first device or sharded over a mesh.
+
+    Args:
+        config: the architecture with its adapters.
+        seed: seed of the initial values.
+        mesh: mesh of the run; None for the first device.
+    """
 
     def draw() -> Params:
         return select(config, init_params(config, jax.random.key(seed)), adapter=True)
@@ -211,25 +233,36 @@ def init_adapters(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> P
 
 
 def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
-    """The adapters among the parameters, or all others."""
+    """Returns the adapters among the parameters, or all other parameters.
+
+    Args:
+        config: the architecture.
+        params: parameters with adapters.
+        adapter: True for the adapters, False for the rest.
+    """
     kinds = specs(config)
     return nest({path: x for path, x in flatten(params) if kinds[path].adapter == adapter})
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """The architecture of a model whose adapters are left out or merged."""
+    """Returns the architecture without adapters, for a model whose adapters are merged or left
+    out.
+    """
     return dataclasses.replace(config, lora=LoraConfig())
 
 
 def split_trained(
     params: Params, config: ModelConfig, seed: int, mesh: Mesh | None = None
 ) -> tuple[Params, Params]:
-    """(Trained, frozen) parameters of a run: all of them and none, or new adapters and the rest.
+    """Splits the parameters of a run into (trained, frozen).
+
+    Without adapters all parameters are trained. With adapters, new adapters are trained and all
+    other parameters are frozen.
 
     Args:
-        params: of a model without adapters.
+        params: parameters of a model without adapters.
         config: the architecture, with the adapters that the run trains.
-        seed: of their initial values.
+        seed: seed of the adapters' initial values.
         mesh: see `init_adapters`.
     """
     return (init_adapters(config, seed, mesh), params) if config.lora.rank else (params, {})
@@ -237,7 +270,7 @@ def split_trained(
 
 @functools.partial(jax.jit, static_argnames="config")
 def merge_program(config: ModelConfig, params: Params) -> Params:
-    """The program of `merge_adapters` for a model that has adapters."""
+    """`merge_adapters` for a model that has adapters; runs inside a compiled function."""
     layers = bind(config, params).layers
 
     def delta(lora: Any) -> jax.Array:
@@ -271,15 +304,21 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
 
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
-    """A model's parameters, with adapters added to the kernels that they belong to."""
+    """Returns a model's parameters with the adapters added to their kernels."""
     return merge_program(config, params) if config.lora.rank else params
 
 
-# --- places --------------------------------------------------------------------------------
+# --- placement -----------------------------------------------------------------------------
 
 
 def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rules = RULES) -> Any:
-    """Where the parameters lie, as a nested dict; without a mesh the first device for all."""
+    """Returns the shardings of the parameters as a nested dict; without a mesh, the first device.
+
+    Args:
+        config: the architecture.
+        mesh: mesh of the run, or None.
+        rules: sharding rules, from logical axes to mesh axes.
+    """
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return nest(dict.fromkeys(specs(config), device))
@@ -287,7 +326,7 @@ def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rule
 
 
 def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodeParams:
-    """Where parameters in the layout of decoding lie, by the rules of decoding."""
+    """Returns the shardings of parameters in the layout for decoding, by the rules for decoding."""
 
     def place(spec: Spec, first: int) -> NamedSharding:
         return sharding_for(mesh, spec.axes[first:], DECODE_RULES, spec.shape[first:])
@@ -299,7 +338,7 @@ def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodePa
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh | None) -> Params:
-    """Float32 parameters of training as shapes and places."""
+    """Returns the shapes and shardings of float32 training parameters, without values."""
     places = dict(flatten(shardings(config, mesh)))
     return nest(
         {

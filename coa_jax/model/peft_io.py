@@ -1,4 +1,4 @@
-"""Writing what a run has trained: the whole model, and its adapters in the format of PEFT."""
+"""Writes the result of a training run: the whole model, and its adapters in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _PEFT = {
     **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
     **{name: ("mlp", f"{name}_lora", f"mlp.{name}_proj") for name in ("gate", "up", "down")},
 }
-"""Projection -> where its adapter is in a layer, and PEFT's name of the module."""
+"""Projection -> path of its adapter in a layer, and PEFT's module name."""
 
 
 def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
-    """Writes the model, adapters merged, to ``output``, and adapters to ``output`` + ``-adapters``.
+    """Writes the model with merged adapters to ``output``, and adapters to ``output`` +
+    ``-adapters``.
 
     Args:
-        model: with adapters, if its architecture has any.
-        source: path or name of the model that the run began with, for the adapters' configuration.
+        model: trained model, with adapters if its architecture has any.
+        source: path or name of the base model, for the configuration of the adapters.
         output: directory to create or replace.
-        dtype: of the model; adapters are float32.
+        dtype: dtype of the saved model; adapters are saved in float32.
     """
     merged = merge_adapters(model.config, model.params)
     config = without_adapters(model.config)
@@ -45,7 +46,13 @@ def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
 def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: str) -> None:
     """Writes adapters so that ``peft.PeftModel.from_pretrained`` reads them.
 
-    With several processes all of them call this and the first one writes.
+    With several processes all of them call this function and the first writes.
+
+    Args:
+        directory: directory to create.
+        adapters: parameters of the adapters.
+        lora: configuration of the adapters.
+        source: path or name of the base model.
     """
     tensors = adapter_tensors(adapters)
     if jax.process_index():
@@ -58,7 +65,9 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
 
 
 def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
-    """Adapters under PEFT's names and in its shapes: A ``[rank, in]``, B ``[out, rank]``."""
+    """Returns adapters under PEFT's names and in its shapes: A ``[rank, in]``, B ``[out,
+    rank]``.
+    """
     tensors = {}
     for part, key, name in _PEFT.values():
         if (adapter := adapters["layers"].get(part, {}).get(key)) is None:
@@ -72,7 +81,7 @@ def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
 
 
 def adapter_config(lora: LoraConfig, source: str) -> dict[str, Any]:
-    """The content of PEFT's ``adapter_config.json``."""
+    """Returns the content of PEFT's ``adapter_config.json``."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

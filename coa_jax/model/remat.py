@@ -1,4 +1,6 @@
-"""What of a layer's activations is kept for the backward pass, and what is computed again."""
+"""Rematerialisation: which activations of a layer are saved, and which the backward pass
+recomputes.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from typing import Any
 import jax
 
 ATTENTION = "attention"
-"""Name of what attention keeps for its backward pass beside its arguments."""
+"""Name of the values that attention saves for its backward pass, besides its arguments."""
 
 MLP_PRODUCT = "mlp"
-"""Name of what the down projection multiplies."""
+"""Name of the input of the down projection."""
 
 OPERANDS = "operands"
-"""Name of the queries, the keys and the values, each, that attention is given."""
+"""Name of the queries, the keys and the values that attention takes."""
 
 MIDDLE = "middle"
 """Name of the residual stream between attention and MLP."""
@@ -32,25 +34,27 @@ POLICIES: dict[str, Any] = {
     "attention": _POLICIES.save_only_these_names(ATTENTION),
     "full": _POLICIES.nothing_saveable,
 }
-"""From the most memory to the least, and from the least work to the most.  Scores of attention are
-computed again with each of them.
+"""Policies, from the most memory and least recomputation to the least memory and most
+recomputation.
 
-- ``none`` keeps everything else.
-- ``dots`` keeps the results of products with weights, what the down projection and attention
-  multiply, and the results of attention where it names them (`splash` and `xla`).
-- ``weight_dots`` keeps those of products with weights only; attention is computed again.
-- ``offload`` keeps the same ones in the memory of the host.
-- ``attention_block`` keeps what ``attention`` does, what attention multiplies, and the residual
-  stream behind it: norms and the products of gate and up are computed again, and of models that
-  normalise queries and keys those that give them.
-- ``attention`` keeps what ``full`` does and what attention names, so that the backward pass need
-  not add up its values again.
-- ``full`` keeps the residual stream before each layer; the whole layer is computed again.
+Every policy recomputes the attention scores.
+
+- ``none`` saves everything else.
+- ``dots`` saves the results of matmuls with weights, the inputs of the down projection and of
+  attention, and the results that attention names (`splash` and `xla`).
+- ``weight_dots`` saves only the results of matmuls with weights; attention is recomputed.
+- ``offload`` saves the same values as ``weight_dots``, in host memory.
+- ``attention_block`` saves the values of ``attention``, the inputs of attention, and the residual
+  stream after attention. The backward pass recomputes norms, the gate and up matmuls and, in models
+  that normalise queries and keys, the matmuls of queries and keys.
+- ``attention`` saves the values of ``full`` and the results that attention names, so the backward
+  pass does not repeat the sum over values.
+- ``full`` saves the residual stream before each layer; the whole layer is recomputed.
 """
 
 
 def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A layer that keeps for its backward pass what a policy of `POLICIES` says."""
+    """Applies a rematerialisation policy of `POLICIES` to a layer."""
     policy = POLICIES[name]
-    # Within a scan XLA merges nothing across the two passes, so there is nothing to prevent.
+    # Within a scan XLA cannot merge the two passes, so common subexpressions need no barrier.
     return layer if name == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: their frequencies, with or without scaling, and the rotation."""
+"""Rotary position embeddings: frequencies, with or without scaling, and the rotation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Llama3Rope:
     """Scaling of Llama 3.1 and later (``rope_type: llama3``).
 
     Attributes:
-        factor: by which slow components are stretched.
-        low_freq_factor: a component with fewer turns over the original positions is stretched.
-        high_freq_factor: a component with more turns over them stays as it is.
-        original_max_position: positions of the pretraining.
+        factor: factor by which slow components are stretched.
+        low_freq_factor: components with fewer turns than this over the original positions are
+            stretched.
+        high_freq_factor: components with more turns than this over the original positions are
+            unchanged.
+        original_max_position: context length of pretraining, in tokens.
     """
 
     factor: float
@@ -32,17 +34,17 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071), by which Qwen reaches 131,072 positions.
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), with which Qwen reaches 131,072 positions.
 
     Attributes:
-        factor: by which slow components are stretched.
-        original_max_position: positions of the pretraining.
-        beta_fast: a component with more turns over the original positions stays as it is.
-        beta_slow: a component with fewer turns over them is stretched.
-        attention_factor: of cosines and sines; None for the one that follows from the others.
+        factor: factor by which slow components are stretched.
+        original_max_position: context length of pretraining, in tokens.
+        beta_fast: components with more turns than this over the original positions are unchanged.
+        beta_slow: components with fewer turns than this over the original positions are stretched.
+        attention_factor: factor of cosines and sines; None to compute it from the other fields.
         mscale, mscale_all_dim: weights of ``log(factor)`` in the numerator and the denominator of
-            the attention factor; they count together only, or not at all.
-        truncate: whether the blended components begin and end at whole indices.
+            the attention factor; used only if both are set.
+        truncate: whether the range of blended components is rounded to whole indices.
     """
 
     factor: float
@@ -56,17 +58,18 @@ class YarnRope:
 
 
 def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
-    """Inverse frequencies, and the factor of the cosines and sines.
+    """Returns the inverse frequencies, and the factor of the cosines and sines.
 
     Returns:
-        Radians a position, float32 ``[K / 2]``, and the attention factor: 1 but with YaRN.
+        Radians per position, float32 ``[K / 2]``, and the attention factor, which is 1 except for
+        YaRN.
     """
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     inv_freq = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
     if scaling is None:
         return inv_freq, 1.0
-    # Fast components stay, slow ones are stretched by the factor, those between are blended.
+    # Fast components are unchanged, slow ones are stretched by the factor, others are blended.
     if isinstance(scaling, Llama3Rope):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         turns = scaling.original_max_position * inv_freq / (2 * math.pi)
@@ -81,10 +84,12 @@ def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
 
 
 def _blended(scaling: YarnRope, head_dim: int, theta: float) -> tuple[float, float]:
-    """Indices of the first and the last component that are blended."""
+    """Returns the indices of the first and the last component that are blended."""
 
     def index(turns: float) -> float:
-        """Of the component with so many turns over the original positions; a fraction."""
+        """Returns the (fractional) index of the component with this many turns over the original
+        positions.
+        """
         radians = scaling.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(radians) / (2 * math.log(theta))
 
@@ -104,13 +109,18 @@ def _attention_factor(scaling: YarnRope) -> float:
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of positions ``[B, T]``, float32 ``[B, T, 1, 1, K / 2]`` each."""
+    """Returns cosines and sines of positions ``[B, T]``, float32 ``[B, T, 1, 1, K / 2]`` each."""
     inv_freq, factor = frequencies(config)
     angles = (positions[..., None].astype(jnp.float32) * inv_freq)[:, :, None, None]
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the two halves of the last axis; ``cos``/``sin`` broadcast against them."""
+    """Rotates the pairs formed by the two halves of the last axis.
+
+    Args:
+        x: ``[..., K]``.
+        cos, sin: ``[..., K / 2]``; they broadcast against the halves of x.
+    """
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

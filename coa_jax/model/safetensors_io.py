@@ -1,7 +1,8 @@
-"""Reading and writing safetensors, one tensor in memory at a time.
+"""Reads and writes safetensors with one tensor in memory at a time.
 
-The library reads.  It writes only tensors that are all in memory, so files are written here: eight
-bytes of header length, a JSON header (name -> dtype, shape, byte range) and the bytes.
+The safetensors library reads the files. It can only write tensors that are all in memory, so this
+module writes files itself: eight bytes of header length, a JSON header (name -> dtype, shape, byte
+range) and the data.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Checkpoint:
         files: the files with the tensors.
 
     Raises:
-        UserError: no weights, a missing shard, an index that disagrees with its shards, or a
-            damaged file; the message names the file.
+        UserError: there are no weights, a shard is missing, an index disagrees with its shards, or
+            a file is damaged; the message names the file.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -58,10 +59,10 @@ class Checkpoint:
                 raise UserError(f"{path} lacks tensor {name}, though the index has it")
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows of a tensor in its stored dtype; nothing else of the tensor is read.
+        """Reads rows of a tensor in its stored dtype; the other rows are not read.
 
         Raises:
-            UserError: its dtype is not a floating-point one of 16 bits or more.
+            UserError: the dtype is not a floating-point type of 16 bits or more.
         """
         path, file = self._tensors[name]
         stored = file.get_slice(name)
@@ -75,10 +76,10 @@ class Checkpoint:
 
 
 def _open(path: Path) -> Any:
-    """The file as the library opens it, mapped into memory.
+    """Opens a file with the library, mapped into memory.
 
     Raises:
-        UserError: the file is missing, truncated or is no safetensors file.
+        UserError: the file is missing, truncated or not a safetensors file.
     """
     if not path.exists():
         raise UserError(f"{path} is missing: fetch the model again")
@@ -93,7 +94,7 @@ def _open(path: Path) -> Any:
 
 
 def _weight_map(directory: Path) -> dict[str, Path]:
-    """Tensors and their files by the directory's index; empty for a single file."""
+    """Returns the file of each tensor from the directory's index; empty for a single file."""
     index = directory / INDEX_FILE
     if not index.exists():
         if (directory / SINGLE_FILE).exists():

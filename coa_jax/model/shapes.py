@@ -1,4 +1,4 @@
-"""Published architectures by name, so that a model can be reasoned about without its files."""
+"""Published architectures by name, to analyse a model without its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QWEN25 = ModelConfig(
 )
 _QWEN25_LARGE = dataclasses.replace(_QWEN25, vocab_size=152064, head_dim=128, tie_embeddings=False)
 
-# As the config.json of each model on the Hugging Face hub says; `tiny` is for trying a command.
+# Values of each model's config.json on the Hugging Face hub; `tiny` is for trying out commands.
 ARCHITECTURES: dict[str, ModelConfig] = {
     "tiny": ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16),
     "smollm2-135m": ModelConfig(
@@ -57,14 +57,14 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 
 
 def architecture_of(model: str) -> tuple[str, ModelConfig]:
-    """(Name, architecture) of a model's directory, of which only ``config.json`` is read.
+    """Returns (name, architecture) of a model directory; reads only ``config.json``.
 
-    A directory that is not here is known by a name of `ARCHITECTURES` in its path, such as
-    ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the shapes of the base.
-    ``tiny`` is known only as the last part of the path, for it is part of other models' names.
+    If the directory does not exist, a name of `ARCHITECTURES` in its path decides, such as
+    ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the shapes of the base
+    model. ``tiny`` must be the last part of the path, since other models' names contain it.
 
     Raises:
-        UserError: neither the directory nor such a name is there.
+        UserError: the directory does not exist and its path has no known name.
     """
     if (Path(model) / "config.json").is_file():
         return model, read_config(model)

@@ -1,8 +1,8 @@
-"""Tokenizers: loading, text that cannot forge control tokens, and chat prompts by id.
+"""Tokenizers: loading, encoding of untrusted text, and chat prompts as token ids.
 
-Tool output and model text are data.  If ``<|im_end|>`` in a web page became the control token, a
-page could end the assistant's turn; so everything but the prompt frame goes through
-:func:`encode_plain`, which has no way to produce an added token.
+Tool output and model text are data. If ``<|im_end|>`` in a web page became the control token, a
+page could end the assistant's turn. So every text except the frame of the prompt is encoded by
+:func:`encode_plain`, which never produces an added token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-_LARGEST = 256 << 20  # bytes of a tokenizer file; those of the largest vocabularies have 35 MB
+_LARGEST = 256 << 20  # bytes of a tokenizer file; the largest vocabularies need 35 MB
 _SAMPLE = "It's 1,234.5 km <b>away</b>:\n\tna\u00efve \u6771\u4eac \U0001f642"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _ALL_FILES = (
@@ -30,7 +30,7 @@ _ALL_FILES = (
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "chat_template.json", "chat_template.jinja"),
 )
-"""What transformers opens for a tokenizer, without a look at size or kind."""
+"""Files that transformers opens for a tokenizer without checking their size or kind."""
 _GGUF_ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -38,7 +38,8 @@ _GGUF_ROLES = {
     "pad_token": "padding",
 }
 
-# How the published tokenizer.json of Qwen2 and of Llama 3 cut text: they differ in the digits.
+# Pre-tokenisation of the published tokenizer.json of Qwen2 and of Llama 3, which treat digits
+# differently.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,16 +52,16 @@ _SPLITS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MissingTokenizer:
-    """Stands for the tokenizer of a model that has none; every use of it is a `UserError`.
+    """Placeholder for a missing tokenizer; every use of it raises a `UserError`.
 
     Attributes:
-        message: of that error: where the model is, and what was looked for.
+        message: message of the error: the model's path, and the files that were looked for.
     """
 
     message: str
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own questions, as those of `copy`
+        if name.startswith("__"):  # attributes that Python itself looks up, e.g. in `copy`
             raise AttributeError(name)
         raise UserError(self.message)
 
@@ -75,7 +76,7 @@ def load_tokenizer(path: str | Path) -> Any:
         A transformers ``PreTrainedTokenizerFast``.
 
     Raises:
-        UserError: no tokenizer file, or a damaged one; the message names it.
+        UserError: the tokenizer file is missing or damaged; the message names it.
     """
     tokenizer = find_tokenizer(path)
     if isinstance(tokenizer, MissingTokenizer):
@@ -84,7 +85,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def find_tokenizer(path: str | Path) -> Any:
-    """As `load_tokenizer`, but gives a `MissingTokenizer` where there is no tokenizer file."""
+    """Loads a tokenizer like `load_tokenizer`; returns a `MissingTokenizer` if there is no file."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(path)
@@ -104,17 +105,17 @@ def find_tokenizer(path: str | Path) -> Any:
             reading.read_json(file, _LARGEST)
         elif file.exists():
             reading.read_bytes(file, _LARGEST)
-    # The classes that AutoTokenizer chooses may write the normaliser and the cutting of text anew
-    # and take no more than the vocabulary from tokenizer.json; this one takes the file as it is.
+    # The classes that AutoTokenizer chooses may replace the normaliser and the pre-tokeniser of
+    # tokenizer.json and use only its vocabulary; this class uses the whole file.
     kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
     return _checked(lambda: kind.from_pretrained(str(path), local_files_only=True), path)
 
 
 def _checked(make: Callable[[], Any], path: Path) -> Any:
-    """The tokenizer that ``make`` builds from the files at ``path``, which may be damaged.
+    """Calls ``make`` to build the tokenizer from the files at ``path``, and checks that it works.
 
     Raises:
-        UserError: building it fails, it cannot encode text, or it is not a fast tokenizer.
+        UserError: building fails, the tokenizer cannot encode text, or it is not a fast tokenizer.
     """
     try:
         tokenizer = make()
@@ -124,11 +125,11 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
             raise UserError(f"{path}: its chat template is not text")
         if not tokenizer.get_vocab():
             raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
-        # What the libraries check no sooner than at the first use.
+        # The libraries check these properties only at the first use.
         encode_plain(tokenizer, _SAMPLE), eos_ids(tokenizer)
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # transformers raises bare ones, the Rust library panics
+    except BaseException as error:  # transformers raises bare exceptions, Rust panics
         raise UserError(
             f"{path}: its tokenizer cannot be loaded ({reading.reason(error)}): fetch it again"
         ) from error
@@ -138,7 +139,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """The tokenizer inside a GGUF file; see :func:`find_tokenizer`."""
+    """Loads the tokenizer inside a GGUF file; see :func:`find_tokenizer`."""
     path = Path(file.where)
     if file.metadata("tokenizer.ggml.model") is None:
         return MissingTokenizer(
@@ -148,7 +149,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     pre = file.metadata("tokenizer.ggml.pre")
     if file.metadata("tokenizer.ggml.model") == "gpt2" and pre in ("smollm", *_SPLITS):
         return _checked(lambda: _byte_level_gguf(file, pre), path)
-    # Other kinds are left to transformers, whose reader of these files is written in torch.
+    # transformers converts other kinds; its reader of GGUF files needs torch.
     from transformers import AutoTokenizer
 
     try:
@@ -165,7 +166,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
 
 def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
-    """Byte-level BPE, whose text is cut before merging as the file's field ``pre`` says."""
+    """Builds byte-level BPE; the file's field ``pre`` names the pre-tokenisation."""
     from gguf import TokenType
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
@@ -177,7 +178,7 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     tokens, kinds = get("tokens"), get("token_type")
     merges = [tuple(merge.split(" ")) for merge in get("merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
-    # A word of the vocabulary is taken whole by Llama 3, as its tokenizer.json says.
+    # Llama 3 encodes a text that is a vocabulary entry as that entry, see its tokenizer.json.
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     cut: Any
     if pre == "smollm":
@@ -201,19 +202,21 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
 
 
 _LONG = 4096
-"""Characters from which a text is encoded without holding Python's global lock."""
+"""Length in characters from which a text is encoded without holding Python's GIL."""
 
 _Plain = tuple[Any, dict[int, str] | None]
 _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
 
 
 def _plain(tokenizer: Any) -> _Plain:
-    """A copy of the tokenizer's model without added tokens, and characters that it cannot spell.
+    """Returns a copy of the tokenizer's model without added tokens, and its missing control bytes.
 
-    Where the tokenizer is not byte-level, or adds spaces, None stands for the latter.
+    The second value maps bytes that the vocabulary cannot spell; it is None if the tokenizer is not
+    byte-level or adds spaces.
 
-    ``encode_special_tokens`` of the original would not do: it frees only tokens that are marked
-    special, while Qwen's ``<tool_call>`` is added but unmarked, and the option is shared state.
+    The option ``encode_special_tokens`` of the original is not enough: it affects only tokens
+    marked as special, while Qwen's ``<tool_call>`` is added but not marked, and the option is
+    shared state.
     """
     if tokenizer not in _PLAIN:
         from tokenizers import Tokenizer
@@ -233,8 +236,8 @@ def _plain(tokenizer: Any) -> _Plain:
             if model.get("unk_token") in added:
                 model["unk_token"] = None
             if unspelt is not None:
-                # NFC (Qwen) would make text differ from its tokens; ids are the same without it
-                # wherever the text is NFC already.
+                # NFC normalisation (Qwen) would make the text differ from its tokens. Without it
+                # the ids are the same for every text that is already NFC.
                 spec["normalizer"] = None
                 unspelt = _missing_controls(model["vocab"])
         _PLAIN[tokenizer] = Tokenizer.from_str(json.dumps(spec)), unspelt
@@ -242,20 +245,22 @@ def _plain(tokenizer: Any) -> _Plain:
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Whether it is, and adds no space before a text, which goes on where another one ended."""
+    """Returns whether the tokenizer is byte-level and adds no space before a text.
+
+    With such a tokenizer, text can be encoded in pieces.
+    """
     pre = spec.get("pre_tokenizer") or {}
     steps = [s for s in pre.get("pretokenizers", [pre]) if s.get("type") == "ByteLevel"]
     return bool(steps) and not any(step["add_prefix_space"] for step in steps)
 
 
 def check_byte_level(tokenizer: Any) -> None:
-    """Refuses a tokenizer whose pieces of text are not each other's continuation, byte by byte.
+    """Rejects a tokenizer that adds a space before every text, so that pieces of text do not join.
 
-    One in the manner of SentencePiece begins every text with a space, also one that goes on, and
-    so does byte-level BPE with ``add_prefix_space``.
+    SentencePiece-style tokenizers do this, and byte-level BPE with ``add_prefix_space``.
 
     Raises:
-        UserError: it is not byte-level BPE, or adds spaces.
+        UserError: the tokenizer is not byte-level BPE, or adds spaces.
     """
     if _plain(tokenizer)[1] is None:
         raise UserError(
@@ -266,7 +271,7 @@ def check_byte_level(tokenizer: Any) -> None:
 
 
 def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
-    """ASCII bytes without a token (SmolLM2 lacks six), which would vanish from the text."""
+    """Returns ASCII bytes without a token (SmolLM2 lacks six), which would vanish from the text."""
     from tokenizers import pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -278,10 +283,10 @@ def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of text taken literally: never an added or special token, whatever it says.
+    """Encodes text literally: no text produces an added or special token.
 
-    For byte-level BPE the ids decode to exactly ``text``, but for what no UTF-8 text can hold
-    (lone surrogates) and for control bytes that the vocabulary lacks; both become U+FFFD.
+    For byte-level BPE the ids decode to exactly ``text``. The exceptions become U+FFFD: lone
+    surrogates, which UTF-8 cannot encode, and control bytes that the vocabulary lacks.
 
     Args:
         tokenizer: see :func:`load_tokenizer`.
@@ -292,7 +297,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
         text = text.translate(unspelt)
     try:
         return _ids(plain, text)
-    except TypeError:  # what the Rust library says of lone surrogates
+    except TypeError:  # raised by the Rust library for lone surrogates
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return _ids(plain, text)
 
@@ -300,17 +305,17 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 def _ids(plain: Any, text: str) -> list[int]:
     if len(text) < _LONG:
         return plain.encode(text, add_special_tokens=False).ids
-    # Alone of the two this one releases Python's global lock; it takes longer for short texts.
+    # Of the two methods only this one releases Python's GIL; it is slower for short texts.
     return plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of token ids, control tokens included, without any clean-up."""
+    """Decodes token ids, control tokens included, without any clean-up of the text."""
     return tokenizer.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
 def control_id(tokenizer: Any, token: str) -> int:
-    """Id of a control token of ChatML.
+    """Returns the id of a ChatML control token.
 
     Raises:
         UserError: the tokenizer has no such token.
@@ -325,7 +330,7 @@ def control_id(tokenizer: Any, token: str) -> int:
 
 
 def end_of_turn_id(tokenizer: Any) -> int:
-    """Id of ``<|im_end|>``, which ends every chat turn.
+    """Returns the id of ``<|im_end|>``, which ends every chat turn.
 
     Raises:
         UserError: the tokenizer has no such token.
@@ -334,21 +339,25 @@ def end_of_turn_id(tokenizer: Any) -> int:
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
-    """Ids that end a generation: end of turn first, then the tokenizer's end of text."""
+    """Returns the ids that end a generation: end of turn first, then the tokenizer's end of
+    text.
+    """
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """The template that transformers applies: of several the one named default."""
+    """Returns the template that transformers applies: of several, the one named default."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """What the chat template writes unasked: ids before the first turn, and a system message."""
+    """Returns what the chat template adds by default: ids before the first turn, a system
+    message.
+    """
     if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"
@@ -373,20 +382,21 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
 
 
 def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[int]:
-    """Prompt ids: optional system turn, the user's turn, and the opening of the assistant's.
+    """Returns prompt ids: optional system turn, the user's turn, and the opening of the assistant's
+    turn.
 
-    For contents that name no control token the ids equal those of the model's own chat template,
-    its bos_token among them where the template begins with one.
+    For contents without control tokens the ids equal those of the model's own chat template,
+    including its bos_token where the template begins with it.
 
     Args:
         tokenizer: see :func:`load_tokenizer`.
         user_text: content of the user's turn.
-        system: content of the system turn; ``""`` for none; None for the message that the
-            tokenizer's own chat template supplies (Qwen2.5 and SmolLM2 have one).
+        system: content of the system turn; ``""`` for none; None for the default message of the
+            tokenizer's chat template (Qwen2.5 and SmolLM2 have one).
 
     Raises:
-        UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
-            or it is not byte-level.
+        UserError: the tokenizer has no ChatML control tokens, its chat template has another
+            beginning, or it is not byte-level.
     """
     turns = [] if system is None else [("system", system)]
     return conversation_ids(tokenizer, [*turns, ("user", user_text)])
@@ -395,21 +405,21 @@ def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[
 def conversation_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:
-    """Prompt ids of a conversation, whose last turn is the assistant's, still open.
+    """Returns prompt ids of a conversation that ends with the open turn of the assistant.
 
     The frame is ChatML, written with control ids; contents are encoded as plain text.
 
     Args:
         tokenizer: see :func:`load_tokenizer`.
-        turns: (role, content) pairs.  Where the first is no system turn, the message that the
-            tokenizer's own chat template supplies goes before it; an empty one is left out.
-        prefix: what the assistant has said of its open turn; None for no open turn.
+        turns: (role, content) pairs. If the first is not a system turn, the default message of the
+            tokenizer's chat template is added; an empty system turn is left out.
+        prefix: text that the assistant has already written in its open turn; None for no open turn.
 
     Raises:
-        UserError: the tokenizer has no ChatML control tokens, its chat template begins otherwise,
-            or it is not byte-level.
+        UserError: the tokenizer has no ChatML control tokens, its chat template has another
+            beginning, or it is not byte-level.
     """
-    control_id(tokenizer, IM_START)  # a model without ChatML is told so first
+    control_id(tokenizer, IM_START)  # fails first for a model without ChatML
     check_byte_level(tokenizer)
     before, system = stock_prompt(chat_template(tokenizer), tokenizer)
     if not turns or turns[0][0] != "system":
@@ -420,7 +430,13 @@ def conversation_ids(
 def turn_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:
-    """Ids of further turns of a conversation; see `conversation_ids`, whose ids they continue."""
+    """Returns ids of further turns, which continue the ids of `conversation_ids`.
+
+    Args:
+        tokenizer: see :func:`load_tokenizer`.
+        turns: (role, content) pairs.
+        prefix: see `conversation_ids`.
+    """
     start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     newline, ids = encode_plain(tokenizer, "\n"), list[int]()
     for role, content in turns:
@@ -428,6 +444,6 @@ def turn_ids(
             ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]
     if prefix is None:
         return ids
-    # The prefix is encoded alone, as the policy's tokens follow the opening in training.
+    # The prefix is encoded separately, as the policy's tokens follow the opening in training.
     opening = [start, *encode_plain(tokenizer, "assistant\n")]
     return [*ids, *opening, *encode_plain(tokenizer, prefix)]

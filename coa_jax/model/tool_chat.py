@@ -1,8 +1,10 @@
-"""Tools in the conversations of a chat template: their description, and the turns of their results.
+"""Tools in chat-template conversations: the description of the tools, and the turns of their
+results.
 
-A chat template is rendered with marks in place of the contents, once for a set of tools.  Then each
-text between two control tokens is encoded with its contents in place of the marks, as plain text:
-the ids are those that transformers gives for the template, and no content can hold a control token.
+A chat template is rendered once per set of tools, with marks in place of the contents. Then each
+text between two control tokens is encoded as plain text, with its contents in place of the marks.
+The ids are those that transformers gives for the template, and no content can produce a control
+token.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from coa_jax.model.tokenizer import (
     stock_prompt,
 )
 
-# Private-use characters, which are in no vocabulary of words.
+# Private-use characters, which no vocabulary of words contains.
 _OPEN, _CLOSE, _SPLIT = "\ue0f0", "\ue0f1", "\ue0f2"
 _MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
@@ -36,7 +38,7 @@ INSTRUCTIONS = (
     'turn:\n<tool_call>\n{{"name": TOOL, "arguments": {{...}}}}\n</tool_call>\n'
     "The result comes between tags <tool_response>. A turn without a call ends the task."
 )
-"""System message for models whose chat template knows no tools."""
+"""System message for models whose chat template does not support tools."""
 
 
 RESULT = "tool"
@@ -44,7 +46,7 @@ RESULT = "tool"
 
 
 class Frames(NamedTuple):
-    """What stands around the results of tools: before the first, between two, behind the last."""
+    """The frame of tool results, as ids: before the first result, between two, after the last."""
 
     head: str
     between: str
@@ -56,7 +58,7 @@ CHATML = Frames(
     "\n</tool_response>\n<tool_response>\n",
     f"\n</tool_response>{IM_END}\n{IM_START}assistant\n",
 )
-"""Frames for models whose chat template knows no tools."""
+"""Frames for models whose chat template does not support tools."""
 
 
 def _marked(number: int) -> str:
@@ -65,7 +67,7 @@ def _marked(number: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _knows_tools(template: str | None, tokenizer: Any) -> bool:
-    """Whether a chat template describes tools to the model."""
+    """Returns whether a chat template describes tools to the model."""
     if not template or template == TEMPLATE:
         return False
     function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
@@ -84,7 +86,7 @@ def _render(tokenizer: Any, template: str, messages: Any, tools: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _frame(template: str, tokenizer: Any, roles: tuple[str, ...], tools: str) -> str:
-    """A conversation with marks for its contents."""
+    """Renders a conversation with marks in place of its contents."""
     turns = [{"role": role, "content": _marked(i)} for i, role in enumerate(roles)]
     guarded = _guard(json.loads(tools), _added(tokenizer))
     try:
@@ -92,12 +94,12 @@ def _frame(template: str, tokenizer: Any, roles: tuple[str, ...], tools: str) ->
     except ChatTemplateError as error:
         raise UserError(f"the chat template cannot be used with tools: {error}") from error
     if [int(number) for number in _MARK.findall(text)] != list(range(len(roles))):
-        raise UserError("the chat template leaves out a message, or moves it: it cannot be used")
+        raise UserError("the chat template omits or moves a message: it cannot be used")
     return text
 
 
 def _guard(value: Any, added: re.Pattern[str]) -> Any:
-    """A JSON value in whose texts no added token is spelt out."""
+    """Escapes the texts of a JSON value, so that none contains an added token."""
     if isinstance(value, str):
         return added.sub(lambda match: f"{match[0][0]}{_SPLIT}{match[0][1:]}", value)
     if isinstance(value, list):
@@ -109,7 +111,7 @@ def _guard(value: Any, added: re.Pattern[str]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _added(tokenizer: Any) -> re.Pattern[str]:
-    """The added tokens of a tokenizer, the longest first."""
+    """Returns a pattern of the tokenizer's added tokens, the longest first."""
     words = sorted(tokenizer.get_added_vocab(), key=lambda word: (-len(word), word))
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
@@ -117,16 +119,16 @@ def _added(tokenizer: Any) -> re.Pattern[str]:
 def tool_conversation_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], tools: str
 ) -> list[int]:
-    """Prompt ids of a conversation with tools, whose last turn is the assistant's, still open.
+    """Returns prompt ids of a conversation with tools that ends with the assistant's open turn.
 
     Args:
         tokenizer: see `load_tokenizer`.
-        turns: (role, content) pairs; where the first is no system turn, the chat template's own
-            system message is first.
+        turns: (role, content) pairs; if the first is not a system turn, the default system message
+            of the chat template is added.
         tools: JSON list of the tools, in OpenAI's form.
 
     Raises:
-        UserError: as `conversation_ids`, or the chat template cannot be used.
+        UserError: see `conversation_ids`; or the chat template cannot be used.
     """
     template = chat_template(tokenizer)
     if not template or not _knows_tools(template, tokenizer):
@@ -159,7 +161,7 @@ def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def frame_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text that a chat template wrote, whose control tokens are meant as such."""
+    """Returns ids of a text that a chat template wrote, whose control tokens are real."""
     return _ids(tokenizer, text, ())
 
 
@@ -177,10 +179,11 @@ def _ids(tokenizer: Any, frame: str, contents: Sequence[str]) -> list[int]:
 
 
 def result_frames(tokenizer: Any) -> Frames:
-    """What a chat template writes around the results of tools, from the end of the calls' turn on.
+    """Returns the frame that a chat template writes around tool results, after the turn of the
+    calls.
 
     Raises:
-        UserError: the template describes tools, but its results cannot be told apart.
+        UserError: the template describes tools, but the frame of the results cannot be determined.
     """
     template = chat_template(tokenizer)
     if not template or not _knows_tools(template, tokenizer):
@@ -194,7 +197,7 @@ def _result_frames(template: str, tokenizer: Any) -> Frames:
     call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
 
     def around(results: int) -> list[str]:
-        """The texts around the results of calls."""
+        """Renders a conversation with this many results; returns the texts around the results."""
         turns: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _marked(0), "tool_calls": [call] * results},
@@ -210,5 +213,5 @@ def _result_frames(template: str, tokenizer: Any) -> Frames:
     except (ChatTemplateError, ValueError) as error:
         raise UserError(f"the chat template does not show results of tools: {error}") from error
     if (head, tail) != (first, last) or not head:
-        raise UserError("the chat template writes one result of a tool otherwise than two of them")
+        raise UserError("the chat template writes one tool result differently from two")
     return Frames(head, between, tail)

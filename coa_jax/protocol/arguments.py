@@ -1,7 +1,8 @@
-"""Arguments of tools as JSON objects, and as the text that tools take.
+"""Converts the arguments of a tool call between JSON objects and the plain text that tools take.
 
-A tool has one text as its argument, called ``query`` for searches; programs have their standard
-input beside it.  A tool that brings a schema (MCP) takes the JSON object itself as its text.
+A built-in tool takes one string, its argument. In JSON this argument has a name, ``query`` for a
+search; the tool ``code`` has a second one for the standard input of the program. A tool with a JSON
+schema (an MCP tool) takes the JSON object itself, written as text.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ _DOES = {
 
 
 def _named(protocol: Protocol, tool: str) -> dict[str, str]:
-    """Arguments of a tool without a schema, with what they mean."""
+    """Returns the names of the arguments of a tool without a schema, with a description of each."""
     if tool not in TOOL_FORMS:
         return {"input": "What the tool is given."}
     return _FORMS[TOOL_FORMS[tool]]
 
 
 def describe(protocol: Protocol, tool: str) -> str:
-    """What a tool does."""
+    """Describes in a sentence or more what a tool does, for the policy."""
     said = protocol.described.get(tool) or _DOES[tool]
-    if tool in protocol.schemas:  # what is said of the body is in the schema
+    if tool in protocol.schemas:  # the schema describes the body
         said = said.partition(" The body is ")[0]
     return " ".join(filter(None, (said, protocol.notes.get(tool, ""))))
 
 
 def schemas(protocol: Protocol) -> list[dict[str, Any]]:
-    """The tools of a protocol in the form that chat templates and OpenAI's interface have."""
+    """Returns the JSON schemas of a protocol's tools, in the form of chat templates and OpenAI's
+    API.
+    """
     found = []
     for tool in protocol.tools:
         if tool in protocol.schemas:
@@ -74,10 +77,15 @@ def schemas(protocol: Protocol) -> list[dict[str, Any]]:
 
 
 def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
-    """The text that a tool takes.
+    """Converts the JSON arguments of a call to the text that the tool takes.
+
+    Args:
+        protocol: protocol that has the tool.
+        tool: tag of the tool.
+        arguments: JSON object with the arguments, by name.
 
     Raises:
-        ValueError: an argument is missing or no text; the message is for the policy.
+        ValueError: an argument is missing or is not a string. The policy reads the message.
     """
     if tool in protocol.schemas:
         required = protocol.schemas[tool].get("required") or ()
@@ -108,7 +116,15 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
 
 
 def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
-    """The arguments that a tool's text stands for; what has no such form is the first of them."""
+    """Converts a tool's text to the JSON arguments of a call, the inverse of `to_text`.
+
+    A text that does not have the form of the tool becomes the tool's first argument as it is.
+
+    Args:
+        protocol: protocol that has the tool.
+        tool: tag of the tool.
+        text: text that the tool takes.
+    """
     text = text.strip()
     if tool in protocol.schemas:
         fenced = _FENCED.fullmatch(text)
@@ -132,20 +148,23 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
 
 
 def read_call(protocol: Protocol, text: str) -> tuple[str, str]:
-    """The tool, and the text it takes, of a call ``{"name": ..., "arguments": {...}}``.
+    """Parses a JSON call ``{"name": ..., "arguments": {...}}``.
+
+    Returns:
+        (tag of the tool, text that the tool takes).
 
     Raises:
-        ValueError: it is no such call; the message is for the policy.
+        ValueError: the text is not such a call. The policy reads the message.
     """
     form = '{"name": TOOL, "arguments": {...}}'
     try:
         value = reading.parse_json(text)
     except reading.MALFORMED as error:
         why = " ".join(reading.reason(error).split())
-        raise ValueError(f"The call is no JSON ({why}); write {form}.") from None
+        raise ValueError(f"The call is not valid JSON ({why}); write {form}.") from None
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # no tool is to fail of what no text can hold
+    except UnicodeEncodeError:  # no tool needs to handle such a string
         raise ValueError("The call holds half of a surrogate pair.") from None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f"The call has no name; write {form}.")
@@ -153,5 +172,5 @@ def read_call(protocol: Protocol, text: str) -> tuple[str, str]:
     if name not in protocol.tools:
         raise ValueError(f"There is no tool {name[:100]!r}; there are {', '.join(protocol.tools)}.")
     if not isinstance(arguments, dict):
-        raise ValueError(f"The arguments of {name} are no object; write {form}.")
+        raise ValueError(f"The arguments of {name} are not a JSON object; write {form}.")
     return name, to_text(protocol, name, arguments)

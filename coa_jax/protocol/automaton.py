@@ -1,22 +1,22 @@
 """The transition automaton of a protocol (paper §3.1, eq 4 and the rules of App D).
 
-One state machine serves three users: ``check`` reports every broken rule of a text, for format
-rewards and for the validation of distilled data; ``allowed_next`` says which tags may come next,
-for decoding under constraints and for the harness; ``advance`` is the step that both are made of.
+One state machine has three uses. ``check`` reports every broken rule of a text: the format reward
+and the validation of distilled data need it. ``allowed_next`` returns the tags that may come next,
+for constrained decoding and for the rollout loop. ``advance`` is the transition function of both.
 
 Kinds of violation reported here:
 
 =====================  =====================================================================
-``transition``         this role may not follow the one before it
+``transition``         this role may not follow the previous one
 ``missing_think``      a ``think`` must stand right before this role
-``misplaced_think``    a ``think`` where none may stand (twice in a row, before a code reflection)
+``misplaced_think``    a ``think`` at a forbidden place (twice in a row, before a code reflection)
 ``missing_replan``     a poor grade or a low score must be followed by a plan
 ``answer_unverified``  an answer although the double check did not pass
 ``forged_observation`` the policy wrote an observation
-``stray_text``         text of the policy between segments that is not blank
-``empty_body``         a segment of the policy with nothing in it
-``bad_body``           a body without the form that its role asks for
-``after_answer``       the policy goes on after the answer
+``stray_text``         the policy wrote text, other than blanks, between segments
+``empty_body``         a segment of the policy with an empty body
+``bad_body``           a body without the form that its role requires
+``after_answer``       the policy wrote more text after the answer
 ``missing_answer``     the text ends without a closed answer
 =====================  =====================================================================
 """
@@ -36,14 +36,14 @@ AuthorName = Literal["policy", "environment"]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Where a trajectory stands.
+    """The position of a trajectory in the automaton.
 
     Attributes:
         action: the last action, or ``START``.
-        thinking: a ``think`` was closed after it.
-        waiting: the action is a tool call that has no observation yet.
-        must_plan: the next action has to be a plan.
-        may_answer: the last double check passed, or the protocol has none.
+        thinking: whether a ``think`` was closed after that action.
+        waiting: whether the action is a tool call that has no observation yet.
+        must_plan: whether the next action must be a plan.
+        may_answer: whether the last double check passed; always true if the protocol has none.
     """
 
     action: str = START
@@ -64,7 +64,7 @@ _READERS: dict[BodyForm, Callable[[str], object]] = {
 
 
 def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
-    """Actions that may come next, with or without a ``think`` before them."""
+    """Returns the actions that may come next, with or without a ``think`` before them."""
     actions = protocol.next_actions[state.action]
     if state.must_plan:
         return actions & {"plan"}
@@ -75,7 +75,7 @@ def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
-    """Roles that may come next in a state; empty after the answer."""
+    """Returns the roles that may come next in a state; the set is empty after the answer."""
     if state.waiting:
         return frozenset({protocol.observation})
     candidates = _candidates(protocol, state)
@@ -87,11 +87,17 @@ def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
-    """The state after a closed segment.
+    """Returns the state after a closed segment.
 
-    Total: a ``think`` where none may stand changes nothing, a missing observation is waited for no
-    longer, and after any other illegal role the automaton goes on from that role, so that one
-    mistake is reported once.
+    The function is total: it never raises. A misplaced ``think`` leaves the state as it is. If an
+    observation is missing, the automaton stops waiting for it. After any other illegal role it
+    continues from that role. So each mistake is reported once.
+
+    Args:
+        protocol: the rules.
+        state: state before the segment.
+        role: tag of the segment.
+        body: text between the tags of the segment.
     """
     if role == THINK:
         if state.waiting or THINK in allowed_after(protocol, state):
@@ -110,7 +116,7 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
 
 
 def allowed_next(protocol: Protocol, segments: Iterable[Segment]) -> frozenset[str]:
-    """Roles that may be opened after ``segments``; none inside a segment that is still open."""
+    """Returns the roles that may follow ``segments``; empty if the last segment is still open."""
     state = State()
     for segment in segments:
         if not segment.closed:
@@ -130,10 +136,11 @@ def check(
 
     Args:
         protocol: the rules.
-        segments: from ``parse``; its lexical violations are not repeated here.
-        authors: who wrote each segment.  None takes observations for the environment's and all else
-            for the policy's.  Of what the environment wrote only observations are looked at.
-        complete: the text is over, so that a missing answer is a violation.
+        segments: segments from ``parse``. Its lexical violations are not repeated here.
+        authors: author of each segment. None attributes observations to the environment and all
+            other segments to the policy. Of the environment's segments only observations are
+            checked.
+        complete: whether the text is finished, so that a missing answer is a violation.
 
     Returns:
         Violations in the order of their positions.
@@ -195,13 +202,13 @@ def _transition_violations(protocol: Protocol, state: State, segment: Segment) -
 
 
 def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
-    """What is wrong with the body of a closed segment that has a role, wherever it stands."""
+    """Checks the body of a closed segment with a role; the place of the segment does not matter."""
     assert segment.role is not None
     if not segment.body.strip():
         message = f"<{segment.role}> is empty"
         return [Violation("empty_body", segment.start, message)]
     form = protocol.form(segment.role)
-    # A reader says "no" with None or with an empty tuple.
+    # A parser reports failure with None or with an empty tuple.
     if form == "text" or _READERS[form](segment.body) not in (None, ()):
         return []
     message = f"the body of <{segment.role}> does not have the form '{form}'"
@@ -209,10 +216,15 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
 
 
 def violations(protocol: Protocol, text: str, complete: bool = True) -> list[Violation]:
-    """Every broken rule of a text, lexical ones included, in the order of their positions.
+    """Returns every broken rule of a text, lexical ones included, in the order of their positions.
 
-    Authors are taken as in ``check`` with None, so a forged observation goes unseen here; use
-    ``coa_jax.trajectory.trajectory_violations`` where authors are known.
+    The authors are guessed as in ``check`` with ``authors=None``, so a forged observation is not
+    detected here. Use ``coa_jax.trajectory.trajectory_violations`` where the authors are known.
+
+    Args:
+        protocol: the rules.
+        text: the trajectory as text.
+        complete: whether the text is finished, so that a missing answer is a violation.
     """
     if not protocol.roles:
         return []

@@ -1,7 +1,7 @@
-"""Grammars of segment bodies (paper §3.1, App C, App D).
+"""Parsers and writers of segment bodies (paper §3.1, App C, App D).
 
-Each parser is total: it returns the content, or None (an empty tuple for lists) when the body does
-not have the form.  All of them are linear in the body.
+Each parser is total: it returns the content, or None (an empty tuple for lists) if the body does
+not have the required form. The time of every parser is linear in the length of the body.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
-"""What a graded reflection judges, in the order in which it is written."""
+"""The criteria that a reflection grades, in the order in which it is written."""
 
 GRADES = ("good", "average", "poor")
 
@@ -28,11 +28,12 @@ _STDIN_FENCES = ("```sh", "```bash")
 
 
 def parse_reflection(body: str) -> dict[str, str] | None:
-    """Grades of a reflection, ``{criterion: "good" | "average" | "poor"}``.
+    """Parses the grades of a reflection into ``{criterion: "good" | "average" | "poor"}``.
 
-    One ``criterion: grade`` pair for each of ``CRITERIA``, in any order, separated by line ends,
-    commas or semicolons.  Case does not matter, and ``fair`` is read as ``average``: the paper
-    explains the middle grade under both names.  None if a pair is missing, repeated or strange.
+    The body has one ``criterion: grade`` pair for each of ``CRITERIA``, in any order, separated by
+    line ends, commas or semicolons. Case does not matter. ``fair`` is read as ``average``: the
+    paper uses both names for the middle grade. The result is None if a pair is missing, repeated or
+    unknown.
     """
     grades: dict[str, str] = {}
     for pair in _PAIR_END.split(body):
@@ -54,11 +55,12 @@ def format_reflection(grades: dict[str, str]) -> str:
 
 
 def parse_double_check(body: str) -> int | None:
-    """Score from 1 to 4 of a double check.
+    """Parses the score, from 1 to 4, of a double check.
 
-    Either the number alone (``3``, ``3/4``) or a sentence in which it follows the word score,
-    grade or rating.  The scale itself (``1-4``, ``out of 4``) is not taken for a score.  None if
-    there is no score, a number that is not on the scale, or two different ones.
+    The body is either the number alone (``3``, ``3/4``) or a sentence in which the number follows
+    the word score, grade or rating. The scale itself (``1-4``, ``out of 4``) is not read as a
+    score. The result is None if there is no score, a number outside the scale, or two different
+    scores.
     """
     body = _SCALE.sub(" ", body)
     bare = _BARE_SCORE.fullmatch(body)
@@ -75,14 +77,15 @@ def format_double_check(score: int) -> str:
 
 
 def parse_code(body: str) -> tuple[str, str | None] | None:
-    """Program and standard input of a code call.
+    """Parses a code call into its program and its standard input.
 
-    A block fenced by ```` ```py ```` or ```` ```python ````, then at most one block fenced by
-    ```` ```sh ```` or ```` ```bash ```` whose text is the standard input, and nothing but blanks
-    around them.  A block ends at the first line that is only the fence.
+    The body is a block fenced by ```` ```py ```` or ```` ```python ````, then at most one block
+    fenced by ```` ```sh ```` or ```` ```bash ````, whose text is the standard input. Only blanks
+    may surround the blocks. A block ends at the first line that consists of the fence alone.
 
     Returns:
-        (source without the last line end, standard input with it or None), or None.
+        (source without its last line end, standard input with its last line end or None), or None
+        if the body does not have this form.
     """
     blocks = _fenced_blocks(body)
     if blocks is None or not 1 <= len(blocks) <= 2 or blocks[0][0] not in _CODE_FENCES:
@@ -106,7 +109,9 @@ def format_code(source: str, stdin: str | None = None) -> str:
 
 
 def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:
-    """(opening fence, lines) of each block; None if text stands outside or a block stays open."""
+    """Returns (opening fence, lines) of each block, or None for text outside or an unclosed
+    block.
+    """
     blocks: list[tuple[str, list[str]]] = []
     lines: list[str] | None = None
     for line in body.split("\n"):
@@ -126,12 +131,15 @@ def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:
 
 
 def split_answers(body: str) -> tuple[str, ...]:
-    """Answers joined by ``|``, without surrounding blanks; blank parts are dropped."""
+    """Splits answers joined by ``|``, strips blanks, and drops blank answers."""
     return tuple(part.strip() for part in body.split("|") if part.strip())
 
 
 def parse_boxed(body: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` with balanced braces; ``\{`` and ``\}`` do not count."""
+    r"""Returns the content of the last ``\boxed{...}`` with balanced braces.
+
+    Escaped braces, ``\{`` and ``\}``, do not count.
+    """
     start = body.rfind("\\boxed{")
     if start < 0:
         return None
@@ -144,7 +152,7 @@ def parse_boxed(body: str) -> str | None:
 
 
 def parse_solution(body: str) -> str | None:
-    r"""Final answer of the code protocol: ``\boxed{...}``, or one fenced program."""
+    r"""Parses the final answer of the code protocol: ``\boxed{...}``, or one fenced program."""
     boxed = parse_boxed(body)
     if boxed is not None:
         return boxed or None
@@ -153,7 +161,7 @@ def parse_solution(body: str) -> str | None:
 
 
 def parse_urls(body: str) -> tuple[str, ...]:
-    """Addresses joined by ``|``, plain or as Markdown links; parts that are neither are dropped."""
+    """Splits URLs joined by ``|``, plain or as Markdown links; drops parts that are not URLs."""
     parts = [part.strip() for part in body.split("|")]
     links = [_MARKDOWN_LINK.fullmatch(part) for part in parts]
     urls = [link[1] if link else part for link, part in zip(links, parts, strict=True)]
@@ -161,7 +169,11 @@ def parse_urls(body: str) -> tuple[str, ...]:
 
 
 def parse_inspection(body: str) -> tuple[str, str | None] | None:
-    """(file path, question or None) of a call of the visual inspector: JSON, fenced or bare."""
+    """Parses a call of the visual inspector: a JSON object, fenced or bare.
+
+    Returns:
+        (file path, question or None), or None if the body does not have this form.
+    """
     blocks = _fenced_blocks(body)
     if blocks and len(blocks) == 1 and blocks[0][0] == "```json":
         body = "\n".join(blocks[0][1])

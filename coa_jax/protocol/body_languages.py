@@ -1,22 +1,23 @@
-r"""What the readers of `bodies` accept, as regular languages of UTF-8 bytes.
+r"""The bodies that the parsers of `bodies` accept, as regular languages of UTF-8 bytes.
 
-Where a reader's language is not regular, or costs many states, this is a part of it: whatever is
-in a language here is accepted by its reader, not always the other way round.  Left out are
+Where the language of a parser is not regular, or would need many states, the language here is a
+subset: the parser accepts every string of the language, but not always the reverse. The languages
+leave out
 
 ==============  =================================================================================
-where blanks    more than a few of them, and those that are not ASCII
-are optional
+optional        more than a few blanks in a row, and blanks that are not ASCII
+blanks
 ``grades``      several empty pairs between two grades
-``score``       ``<``; digits elsewhere than in the score and in ``out of 4`` and ``/4`` behind it;
+``score``       ``<``; digits other than the score and ``out of 4`` or ``/4`` behind the score;
                 a score further than 48 bytes behind its word, or right behind ``of``
-``urls``        ``<`` and parts that are no address
+``urls``        ``<`` and parts that are not URLs
 ``inspection``  ``<``; keys other than ``file_path`` and, after it, ``question``; a path whose
                 first character is an escape or not ASCII
 ``solution``    braces deeper than three levels; programs that contain ``\boxed{``
 ==============  =================================================================================
 
-Bytes that are no UTF-8 become U+FFFD when the text is decoded, which is no blank; the languages
-hold for such strings too.
+Bytes that are not valid UTF-8 become U+FFFD when the text is decoded. This character is not a
+blank, so the languages hold for such strings too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _GAP, _SPACES = up_to(4, _BLANK), up_to(2, _SPACE)
 _NEWLINE, _FENCE = literal("\n"), literal("```")
 
 BLANKS_BETWEEN = _GAP
-"""What may stand between segments.  Without a bound an untrained policy would stay there."""
+"""Text allowed between segments. Without a bound, an untrained policy would write blanks
+forever.
+"""
 
 
 MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
@@ -53,7 +56,12 @@ MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
 
 
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
-    """Languages of a form, each with one body that decides what all of its bodies decide."""
+    """Splits the language of a body form by outcome.
+
+    Returns:
+        Pairs of a language and a sample body. Every body of the language leads to the same state of
+        the automaton as the sample body.
+    """
     if form == "grades":
         good = _grades(("good", "average", "fair"))
         poor = _grades(("good", "average", "fair", "poor")) & ~good
@@ -68,7 +76,7 @@ def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
 
 # --- text ----------------------------------------------------------------------------------
 
-# What str.strip takes off; none of it lies beyond the ideographic space.
+# The characters that str.strip removes; none has a code point above the ideographic space.
 _UNICODE_BLANK = union(literal(c) for c in map(chr, range(0x3001)) if c.isspace())
 _NOT_BLANK = ~star(_UNICODE_BLANK)
 
@@ -76,7 +84,7 @@ _NOT_BLANK = ~star(_UNICODE_BLANK)
 
 
 def _grades(grades: tuple[str, ...]) -> Regex:
-    """A pair for each criterion, in any order."""
+    """Returns the language with one ``criterion: grade`` pair for each criterion, in any order."""
     grade = union(literal(name, ignore_case=True) for name in grades) + optional(literal("."))
 
     def pair(name: str) -> Regex:
@@ -102,10 +110,12 @@ _EDGE = none_of(_WORD + b"<")
 
 
 def _score(scores: Sequence[int]) -> Regex:
-    """One of some scores, alone or behind the first of the words that announce it."""
+    """Returns the language of given scores, alone or behind the first word that announces a
+    score.
+    """
     words = (literal(word, ignore_case=True) for word in ("score", "grade", "rating"))
     word = union(words) + optional(one_of(b"sdSD"))
-    # Up to the first such word and the character that ends it.
+    # The text up to the first such word, and the character that ends the word.
     announced = optional(star(_NO_DIGIT) + _EDGE) + word + (_EDGE & none_of(b"/\n"))
     announced &= ~(announced + _NO_DIGIT + star(_NO_DIGIT))
     between = up_to(48, none_of(_DIGITS + b"\n</"))
@@ -184,7 +194,7 @@ def _balanced(depth: int) -> Regex:
     return star(piece)
 
 
-# The last box counts.
+# The parser reads the last box.
 _BOXED = ANYTHING + _BOX + (_balanced(3) & _NO_BOX & _NOT_BLANK) + literal("}") + _NO_BOX
 _SOLUTION = _BOXED | (_PROGRAM + _TAIL & _NO_BOX)
 

@@ -1,8 +1,8 @@
-"""Chains of agents written in another format, so that the same teacher serves both.
+"""Converts chains of agents to another conversation format, so that one teacher serves all formats.
 
-The format gets what a tool-integrated policy has: thoughts, plans, calls, results and the answer.
-A plan is a thought.  The further agents (reflection, suggested answer, double check) are left out,
-with the thought before each: they are what a chain of agents adds.
+The converted record has the parts of a tool-integrated agent: thoughts, plans, calls, results and
+the answer. Plans become thoughts. The other agents of a chain (reflection, suggested answer, double
+check) are left out, with the thought before each: baselines in other formats do not have them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _THOUGHTS = (THINK, "plan")
 def in_format(
     tags: Protocol, protocol: Protocol, parts: Iterable[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
-    """The parts of a record in the format of a protocol.
+    """Converts the parts of a record to the format of another protocol.
 
     Args:
-        tags: protocol of the parts.
-        protocol: the same in the other format.
+        tags: protocol of the parts, in tags.
+        protocol: the same protocol in the other format.
         parts: (``"policy"`` or ``"environment"``, text) in order.
 
+    Returns:
+        Parts in the new format, as ``parts``.
+
     Raises:
-        UserError: the parts are in a third format.
+        UserError: the parts are not written in tags.
     """
     if protocol.format is None or tags.format is not None:
         raise UserError(
@@ -69,7 +72,7 @@ def in_format(
 
 
 def _body(tags: Protocol, text: str) -> str:
-    """A tool's text without the tags around it."""
+    """Returns the text of a tool's result without the tags around it."""
     name = tags.observation
     inner = text.strip().removeprefix(f"<{name}>").removesuffix(f"</{name}>")
     return inner.removeprefix("\n").removesuffix("\n")

@@ -1,10 +1,10 @@
-"""Conversation formats: how thoughts, calls, results and the answer are written.
+"""Conversation formats: how thoughts, tool calls, results and the answer are written.
 
-The format of a chain of agents are tags, ``tags``.  Two others are the baselines that the paper
-compares it with: calls as JSON in turns of a chat (``hermes``: Hermes and Qwen), and ``react`` (Yao
-et al., arXiv 2210.03629).  A policy trained on either has the same tools and no further agents.
+A chain of agents uses the format ``tags``. Two other formats are the baselines of the paper:
+``hermes`` writes calls as JSON in the turns of a chat (Hermes and Qwen), ``react`` is ReAct (Yao et
+al., arXiv 2210.03629). A policy trained on either has the same tools but no further agents.
 
-A format reads the policy's text alone.  What a tool returned is never parsed.
+A format parses only the text of the policy. The results of tools are never parsed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ FORMATS = Kind(
         "react": "coa_jax.protocol.react:React",
     },
 )
-"""A subclass of `Format`, made without arguments."""
+"""The setting ``format``: a subclass of `Format`, constructed without arguments."""
 
 TAGS = "tags"
 """The format of a chain of agents."""
 
 BAD_CALL = "tool_call"
-"""Role of a call that cannot be made: no JSON, no such tool, no such arguments."""
+"""Role of an invalid call: no JSON, an unknown tool, or wrong arguments."""
 
 
 class Reader(typing.Protocol):
     """Parses the policy's text as it arrives, like `coa_jax.protocol.parser.Parser`.
 
-    The segments of all methods together are contiguous and cover the text.  A segment has a role
-    only if it is complete: ``think``, a tool (with the text that the tool takes as its body),
+    The segments that all methods return are contiguous and together cover the text. A segment has a
+    role only if it is complete: ``think``, a tool (its body is the text that the tool takes),
     `BAD_CALL`, or the protocol's ``answer``.
     """
 
@@ -51,34 +51,38 @@ class Reader(typing.Protocol):
 
     @property
     def open_role(self) -> str | None:
-        """Role of what is open now; None where that is not known."""
+        """The role of the open segment; None where the role is not known yet."""
 
     @property
     def open_body(self) -> str:
-        """Its body so far, which begins that of its segment; "" where the role is not known."""
+        """The body of the open segment so far, a prefix of the final body; "" if the role is
+        unknown.
+        """
 
     def feed(self, chunk: str) -> list[Segment]:
-        """Reads more text; returns the segments that it completed."""
+        """Reads more text; returns the segments that this text completed."""
 
     def end_turn(self) -> list[Segment]:
-        """The policy has ended its turn, by a token that is no text."""
+        """Notes that the policy ended its turn with a token that has no text, such as
+        end-of-turn.
+        """
 
     def interrupt(self) -> None:
-        """A tool has answered: the next text is not the continuation of the last."""
+        """Notes that a tool answered: the next text does not continue the text before."""
 
     def finish(self) -> list[Segment]:
-        """There will be no more text, and the turn has not been ended."""
+        """Ends a text whose turn the policy did not end; returns the remaining segments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A part of an episode, for `Format.write`.
+    """One step of an episode, for `Format.write`.
 
     Attributes:
-        thoughts: what the policy thought before.
-        tool: tag of the tool that it called then; "" for the last step.
-        text: the call's arguments, or the answer ("" for none).
-        observation: what the tool returned.
+        thoughts: thoughts of the policy before the call or the answer.
+        tool: tag of the called tool; "" in the last step.
+        text: argument of the call, or the answer ("" for none).
+        observation: result of the tool.
     """
 
     thoughts: tuple[str, ...]
@@ -88,15 +92,15 @@ class Step:
 
 
 class Format:
-    """A conversation format; a subclass has at least `reader`, `write` and `instructions`.
+    """A conversation format. A subclass defines at least `reader`, `write` and `instructions`.
 
     Attributes:
-        turns: whether calls run when the policy ends its turn, and results are a turn of their own,
-            as the model's chat template writes it; else a result follows within the turn, between
-            ``head`` and ``tail``.
+        turns: whether calls run when the policy ends its turn. Then the results form a turn of
+            their own, written by the model's chat template. Otherwise a result follows within the
+            policy's turn, between ``head`` and ``tail``.
         templated: whether the chat template describes the tools to the policy, as JSON schemas.
-        tags: marks that are tokens of their own where the vocabulary has them.
-        head, tail: around a result in texts that no chat template has written.
+        tags: marks of the format that are single tokens where the vocabulary has them.
+        head, tail: text before and after a result, where no chat template writes it.
     """
 
     turns: bool = False
@@ -106,49 +110,59 @@ class Format:
     tail: str = "\n"
 
     def reader(self, protocol: Protocol) -> Reader:
-        """A new reader of a policy's text."""
+        """Returns a new reader for the policy's text."""
         raise TypeError(f"{type(self).__name__} has no method 'reader'")
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """An episode as parts of a `DistilledRecord`; results stand between `head` and `tail`."""
+        """Writes an episode as parts of a `DistilledRecord`; results stand between `head` and
+        `tail`.
+        """
         raise TypeError(f"{type(self).__name__} has no method 'write'")
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
-        """What stands before the question; brief for policies that learn the format from data."""
+        """Returns the instructions before the question.
+
+        If ``brief``, the instructions are short, for policies that learn the format from data.
+        """
         raise TypeError(f"{type(self).__name__} has no method 'instructions'")
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """What the policy is told in place of a result, for a segment with the role `BAD_CALL`."""
+        """Returns the message that the policy reads as the result of a segment with the role
+        `BAD_CALL`.
+        """
         return "The call could not be understood."
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
-        """Where in a text of the policy `tags` are meant as such: (start, end), in order."""
+        """Finds where a text of the policy uses `tags` as marks: (start, end) offsets, in order."""
         return []
 
     def quote(self, text: str) -> str:
-        """A tool's text such that it does not look like the end of a result."""
+        """Escapes the text of a tool, so that nothing in the text looks like the end of the
+        result.
+        """
         return text
 
 
-_named: set[str] = set()  # by path, in a setting of this process
+_named: set[str] = set()  # import paths that settings of this process have named
 
 
 def find_format(name: str, by_setting: bool = False) -> Format:
-    """The format of a name: built in, of an installed package, or ``package.module:name``.
+    """Looks up a format: built in, of an installed package, or ``package.module:name``.
 
     Args:
-        name: the name.
-        by_setting: whether a setting has it.  A path in a file of data, or in the card of a model,
-            imports nothing that no setting has named.
+        name: name or import path of the format.
+        by_setting: whether a setting gives the name. An import path that comes from a data file or
+            a model card is imported only if a setting has named it too.
 
     Raises:
-        UserError: there is none, it is no `Format`, or no setting names its path.
+        UserError: there is no such format, the object is not a `Format`, or no setting names its
+            path.
     """
     if by_setting:
         _named.add(name)
     if is_path(name) and name not in _named:
         raise UserError(
-            f"the format {name} is code that no setting names; give it as the setting 'format'"
+            f"the format {name} is code that no setting names; name it in the setting 'format'"
         )
     return _made(name)
 

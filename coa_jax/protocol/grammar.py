@@ -1,11 +1,11 @@
-"""The texts that obey a protocol, as an automaton over bytes (paper §3.1, as in `automaton`).
+"""The texts that obey a protocol, as a finite automaton over bytes (paper §3.1).
 
-A policy that writes only what the automaton allows never breaks a rule of its protocol: what it
-has written can always be continued to a trajectory without violations.  Its rules are those of
-`automaton.advance` and `automaton.allowed_after`; what a body may be is said in `body_languages`.
+A policy that writes only bytes that the automaton allows never breaks a rule of its protocol: any
+allowed text can be continued to a trajectory without violations. The transitions come from
+`automaton.advance` and `automaton.allowed_after`, the bodies from `body_languages`.
 
-After a call nothing may be written until the environment has answered, after the answer nothing
-at all.  Between segments there are at most a few blanks.
+After a call the policy may write nothing until the environment has answered, and after the answer
+nothing at all. Between segments at most a few blanks are allowed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ OBSERVED = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton; every state can be reached and leads to an answer.
+    """A deterministic automaton. Every state is reachable and leads to an answer.
 
     Attributes:
-        transitions: int32 ``[S, 257]``, next state by byte, and by `OBSERVED`; `DEAD` for none.
-            State 0 is the start.
-        answered: bool ``[S]``, states after a closed answer.
+        transitions: int32 ``[S, 257]``, next state for each byte value, and for `OBSERVED` (the
+            environment has answered); `DEAD` where the byte is not allowed. State 0 is the start.
+        answered: bool ``[S]``, true for the states after a closed answer.
     """
 
     transitions: np.ndarray
@@ -52,7 +52,9 @@ class ByteAutomaton:
 
 
 class _Open(NamedTuple):
-    """The policy is writing: segments that it may be in, each with the state that it leads to."""
+    """The policy is writing: the segments it may be in, each with the state that follows the
+    segment.
+    """
 
     segments: tuple[tuple[Regex, State], ...]
 
@@ -67,7 +69,7 @@ _Node = _Open | _Closed
 
 
 def compile_protocol(protocol: Protocol) -> ByteAutomaton:
-    """Builds the automaton of a protocol; takes about a second."""
+    """Builds the byte automaton of a protocol; takes about a second."""
     languages = _segment_languages(protocol)
 
     def start(state: State) -> _Node:
@@ -88,20 +90,22 @@ def compile_protocol(protocol: Protocol) -> ByteAutomaton:
             return
         for group in byte_groups(regex for regex, _ in node.segments):
             after = [(derivative(regex, group[0]), target) for regex, target in node.segments]
-            # A segment ends with its closing tag, which its body does not contain.
+            # A segment ends with its closing tag, and its body does not contain that tag.
             closed = next((target for regex, target in after if regex.nullable), None)
             live = tuple(pair for pair in after if pair[0] is not NOTHING)
             if closed is not None or live:
                 yield group, _Open(live) if closed is None else start(closed)
 
     nodes, transitions = _explore(start(State()), follow)
-    derivative.cache_clear()  # nobody asks for these again
+    derivative.cache_clear()  # these derivatives are not needed again
     closed = np.array([isinstance(n, _Closed) and not n.state.waiting for n in nodes])
     return ByteAutomaton(*_minimise(*_trim(transitions, closed)))
 
 
 def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]:
-    """Whole segments of each role, by what their bodies decide, with such a body."""
+    """Returns, for each role, the languages of whole segments, each with a sample body
+    (`outcomes`).
+    """
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
     languages = {}
     for role in protocol.roles:
@@ -119,10 +123,10 @@ def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]
 def _explore(
     start: _Node, follow: Callable[[_Node], Iterable[tuple[list[int], _Node]]]
 ) -> tuple[list[_Node], np.ndarray]:
-    """Every node that can be reached, and transitions int32 ``[S, 257]``."""
+    """Returns every reachable node, and the transitions as int32 ``[S, 257]``."""
     nodes, number = [start], {start: 0}
     rows = []
-    for node in nodes:  # grows while it is read
+    for node in nodes:  # the loop appends to nodes
         row = np.full(OBSERVED + 1, DEAD, np.int32)
         for symbols, after in follow(node):
             if after not in number:
@@ -134,10 +138,10 @@ def _explore(
 
 
 def _trim(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Leaves out states from which no answer can be reached."""
+    """Removes states from which no answer is reachable."""
     live = answered
     while True:
-        # Row -1, of the dead state, is never live.
+        # Row -1 belongs to the dead state, which is never live.
         leads_on = np.append(live, False)[transitions].any(1) | live
         if (leads_on == live).all():
             break
@@ -147,9 +151,9 @@ def _trim(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _minimise(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merges states that allow the same continuations (Moore 1956); the start stays state 0."""
+    """Merges states that allow the same continuations (Moore 1956); the start remains state 0."""
     block, count = answered.astype(np.intp), 0
-    columns = np.unique(transitions, axis=1)  # many bytes do the same everywhere
+    columns = np.unique(transitions, axis=1)  # many bytes have equal columns
     while True:
         after = np.append(block, DEAD)[columns]
         rows = np.column_stack([block, after])

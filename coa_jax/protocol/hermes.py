@@ -1,4 +1,4 @@
-r"""Calls as JSON in turns of a chat, as Hermes and Qwen write them.
+r"""The format ``hermes``: calls as JSON in the turns of a chat, as Hermes and Qwen write them.
 
     <think>
     I search for the river.
@@ -8,9 +8,9 @@ r"""Calls as JSON in turns of a chat, as Hermes and Qwen write them.
     {"name": "wiki_search", "arguments": {"query": "longest river of Lesotho"}}
     </tool_call>
 
-The policy ends its turn; each call of it is made, and the results come as ``<tool_response>`` in
-the next turn, which the chat template of the model writes.  Thoughts are optional.  A turn without
-a call is the answer.
+When the policy ends its turn, all its calls run. The results follow as ``<tool_response>`` in the
+next turn, which the model's chat template writes. Thoughts are optional. A turn without a call is
+the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TAG = re.compile("|".join(_TAGS))
 
 
 class Hermes(Format):
-    """See the module."""
+    """The format ``hermes``; the module docstring describes it."""
 
     turns = True
     templated = True
@@ -44,7 +44,7 @@ class Hermes(Format):
         return HermesReader(protocol)
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """See `Format`; the thoughts of a step are one block."""
+        """See `Format`; the thoughts of a step form one block."""
         parts = []
         for step in steps:
             thoughts = "\n".join(_quoted(thought.strip()) for thought in step.thoughts)
@@ -52,7 +52,7 @@ class Hermes(Format):
             if step.tool:
                 arguments = from_text(protocol, step.tool, step.text)
                 call = json.dumps({"name": step.tool, "arguments": arguments}, ensure_ascii=False)
-                # JSON has another way to write a mark that would end the call.
+                # JSON can escape a mark that would end the call.
                 call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
                 text += f"<tool_call>\n{call}\n</tool_call>"
                 result = f"{self.head}{step.observation}{self.tail}"
@@ -62,7 +62,7 @@ class Hermes(Format):
         return tuple(parts)
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
-        """See `Format`; the chat template says how tools are called."""
+        """See `Format`; the chat template explains how to call tools."""
         if brief:
             return f"Call tools: {', '.join(protocol.tools)}."
         return (
@@ -106,12 +106,12 @@ class HermesReader(Pieces):
 
     def __init__(self, protocol: Protocol):
         super().__init__(protocol)
-        self._open = ""  # think or tool_call
-        self._calls = self._segments = 0  # of the turn
+        self._open = ""  # the open tag: think or tool_call
+        self._calls = self._segments = 0  # numbers in this turn
 
     @property
     def open_role(self) -> str | None:
-        """See `Reader`; a text outside of tags is an answer only if no call follows."""
+        """See `Reader`; text outside of tags is an answer only if no call follows in the turn."""
         return THINK if self._open == THINK else None
 
     @property
@@ -136,7 +136,7 @@ class HermesReader(Pieces):
             elif name == "tool_response":
                 self.broken("forged_observation", "a result that no tool gave", here)
             elif closes and name == THINK and not self._segments:
-                # The chat templates of some models open the thoughts themselves.
+                # The chat templates of some models write the opening <think> themselves.
                 self.text += before + tag
                 taken = match.end()
                 done += self._closed(name)
@@ -156,7 +156,7 @@ class HermesReader(Pieces):
         return done
 
     def _closed(self, name: str) -> list[Segment]:
-        """The segment of a tag that has just been closed."""
+        """Returns the segment of a tag that has just been closed."""
         self._open, self._segments = "", self._segments + 1
         inner = self.text.removeprefix(f"<{name}>").removesuffix(f"</{name}>")
         if name == THINK:
@@ -170,7 +170,7 @@ class HermesReader(Pieces):
         return self.close(role, body)
 
     def _loose(self) -> list[Segment]:
-        """Text that is no thought, no call and no answer."""
+        """Returns text outside of thoughts, calls and answers as a segment."""
         if self._calls and self.text.strip():
             self.broken("stray_text", "text behind a call", self.start)
         return self.close()

@@ -1,8 +1,8 @@
-"""Protocols that tools bring, kept beside what was written under them.
+"""Stores protocols made from tools next to the data that was written with them.
 
-`protocol_with_tools` makes a protocol in the process that has the tools.  A run that writes
-trajectories under one writes ``protocols.json`` beside them, and what reads a file or a model looks
-for it there, so that no later command needs the tools.
+`protocol_with_tools` makes a protocol in the process that has the tools. A run that writes
+trajectories under such a protocol also writes ``protocols.json``. Readers of a trajectory file or
+of a model look for ``protocols.json`` there, so later commands do not need the tools.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from coa_jax.protocol.spec import (
 
 FILE = "protocols.json"
 _AROUND = 3
-"""Folders around that of a file in which that of its run is looked for."""
+"""Parent folders of a file that are searched for its run."""
 
 
 def write_protocols(folder: str | os.PathLike[str]) -> None:
-    """Writes what `protocol_with_tools` has made in this process, if anything, to a folder."""
+    """Writes the protocols that `protocol_with_tools` made in this process to ``protocols.json``.
+
+    No file is written if there are none.
+    """
     path = Path(folder) / FILE
     made = {}
     for protocol in made_protocols():
@@ -44,10 +47,11 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
 
 
 def find_protocols(path: str | os.PathLike[str]) -> None:
-    """Enters the protocols that stand in a folder or beside it, or in the run that it belongs to.
+    """Registers the protocols of the ``protocols.json`` in a folder, beside it, or in its run.
 
-    A run is a folder with ``config.json``: a file that somebody else has put further up is no part
-    of it.  A name that is known keeps its meaning: the tools of this process go first.
+    The folder of a run contains ``config.json``. The search stops there: files further up do not
+    belong to the run. A name that is already registered keeps its protocol, so the tools of this
+    process take precedence.
 
     Raises:
         UserError: the file is damaged.

@@ -1,4 +1,4 @@
-"""Notices at once that a text which still grows can no longer obey its protocol."""
+"""Detects in a growing text the first point after which the text cannot obey its protocol."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coa_jax.protocol.spec import Protocol
 
 
 class Monitor:
-    """Follows a parser that is fed with the policy's text alone.
+    """Follows a parser that reads the policy's text alone.
 
-    ``broken`` becomes true with the first text after which every continuation has a violation in
-    ``check`` or in the parser; a text that ends with its answer and never was broken has none.
-    The readers of other formats find all broken rules themselves.
+    ``broken`` becomes true at the first text after which every continuation has a violation in
+    ``check`` or in the parser. A text that ends with its answer and was never ``broken`` has no
+    violation. The readers of other formats report all violations themselves.
     """
 
     def __init__(self, protocol: Protocol):
@@ -24,7 +24,7 @@ class Monitor:
         self._state = State()
 
     def update(self, parser: Reader, closed: Iterable[Segment]) -> bool:
-        """Takes what the parser closed and looks at what it has open; returns ``broken``."""
+        """Reads the segments that the parser closed and its open segment; returns ``broken``."""
         if self.protocol.format is not None:
             self.broken = bool(parser.violations)
             return self.broken
@@ -40,7 +40,7 @@ class Monitor:
         return self.broken
 
     def observe(self, text: str) -> None:
-        """Takes the environment's answer to a call."""
+        """Reads the environment's answer to a call."""
         if self.protocol.format is None:
             self._state = advance(self.protocol, self._state, self.protocol.observation, text)
 

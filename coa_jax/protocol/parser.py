@@ -1,18 +1,18 @@
 """Incremental, total and exact parser of tagged text.
 
-Total: any string yields segments and a list of violations, never an exception.  Exact: the
-segments are contiguous and join back to the input.  Incremental: text may arrive in any chunks,
-the result is the same, and the work is linear in the text.
+Total: any string yields segments and a list of violations, never an exception. Exact: the segments
+are contiguous, and joined they give the input. Incremental: text may arrive in any chunks. The
+result does not depend on the chunks, and the time is linear in the text.
 
-The grammar is flat.  A tag is exactly ``<role>`` or ``</role>`` with a role of the protocol.
-Outside a segment an opening tag starts one.  Inside a segment only its own closing tag means
-something; every other tag is text of the body and, where it is a tag of the protocol, a
-``nested`` violation (bodies that show foreign text, see ``Protocol.verbatim``, are exempt).  So a
-tag that is never closed takes all text that follows it: nothing is guessed, and a streaming parser
-can say when a segment is over.
+The grammar is flat. A tag is exactly ``<role>`` or ``</role>`` with a role of the protocol. Outside
+a segment, an opening tag starts a segment. Inside a segment, only the matching closing tag is
+special. Every other tag there belongs to the body; a tag of the protocol is then a ``nested``
+violation, except in bodies that quote foreign text (``Protocol.verbatim``). So a segment that is
+never closed extends to the end of the text: the parser does not guess, and a streaming parser knows
+when a segment is over.
 
-The parser knows no authors.  Text of a tool that contains ``</observation>`` would end an
-observation early, so whoever puts tool text between tags passes it through ``quote_tool_text``.
+The parser knows no authors. Tool text with ``</observation>`` would end an observation early, so
+callers must pass tool text through ``quote_tool_text`` before they put it between tags.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Violation:
     """A broken rule.
 
     Attributes:
-        position: character offset where it was broken.
-        kind: one word.  From the parser: ``nested``, ``unexpected_close``, ``unknown_tag``,
-            ``unclosed``.  From the automaton: see ``coa_jax.protocol.automaton``.
-        message: a sentence for people.
+        position: character offset where the rule was broken.
+        kind: one word. From the parser: ``nested``, ``unexpected_close``, ``unknown_tag``,
+            ``unclosed``. From the automaton: see ``coa_jax.protocol.automaton``.
+        message: explanation in a sentence.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True)
 class Parse:
-    """What ``parse`` returns: contiguous segments that cover the text, and lexical violations."""
+    """Result of ``parse``: contiguous segments that cover the text, and the lexical violations."""
 
     segments: tuple[Segment, ...]
     violations: tuple[Violation, ...]
@@ -80,27 +80,27 @@ class Parser:
     """
 
     def __init__(self, protocol: Protocol, start: int = 0):
-        """Takes the protocol, and the offset of the first character."""
+        """Starts a parser whose first character has the offset ``start``."""
         self.protocol = protocol
         self.violations: list[Violation] = []
         self._roles = frozenset(protocol.roles)
         self._role: str | None = None
-        self._start = start  # offset of the segment that is being read
+        self._start = start  # offset of the current segment
         self._end = start  # offset after the text in _pieces
-        self._pieces: list[str] = []  # text of that segment, opening tag included
+        self._pieces: list[str] = []  # text of the current segment with its opening tag
         self._carry = ""  # text after _pieces that may be the beginning of a tag
         self._finished = False
 
     @property
     def open_role(self) -> str | None:
-        """Role of the segment that is open now, None between segments."""
+        """The role of the open segment; None between segments."""
         return self._role
 
     @property
     def open_body(self) -> str:
-        """Body so far of what is open now, without what may be the beginning of a tag.
+        """The body of the open segment so far, without a suffix that may be the beginning of a tag.
 
-        It is a prefix of the body of the segment that ``feed`` or ``finish`` will return.
+        It is a prefix of the body that ``feed`` or ``finish`` will return for the segment.
         """
         text = "".join(self._pieces)
         return text if self._role is None else text[len(self._role) + 2 :]
@@ -111,7 +111,7 @@ class Parser:
             raise ValueError("Parser.feed after Parser.finish; make a new Parser")
         data = self._carry + chunk
         done: list[Segment] = []
-        taken = 0  # characters of data that are in _pieces or in finished segments
+        taken = 0  # characters of data already in _pieces or in a segment
         for match in _TAG.finditer(data):
             closing, name = bool(match[1]), match[2]
             position = self._end + match.start() - taken
@@ -143,16 +143,16 @@ class Parser:
         return done
 
     def interrupt(self) -> None:
-        """Other text comes between what was read and what follows: no tag goes on behind it."""
+        """Notes that other text comes before the next chunk, so that no tag spans both."""
         self._take(self._carry)
         self._carry = ""
 
     def end_turn(self) -> list[Segment]:
-        """The policy has ended its turn; that completes nothing in tags."""
+        """Notes that the policy ended its turn; in tags this completes no segment."""
         return []
 
     def finish(self) -> list[Segment]:
-        """Ends the text; returns the last segment, if any text is left.  May be called again."""
+        """Ends the text; returns the last segment, if any text is left. May be called twice."""
         self._finished = True
         self.interrupt()
         if not self._pieces:
@@ -180,7 +180,7 @@ class Parser:
 
 
 def _undecided(data: str, taken: int) -> int:
-    """Length of the suffix of ``data[taken:]`` that more text could turn into a tag."""
+    """Returns the length of the suffix of ``data[taken:]`` that more text could turn into a tag."""
     start = data.rfind("<", max(taken, len(data) - _MAX_PARTIAL))
     if start < 0 or not _PARTIAL_TAG.fullmatch(data, start):
         return 0
@@ -188,17 +188,17 @@ def _undecided(data: str, taken: int) -> int:
 
 
 def make_parser(protocol: Protocol) -> Reader:
-    """A parser of the format that a protocol has."""
+    """Returns a new parser for the conversation format of a protocol."""
     return Parser(protocol) if protocol.format is None else protocol.format.reader(protocol)
 
 
 def parse(protocol: Protocol, text: str) -> Parse:
-    """Parses a whole text; of a format other than tags, the whole of a turn.
+    """Parses a whole text; in formats other than tags, the text of a whole turn.
 
     Returns:
         Segments with ``"".join(text[s.start:s.end] for s in segments) == text``, and the lexical
-        violations in the order in which they were found.  The rules about the order and the bodies
-        of segments are checked by ``check``.
+        violations in the order in which they were found. ``check`` tests the rules about the order
+        and the bodies of segments.
     """
     parser = make_parser(protocol)
     segments = (*parser.feed(text), *parser.end_turn(), *parser.finish())
@@ -206,10 +206,10 @@ def parse(protocol: Protocol, text: str) -> Parse:
 
 
 def quote_tool_text(protocol: Protocol, text: str) -> str:
-    """Makes a tool's text safe between observation tags: its closing tag becomes ``&lt;/...&gt;``.
+    """Escapes tool text for observation tags: the closing tag becomes ``&lt;/...&gt;``.
 
-    Everything else is left as it is; the parser takes the body of an observation verbatim.  Another
-    format has its own way.
+    Everything else is unchanged, since the parser takes the body of an observation verbatim.
+    Formats other than tags escape the text in their own way.
     """
     if protocol.format is not None:
         return protocol.format.quote(text)

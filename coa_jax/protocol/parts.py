@@ -1,4 +1,4 @@
-"""Broken rules of a text whose authors are known."""
+"""Finds broken rules in a text whose authors are known."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from coa_jax.protocol.spec import Protocol, get_protocol
 def part_violations(
     protocol: str, parts: Iterable[tuple[str, str]], ended: bool = True
 ) -> list[Violation]:
-    """Broken rules of a text whose authors are known, in the order of their positions.
+    """Returns the broken rules of a text with known authors, in the order of their positions.
 
-    Runs of the policy's text are parsed; what the environment wrote is one segment each, whatever
-    it contains.  So tool text cannot break a rule, and an observation written by the policy does.
+    Consecutive parts of the policy are parsed together. Each part of the environment is one
+    segment, whatever it contains. So tool text cannot break a rule, and an observation that the
+    policy wrote is a violation.
 
     Args:
         protocol: name of the protocol.
         parts: (``"policy"`` or ``"environment"``, text) in order.
-        ended: whether the policy ended its last turn, which in other formats than tags makes its
-            text an answer.
+        ended: whether the policy ended its last turn. In formats other than tags, the end of the
+            turn makes its text an answer.
     """
     rules = get_protocol(protocol)
     if not rules.roles:
@@ -49,7 +50,7 @@ def part_violations(
             offset += sum(map(len, texts))
             continue
         for text in texts:
-            if text.strip():  # blank text of the environment only separates
+            if text.strip():  # blank text only separates segments
                 end = offset + len(text)
                 segments.append(Segment(rules.observation, text, offset, end, True))
                 authors.append("environment")
@@ -61,10 +62,12 @@ def part_violations(
 def _format_violations(
     rules: Protocol, parts: Iterable[tuple[str, str]], ended: bool
 ) -> list[Violation]:
-    """`part_violations` in another format than tags; the environment's text counts as read."""
+    """`part_violations` for formats other than tags, where the environment's text is not
+    checked.
+    """
     assert rules.format is not None
     reader, offset, answered = make_parser(rules), 0, False
-    shifts: list[tuple[int, int]] = []  # characters of the policy -> those of the environment
+    shifts: list[tuple[int, int]] = []  # (policy's offset, shift)
 
     def read(segments: list[Segment]) -> None:
         nonlocal answered

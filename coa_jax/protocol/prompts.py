@@ -1,10 +1,10 @@
-"""The messages that put a question to a policy.
+"""The messages that ask a policy a question.
 
-The instructions of the styles ``full`` and ``brief`` are written from the protocol's own tables.
-Their wording is ours; functions, tags and formats are those of the paper (App D).  ``full`` tells a
-pretrained model every rule; ``brief`` only names the protocol, for small policies that learn the
-rules from data and pay for every prompt token.  The paper's own instructions come with its data:
-with the style ``data``, or as a template (see `coa_jax.tasks.prompts`).
+The instructions of the styles ``full`` and ``brief`` are generated from the protocol's tables. The
+wording is ours; functions, tags and formats are those of the paper (App D). ``full`` explains every
+rule to a pretrained model. ``brief`` only names the protocol, for small policies that learn the
+rules from data and pay for every prompt token. The paper's own instructions are part of its data:
+use the style ``data``, or a template (see `coa_jax.tasks.prompts`).
 """
 
 from __future__ import annotations
@@ -62,21 +62,22 @@ _ANSWERS = {
 
 PROMPT_STYLES = ("full", "brief", "data")
 QUESTION = "{question}"
-"""Stands in a template for the question."""
+"""Placeholder of the question in a template."""
 LIBRARIES = "{libraries}"
-"""Stands in a template for the sentence about what programs can import; "" where there is none."""
+"""Placeholder, in a template, of the sentence about the packages that programs can import."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """How a question is put to a policy.
+    """How a policy is asked a question.
 
     Attributes:
-        style: ``full`` explains every rule of the protocol, ``brief`` only names the protocol,
-            ``data`` takes the messages that the source of the question gives, and ``full`` where it
-            gives none; or a template, a user message with ``{question}`` for the question.
-        system: system message; "" for none, None for that of the source or else of the
-            tokenizer's chat template.
+        style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol.
+            ``data`` uses the messages of the question's source, and ``full`` where the source has
+            none. Any other value is a template: a user message with ``{question}`` in place of the
+            question.
+        system: system message. "" means none; None means the message of the question's source or,
+            if the source has none, of the tokenizer's chat template.
     """
 
     style: str = "full"
@@ -97,7 +98,7 @@ class Prompt:
 
 
 class Asked(typing.Protocol):
-    """What is asked: a task or a distilled record; see there for the attributes."""
+    """A task or a distilled record, which document these attributes."""
 
     @property
     def question(self) -> str: ...
@@ -114,8 +115,8 @@ class Messages(typing.NamedTuple):
 
     Attributes:
         user: content of the user message.
-        context: (role, text) of the turns before it.  Where the first is no system turn, the
-            system message of the tokenizer's chat template comes first; an empty one means none.
+        context: (role, text) of the turns before the user message. If the first is not a system
+            turn, the chat template adds its own system message; an empty system turn means none.
         tools: JSON list of the tools that the chat template describes; "" for none.
     """
 
@@ -125,15 +126,16 @@ class Messages(typing.NamedTuple):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of all turns."""
+        """Returns (role, text) of all turns."""
         return [*self.context, ("user", self.user)]
 
 
 def messages_of(asked: Asked, prompt: Prompt) -> Messages:
-    """Returns the messages in which a task or a record is put to a policy.
+    """Returns the messages that ask a policy the question of a task or a record.
 
-    Turns before the user message stay in all styles; a system message of the prompt takes the place
-    of the source's.  What a source says of tags is left out where the format is another.
+    All styles keep the turns before the user message. The system message of ``prompt`` replaces
+    that of the source. Instructions of the source about tags are left out in formats other than
+    tags.
 
     Raises:
         UserError: the protocol is unknown.
@@ -154,7 +156,7 @@ def messages_of(asked: Asked, prompt: Prompt) -> Messages:
 def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
     """Returns a user message: instructions, a blank line, ``Question: ``, and the question.
 
-    A protocol without tags has no instructions: the question stands alone.
+    The protocol `TURNS` without tags has no instructions: the message is the question.
 
     Args:
         protocol: protocol whose rules the instructions explain.
@@ -178,7 +180,7 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
 
 
 def _brief(protocol: Protocol) -> str:
-    # A level is no other protocol: policies that have learned the name know it at both levels.
+    # A level is not a separate protocol: policies that learned the name know it at both levels.
     return f"Follow the {split_level(protocol.name)[0]} protocol."
 
 
@@ -197,7 +199,7 @@ def _full(protocol: Protocol) -> str:
 
 
 def answer_rule(protocol: Protocol) -> str:
-    """What an answer looks like."""
+    """Returns a sentence about the form of an answer."""
     form = protocol.form(protocol.answer)
     return _ANSWERS[form] + ("" if form == "solution" else " Join several answers by |.")
 

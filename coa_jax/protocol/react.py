@@ -1,14 +1,14 @@
-r"""ReAct (Yao et al., arXiv 2210.03629): lines that begin with what they are.
+r"""The format ``react`` (ReAct, Yao et al., arXiv 2210.03629): each line begins with its kind.
 
     Thought: I search for the river.
     Action: wiki_search
     Action Input: longest river of Lesotho
-    Observation: ... written by the harness, masked in every loss ...
+    Observation: ... written by the environment, masked in every loss ...
     Thought: The passage names it.
     Final Answer: Orange River
 
-A call is made when the policy writes ``Observation:``; the result follows in the same turn.  The
-answer is all from ``Final Answer:`` to the end of the turn.
+The call runs when the policy writes ``Observation:``; the result follows in the same turn. The
+answer is the text from ``Final Answer:`` to the end of the turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INPUTS = {
 
 
 class React(Format):
-    """See the module."""
+    """The format ``react``; the module docstring describes it."""
 
     head, tail = " ", "\n"
 
@@ -50,11 +50,11 @@ class React(Format):
         return ReactReader(protocol)
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """See `Format`; the thoughts of a step are one."""
+        """See `Format`; the thoughts of a step form one ``Thought``."""
         parts = []
         for step in steps:
             thoughts = "\n".join(thought.strip() for thought in step.thoughts if thought.strip())
-            # No line of a thought may look like the next part.
+            # No line of a thought may look like the start of the next part.
             text = f"Thought: {_MARK.sub(' ' + chr(92) + '1', thoughts)}\n" if thoughts else ""
             if step.tool:
                 text += f"Action: {step.tool}\nAction Input: {step.text.strip()}\nObservation:"
@@ -105,8 +105,8 @@ class ReactReader(Pieces):
 
     def __init__(self, protocol: Protocol):
         super().__init__(protocol)
-        self._mark = ""  # that the text stands behind
-        self._begins = 0  # characters of the text up to the end of that mark
+        self._mark = ""  # the mark before the current text
+        self._begins = 0  # length of the text up to the end of that mark
         self._tool = ""
         self._line_start = True
 
@@ -124,7 +124,7 @@ class ReactReader(Pieces):
         """See `Reader`."""
         data, taken, done = self.carry + chunk, 0, list[Segment]()
         self.carry = ""
-        # What is searched begins a line only if the text does.
+        # A mark is found only at the start of a line; the text must begin there too.
         searched = ("" if self._line_start else "\0") + data
         added = len(searched) - len(data)
         for match in _MARK.finditer(searched):
@@ -146,7 +146,7 @@ class ReactReader(Pieces):
         return done
 
     def _marked(self, mark: str) -> list[Segment]:
-        """Ends what stands before a mark; returns what is complete with it."""
+        """Ends the part before a mark; returns the segments that this completes."""
         last, done = self._mark, list[Segment]()
         body = self.text[self._begins :].strip()
         if mark not in _NEXT[last]:
@@ -176,7 +176,7 @@ class ReactReader(Pieces):
         return done
 
     def interrupt(self) -> None:
-        """See `Reader`: a result ends with a line end."""
+        """See `Reader`; a result ends with a line end."""
         super().interrupt()
         self._line_start = True
 

@@ -1,10 +1,10 @@
 """Regular languages of byte strings, and their automata by derivatives.
 
-The derivative of a language by a byte is what may follow that byte (Brzozowski 1964).  It exists
-for intersections and complements too, so a rule such as "no tag inside a body" is written as it is
-said.  Equal expressions are one object: a language has finitely many derivatives, and exploring
-them ends (Owens, Reppy and Turon 2009, "Regular-expression derivatives re-examined", which has
-the groups of bytes as well).
+The derivative of a language by a byte is the set of strings that may follow that byte (Brzozowski
+1964). Derivatives exist for intersections and complements too, so a rule such as "no tag inside a
+body" can be written directly. Equal expressions are the same object: a language has finitely many
+derivatives, and exploring them ends. Owens, Reppy and Turon 2009, "Regular-expression derivatives
+re-examined", describe this and the grouping of bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ALL_BYTES = (1 << 256) - 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Regex:
-    """A language.  ``a + b`` is concatenation, ``|``, ``&`` and ``~`` are those of sets.
+    """A regular language. ``a + b`` concatenates; ``|``, ``&`` and ``~`` are the set operations.
 
     Attributes:
         kind: the operation.
-        parts: its operands; of ``bytes`` a mask of 256 bits.
-        nullable: whether the empty string belongs to it.
+        parts: operands of the operation; for ``bytes``, a mask of 256 bits.
+        nullable: whether the empty string belongs to the language.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ def _bytes(mask: int) -> Regex:
 
 
 def _operands(kind: Kind, *regexes: Regex) -> set[Regex]:
-    """Flat set of operands: the order and repetition of them do not matter."""
+    """Returns the flat set of operands of an associative, commutative and idempotent operation."""
     return {part for r in regexes for part in (r.parts if r.kind == kind else (r,))}
 
 
@@ -92,17 +92,17 @@ ANY_BYTE = _bytes(_ALL_BYTES)
 
 
 def one_of(values: Iterable[int]) -> Regex:
-    """A single byte out of some, e.g. ``one_of(b"ab")``."""
+    """Returns the language of single bytes from a set, e.g. ``one_of(b"ab")``."""
     return _bytes(functools.reduce(lambda mask, byte: mask | 1 << byte, values, 0))
 
 
 def none_of(values: Iterable[int]) -> Regex:
-    """A single byte that is none of some."""
+    """Returns the language of single bytes outside a set."""
     return _bytes(_ALL_BYTES & ~one_of(values).parts)
 
 
 def literal(text: str, ignore_case: bool = False) -> Regex:
-    """One text; ASCII letters of either case where case is ignored."""
+    """Returns the language of one text; ``ignore_case`` accepts ASCII letters in either case."""
     result = EMPTY_STRING
     for byte in text.encode():
         character = bytes([byte])
@@ -112,24 +112,24 @@ def literal(text: str, ignore_case: bool = False) -> Regex:
 
 
 def union(regexes: Iterable[Regex]) -> Regex:
-    """What is in any of them."""
+    """Returns the union of languages."""
     return functools.reduce(Regex.__or__, regexes, NOTHING)
 
 
 def optional(regex: Regex) -> Regex:
-    """It, or the empty string."""
+    """Returns a language with the empty string added."""
     return regex | EMPTY_STRING
 
 
 def star(regex: Regex) -> Regex:
-    """Any number of them in a row."""
+    """Returns the Kleene star of a language: any number of its strings in a row."""
     if regex is ANY_BYTE:
         return ANYTHING
     return EMPTY_STRING if regex in (NOTHING, EMPTY_STRING) else _node("star", regex, True)
 
 
 def up_to(count: int, regex: Regex) -> Regex:
-    """At most ``count`` of them in a row."""
+    """Returns the language of at most ``count`` strings of ``regex`` in a row."""
     result = EMPTY_STRING
     for _ in range(count):
         result = optional(regex + result)
@@ -137,13 +137,13 @@ def up_to(count: int, regex: Regex) -> Regex:
 
 
 def containing(regex: Regex) -> Regex:
-    """Strings with a part that belongs to it."""
+    """Returns the language of strings that contain a string of ``regex``."""
     return ANYTHING + regex + ANYTHING
 
 
 @functools.cache
 def derivative(regex: Regex, byte: int) -> Regex:
-    """What may follow ``byte`` in the strings of ``regex`` that begin with it."""
+    """Returns the strings that may follow ``byte`` in strings of ``regex``."""
     parts = regex.parts
     match regex.kind:
         case "bytes":
@@ -165,12 +165,12 @@ def derivative(regex: Regex, byte: int) -> Regex:
 
 
 def matches(regex: Regex, text: bytes) -> bool:
-    """Whether a byte string belongs to a language."""
+    """Returns whether a byte string belongs to a language."""
     return functools.reduce(derivative, text, regex).nullable
 
 
 def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
-    """Groups of bytes by which the derivatives of all the expressions are the same."""
+    """Groups the bytes for which the derivatives of all expressions are equal."""
     groups = [_ALL_BYTES]
     for mask in frozenset[int]().union(*map(_first_sets, regexes)):
         groups = [part for group in groups for part in (group & mask, group & ~mask) if part]
@@ -179,7 +179,7 @@ def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
 
 @functools.cache
 def _first_sets(regex: Regex) -> frozenset[int]:
-    """The sets that the first byte of a string is held against."""
+    """Returns the byte sets that the derivative of ``regex`` distinguishes."""
     match regex.kind:
         case "bytes":
             return frozenset({regex.parts})

@@ -1,17 +1,17 @@
 """The chain-of-agents protocols as data (paper §3.1, Tab 1, App D).
 
-A protocol says which tags exist, which of them call tools, which action may follow which, where
-a ``think`` must stand, and what the body of each tag looks like.  Parser, automaton, prompts and
-the harness read these values and hold no rules of their own.  A new agent is a new tag.
+A protocol says which tags exist, which of them call tools, which action may follow which, where a
+``think`` must stand, and which form the body of each tag has. Parser, automaton, prompts and the
+rollout loop read these tables and contain no rules of their own. A new agent is a new tag.
 
-Each protocol has two levels.  ``lenient``, the default, is named without a suffix: ``code``.
-``paper`` demands what the instructions of the paper demand: ``code:paper``.  Whatever the level
-``paper`` accepts, ``lenient`` accepts too.  docs/protocol.md sets both beside the paper's text.
+Each protocol has two levels. ``lenient``, the default, has no suffix: ``code``. The level ``paper``
+requires everything that the instructions of the paper require: ``code:paper``. ``lenient`` accepts
+every text that ``paper`` accepts. docs/protocol.md compares both with the paper's text.
 
-In place of a level a name can have another conversation format: ``code:hermes`` has the tools of
-``code``, called in the manner of Hermes and Qwen; see `coa_jax.protocol.formats`.
+In place of a level, the suffix can be another conversation format: ``code:hermes`` has the tools of
+``code``, called in the style of Hermes and Qwen; see `coa_jax.protocol.formats`.
 
-Nothing here knows about tokens, models, tools or tasks.
+This module does not depend on tokens, models, tools or tasks.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ sentence with one whole number from 1 to 4; ``code`` a fenced program with optio
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """A set of tags and the rules they obey.
+    """A set of tags and the rules for their order and bodies.
 
     Attributes:
-        name: how the protocol is asked for.
-        roles: every tag, ``think`` first, then in the order in which prompts explain them.
-        tools: the tags that call a tool; each is followed by an observation.
-        next_actions: action (or ``START``) -> the actions that may follow it.  ``think`` and
-            the observation are not actions: their places follow from ``think_rule`` and ``tools``.
+        name: name of the protocol, as in `get_protocol`.
+        roles: every tag: ``think`` first, then in the order in which prompts explain them.
+        tools: the tags that call a tool; an observation follows each.
+        next_actions: action (or ``START``) -> the actions that may follow it. ``think`` and the
+            observation are not actions: their places follow from ``think_rule`` and ``tools``.
         think_rule: action -> whether a ``think`` must, may or must not stand right before it.
-        body_form: tag -> form of its body; a tag that is missing here has form ``text``.
-        verbatim: tags whose bodies may show other tags without breaking a rule: text that the
-            environment wrote, and programs.
-        described: tag -> what it does, for tools that the prompts do not know.
+        body_form: tag -> form of its body; a missing tag has the form ``text``.
+        verbatim: tags whose bodies may contain other tags without breaking a rule: text of the
+            environment, and programs.
+        described: tag -> description for the policy, for tools that the prompts do not know.
         notes: tag -> a sentence that the prompt adds about a tool, such as its packages.
         pass_score: lowest ``double_check`` score after which ``answer`` may come.
-        must_end: whether nothing but ``answer`` may come after a ``double_check`` that passed.
-        observation: the tag of the environment's text.
-        answer: the tag that ends the episode.
-        schemas: tag -> JSON schema of the arguments of a tool whose body is a JSON object.
-        format: how a conversation is written; None for tags.
+        must_end: whether only ``answer`` may follow a ``double_check`` that passed.
+        observation: tag of the environment's text.
+        answer: tag that ends the episode.
+        schemas: tag -> JSON schema of the arguments, for a tool whose body is a JSON object.
+        format: conversation format; None for tags.
     """
 
     name: str
@@ -84,11 +84,11 @@ class Protocol:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Closing tags at which decoding hands over to the harness."""
+        """Closing tags at which decoding stops so that a tool can run or the episode can end."""
         return tuple(f"</{role}>" for role in (*self.tools, self.answer))
 
     def form(self, role: str) -> BodyForm:
-        """Form of the body of ``role``."""
+        """Returns the form of the body of ``role``."""
         return self.body_form.get(role, "text")
 
 
@@ -109,10 +109,10 @@ def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]
 
 
 def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
-    """The web-agent automaton over any tools (paper §3.1, App D.1).
+    """Returns the web agent's automaton with any tools (paper §3.1, App D.1).
 
-    An answer is reached only through ``suggested_answer`` and a ``double_check`` that passes it.
-    ``answer`` may follow the double check directly, as it does in the paper's own trajectories.
+    An answer is reached only through ``suggested_answer`` and a ``double_check`` that passes. The
+    ``answer`` may follow the double check directly, as in the paper's own trajectories.
     """
     next_actions = {
         START: ("plan",),
@@ -140,7 +140,7 @@ def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
 
 
 def _mhqa() -> Protocol:
-    """Six functions, no verification agent, reflection in free words (paper App D)."""
+    """Six functions, no verification agent, reflection in free text (paper App D)."""
     tools = ("wiki_search",)
     next_actions = {
         START: ("plan", *tools),
@@ -170,7 +170,7 @@ def _mhqa() -> Protocol:
 def _code() -> Protocol:
     """plan, (think, code, observation, reflection) repeated, think, answer (paper App D.2-D.3).
 
-    No round at all is legal: a correct answer that needed no program is not a format error.
+    Zero rounds are legal: a correct answer that needed no program is not a format error.
     """
     next_actions = {
         START: ("plan",),
@@ -198,22 +198,23 @@ def _code() -> Protocol:
 
 
 LEVELS = ("lenient", "paper")
-"""How much a protocol demands, see the module."""
+"""Levels of strictness of a protocol, see the module docstring."""
 
 Level = Annotated[str, OneOf("", *LEVELS)]
-"""A setting of a level; "" keeps the level that the name of a protocol has."""
+"""Type of a setting for the level; "" keeps the level in the name of the protocol."""
 
 FormatName = Annotated[str, Named(FORMATS, "", TAGS)]
-"""A setting of a format; "" keeps the format that the name of a protocol has."""
+"""Type of a setting for the format; "" keeps the format in the name of the protocol."""
 
 
 def _as_the_paper_demands(protocol: Protocol) -> Protocol:
-    """Returns the level ``paper`` of a protocol, which allows a part of what the protocol allows.
+    """Returns the level ``paper`` of a protocol, which accepts a subset of the lenient texts.
 
     - A trajectory begins with a plan.
-    - Every program is reviewed: after ``code`` comes ``reflection`` (App D.2-D.3).
-    - A ``double_check`` that passes ends the task: only the answer comes after it (App D.1).
-    - Without a verification agent a plan is carried out: a tool comes after it, no answer.
+    - Every program is reviewed: ``reflection`` follows ``code`` (App D.2-D.3).
+    - A ``double_check`` that passes ends the task: only the answer may follow it (App D.1).
+    - In protocols without a verification agent, a plan is carried out: a tool, not the answer,
+      follows the plan.
     """
     demanded = {START: {"plan"}, "code": {"reflection"}}
     if "double_check" not in protocol.roles:
@@ -231,10 +232,10 @@ def _as_the_paper_demands(protocol: Protocol) -> Protocol:
 
 
 def split_level(name: str) -> tuple[str, str]:
-    """Splits the name of a protocol into the name without a suffix, and its level or format.
+    """Splits a protocol name into the name without a suffix, and its level or format.
 
     Raises:
-        UserError: neither a level nor a format has this name.
+        UserError: the suffix is neither a level nor a format.
     """
     family, colon, suffix = name.partition(":")
     if colon and suffix != LEVELS[1]:
@@ -252,12 +253,13 @@ def at_level(name: str, level: str, form: str = "") -> str:
     """Returns the name of a protocol at another level, or in another format.
 
     Args:
-        name: of the protocol.
-        level: a level; "" keeps that of the name.
-        form: a format; "" keeps that of the name, ``tags`` is the chain of agents.
+        name: name of the protocol, with or without a suffix.
+        level: new level; "" keeps the level of the name.
+        form: new format; "" keeps the format of the name, ``tags`` is the chain of agents.
 
     Raises:
-        UserError: no level or no format has this name, or a format is to have the level ``paper``.
+        UserError: the level or the format is unknown, or a format other than tags would get the
+            level ``paper``.
     """
     if level not in ("", *LEVELS):
         raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
@@ -268,7 +270,7 @@ def at_level(name: str, level: str, form: str = "") -> str:
     elif form == TAGS and own not in LEVELS:
         own = LEVELS[0]
     if own not in LEVELS and level == LEVELS[1]:
-        raise UserError(f"the level {level} is of the format {TAGS}; the format {own} has none")
+        raise UserError(f"only {TAGS} has the level {level}; the format {own} has no levels")
     chosen = own if own not in LEVELS else level or own
     return family if chosen == LEVELS[0] else f"{family}:{chosen}"
 
@@ -290,13 +292,15 @@ TURNS = Protocol(
     body_form=types.MappingProxyType({}),
     verbatim=frozenset(),
 )
-"""No tags and no rules: whole turns of a conversation, which an environment answers."""
+"""A protocol without tags and rules: whole turns of a conversation, which an environment
+answers.
+"""
 
 _PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (*_BUILT_IN, TURNS)}
 
 
 def protocol_names() -> tuple[str, ...]:
-    """Returns the names that `get_protocol` knows, without levels and without `TURNS`."""
+    """Returns the names that `get_protocol` accepts, without suffixes and without `TURNS`."""
     return tuple(name for name, protocol in _PROTOCOLS.items() if protocol.roles)
 
 
@@ -307,24 +311,24 @@ def made_protocols() -> tuple[Protocol, ...]:
 
 
 def names_with_levels() -> tuple[str, ...]:
-    """Returns the names that `get_protocol` knows, each at both levels, without `TURNS`."""
+    """Returns the names that `get_protocol` accepts, each at both levels, without `TURNS`."""
     names = protocol_names()
     return (*names, *(f"{name}:{LEVELS[1]}" for name in names))
 
 
 def get_protocol(name: str) -> Protocol:
-    """Looks a protocol up.
+    """Returns the protocol of a name.
 
-    ``web``, ``mhqa`` and ``code`` are the paper's three agents, ``web_wiki`` the web agent over an
-    encyclopaedia, ``generalist`` the web agent's automaton over ``wiki_search`` and ``code``, and
-    ``universal`` the same over all tools of the web and code agents and the visual inspector.
-    ``turns`` has no tags, see `TURNS`.
+    ``web``, ``mhqa`` and ``code`` are the paper's three agents. ``web_wiki`` is the web agent over
+    an encyclopaedia. ``generalist`` is the web agent's automaton over ``wiki_search`` and ``code``.
+    ``universal`` has all tools of the web and code agents and the visual inspector. ``turns`` has
+    no tags, see `TURNS`.
 
     Args:
-        name: a name, with ``:paper`` behind it for that level, or with ``:`` and a format.
+        name: a name, optionally followed by ``:paper`` for that level, or by a colon and a format.
 
     Raises:
-        UserError: no protocol, no level or no format has this name.
+        UserError: the protocol, level or format is unknown.
     """
     family, level = split_level(name)
     if family not in _PROTOCOLS:
@@ -340,24 +344,24 @@ def get_protocol(name: str) -> Protocol:
 
 
 def add_protocol(protocol: Protocol) -> None:
-    """Enters a protocol in the table of names, so that tasks can ask for it.
+    """Registers a protocol under its name, so that tasks can use it.
 
     Raises:
-        UserError: the name belongs to a built-in protocol, or holds a colon.
+        UserError: the name belongs to a built-in protocol, or contains a colon.
     """
     if protocol.name in {built_in.name for built_in in (*_BUILT_IN, TURNS)}:
         raise UserError(f"the protocol {protocol.name!r} is built in; choose another name")
     if ":" in protocol.name:
-        raise UserError(f"the protocol {protocol.name!r}: a colon ends a name; choose another name")
+        raise UserError(f"the protocol {protocol.name!r}: choose a name without a colon")
     _PROTOCOLS[protocol.name] = protocol
 
 
 def add_note(tool: str, note: str) -> None:
-    """Lets the prompts of all protocols with a tool say a sentence more about it in this process.
+    """Adds a sentence about a tool to the prompts of all protocols of this process.
 
     Args:
         tool: tag of the tool.
-        note: the sentence, in place of an earlier one; "" for none.
+        note: the sentence, which replaces an earlier note; "" for none.
     """
     for name, protocol in _PROTOCOLS.items():
         if tool in protocol.tools and protocol.notes.get(tool, "") != note:
@@ -370,18 +374,18 @@ def protocol_with_tools(
     described: Mapping[str, str] | None = None,
     schemas: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Protocol:
-    """The web agent's automaton over another set of tools, e.g. for a tool not seen in training.
+    """Returns the web agent's automaton with other tools, e.g. a tool not seen in training.
 
     Args:
-        name: name of the new protocol; `add_protocol` enters it in the table of names.
-        tools: tags from ``TOOL_FORMS`` or ``described``, no tag twice; none for a policy that
-            answers from memory.
-        described: tags of tools that are known nowhere else, with what the policy is told of them;
-            their bodies may be any text.
-        schemas: see `Protocol`.
+        name: name of the new protocol; `add_protocol` registers it.
+        tools: tags from ``TOOL_FORMS`` or ``described``, without repetition; empty for a policy
+            that answers from memory.
+        described: tag -> description for the policy, of tools that the prompts do not know. Their
+            bodies may be any text.
+        schemas: tag -> JSON schema of the arguments, see `Protocol`.
 
     Raises:
-        UserError: ``tools`` repeats a tag, or has an unknown one.
+        UserError: ``tools`` repeats a tag, or has an unknown tag.
     """
     described = described or {}
     unknown = [tool for tool in tools if tool not in TOOL_FORMS and tool not in described]

@@ -1,4 +1,4 @@
-"""What the readers of formats share: contiguous segments of a text that comes in pieces."""
+"""Buffer shared by the readers of conversation formats: text arrives in pieces, segments leave."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from coa_jax.protocol.spec import Protocol
 
 
 class Pieces:
-    """The text of a reader since its last segment.
+    """The text that a reader has read since its last segment.
 
     Attributes:
         violations: broken rules so far.
-        text: since the last segment, without what may be the beginning of a mark.
-        carry: what may be one.
+        text: text since the last segment, without a suffix that may be the beginning of a mark.
+        carry: that suffix.
     """
 
     def __init__(self, protocol: Protocol):
         self.protocol = protocol
         self.violations: list[Violation] = []
         self.text = self.carry = ""
-        self.start = 0  # of the text, in characters since the beginning
+        self.start = 0  # offset of text in the policy's text, in characters
         self.finished = False
 
     @property
     def end(self) -> int:
-        """Offset after the text."""
+        """Character offset after the text."""
         return self.start + len(self.text)
 
     def interrupt(self) -> None:
-        """No mark goes on in what comes next."""
+        """Notes that other text comes before the next piece, so that no mark spans both."""
         self.text += self.carry
         self.carry = ""
 
     def close(self, role: str | None = None, body: str | None = None) -> list[Segment]:
-        """The text so far as a segment; none where there is no text."""
+        """Returns the text so far as a segment; no segment if the text is empty."""
         if not self.text:
             return []
         body = self.text if body is None else body
@@ -43,20 +43,26 @@ class Pieces:
         return [segment]
 
     def answer(self, body: str) -> list[Segment]:
-        """The text so far as the answer, whose body is checked."""
+        """Returns the text so far as the answer, and checks its body."""
         segments = self.close(self.protocol.answer, body)
         for segment in segments:
             self.violations += body_violations(self.protocol, segment)
         return segments
 
     def broken(self, kind: str, message: str, position: int | None = None) -> None:
-        """Notes a broken rule, by default at the end of the text."""
+        """Records a broken rule.
+
+        Args:
+            kind: kind of the violation, see `Violation`.
+            message: explanation in a sentence.
+            position: character offset; None for the end of the text.
+        """
         at = self.end if position is None else position
         self.violations.append(Violation(kind, at, message))
 
 
 def undecided(data: str, marks: tuple[str, ...]) -> int:
-    """Length of the end of a text that more text could turn into a mark."""
+    """Returns the length of the suffix of a text that more text could turn into a mark."""
     longest = max(map(len, marks))
     for size in range(min(longest - 1, len(data)), 0, -1):
         if any(mark.startswith(data[-size:]) for mark in marks):

@@ -1,4 +1,4 @@
-"""Columns, keys and roles of other names, which LLaMA-Factory's ``dataset_info.json`` describes."""
+"""Renamed columns, keys and roles, described by LLaMA-Factory's ``dataset_info.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coa_jax.errors import UserError
 
 
 def columns_of(path: Path) -> dict[str, Any]:
-    """Returns the entry of a file in the ``dataset_info.json`` beside it; {} where there is none.
+    """Returns the entry of a file in the ``dataset_info.json`` next to it; {} if there is none.
 
     Raises:
         UserError: the ``dataset_info.json`` cannot be read.
@@ -27,12 +27,12 @@ def columns_of(path: Path) -> dict[str, Any]:
 
 
 def renamed(row: Any, info: Mapping[str, Any]) -> Any:
-    """Returns a row with LLaMA-Factory's own column names.
+    """Returns a row with LLaMA-Factory's standard column names.
 
     Args:
         row: a row.
-        info: entry of the file in ``dataset_info.json``: its ``columns`` and ``tags`` say what this
-            file calls the columns and the keys and roles of turns.
+        info: entry of the file in ``dataset_info.json``. Its ``columns`` and ``tags`` map standard
+            names to this file's names of columns, keys and roles.
     """
     if not isinstance(row, dict) or not info:
         return row

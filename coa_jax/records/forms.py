@@ -1,7 +1,7 @@
-"""From a row of any known form to a `DistilledRecord`; docs/data.md shows the forms.
+"""Converts a row of any known form to a `DistilledRecord`; docs/data.md shows the forms.
 
-The form of a row is recognised by its keys.  A value of a wrong type raises `TypeError` or
-`ValueError`: the file is damaged.  `Unusable` says that this row alone cannot be learned.
+The keys of a row determine its form. A value of a wrong type raises `TypeError` or `ValueError`:
+the file is damaged. `Unusable` means that only this row cannot be used for training.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A record, and the tags by which its protocol was told; none where the row names it."""
+    """A record, and the tags from which its protocol was inferred; empty if the row names the
+    protocol.
+    """
 
     record: DistilledRecord
     tags: tuple[str, ...] = ()
 
 
 def made_of(value: Any, name: str, protocol: str = "") -> Made:
-    """Makes a record of a row.
+    """Converts a row to a record.
 
     Args:
-        value: the JSON value.
+        value: the JSON value of the row.
         name: id of the record if the row has none.
-        protocol: protocol of rows that name none; "" to tell it by their tags.
+        protocol: protocol of rows that name none; "" to infer it from their tags.
 
     Raises:
-        KeyError, TypeError, ValueError: the row is of no known form, or damaged.
-        Unusable: nothing can be learned safely from the row.
+        KeyError, TypeError, ValueError: the row has no known form, or is damaged.
+        Unusable: the row cannot be used safely for training.
         UserError: the protocol is unknown.
     """
     if not isinstance(value, dict):
@@ -87,7 +89,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
 
 
 def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """Returns the first of some keys that has a value, else the first that a row has at all."""
+    """Returns the first of some keys that has a value; else the first key that exists."""
     there = [key for key in keys if key in value]
     return next((key for key in there if value[key] is not None), next(iter(there), None))
 
@@ -107,7 +109,7 @@ def _checked(record: DistilledRecord) -> DistilledRecord:
 
 
 def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
-    """Returns the record that an element of a TFDS data set holds."""
+    """Converts an element of a TFDS data set to a record."""
 
     def text(value: Any) -> str:
         return value.decode() if isinstance(value, bytes) else str(value)
@@ -130,7 +132,9 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
 
 def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
-    """``instruction`` and ``input`` are the user's message, as LLaMA-Factory joins them."""
+    """Reads the alpaca form: ``instruction`` and ``input`` join to the user message, as in
+    LLaMA-Factory.
+    """
     more = _text(value, "input") if asked == "instruction" else ""
     first = _text(value, asked)
     prompt = "\n".join(filter(None, (first, more)))
@@ -149,7 +153,7 @@ def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, proto
 
 
 def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
-    """Turns of a conversation: ShareGPT's ``from`` and ``value`` or OpenAI's roles."""
+    """Reads the turns of a conversation: ShareGPT's ``from`` and ``value``, or OpenAI's roles."""
     if not isinstance(listed, list):
         raise TypeError(f"the conversation cannot be {type(listed).__name__}")
     if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
@@ -169,13 +173,13 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         turns.append((role, _content(content, number), turn.get("tool_calls")))
     if value.get("system") and (not turns or turns[0][0] != "system"):
         turns.insert(0, ("system", _text(value, "system"), None))
-    # The trajectory begins after the last message of the user that is no observation in tags.
+    # The trajectory begins after the last user message that is not a tagged observation.
     users = [role == "user" and not _shown(text) for role, text, _ in turns]
     if True not in users:
         raise Unusable("no message of the user")
     end = len(users) - users[::-1].index(True)
     start = end
-    while start and users[start - 1]:  # one message may stand in several turns
+    while start and users[start - 1]:  # one message may span several turns
         start -= 1
     if any(role in ("tool", "call") for role, _, _ in turns[:start]):
         raise Unusable("the user speaks again after a tool: not the run of a single question")
@@ -196,12 +200,12 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
 
 
 def _shown(text: str) -> bool:
-    """Whether a message of the user is an observation in its tags."""
+    """Returns whether a user message is a tagged observation."""
     return text.lstrip().startswith("<observation>") and text.rstrip().endswith("</observation>")
 
 
 def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
-    """Returns the text of a turn of the trajectory, with calls of tools as tags."""
+    """Returns the text of a turn of the trajectory, with tool calls as tags."""
     if role == "call" and text.lstrip().startswith("{"):
         try:
             return _tagged(rules, json.loads(text))
@@ -215,7 +219,7 @@ def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
 
 
 def _tagged(rules: Protocol, call: Any) -> str:
-    """Returns a call ``{"name", "arguments"}`` as the tag of the tool with its body."""
+    """Converts a call ``{"name", "arguments"}`` to the tag of the tool with its body."""
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
@@ -236,11 +240,11 @@ def _tagged(rules: Protocol, call: Any) -> str:
     return f"<{name}>{body}</{name}>"
 
 
-# --- what all forms share ------------------------------------------------------------------
+# --- shared parts of all forms ------------------------------------------------------------------
 
 
 def _named(value: Mapping[str, Any], protocol: str) -> str:
-    """Returns the protocol that a row names, else the one that is set."""
+    """Returns the protocol that a row names, else the protocol of the setting."""
     named = value.get("protocol") or protocol
     if not isinstance(named, str):
         raise TypeError(f"the field 'protocol' cannot be {type(named).__name__}")
@@ -257,17 +261,17 @@ def _assemble(
     protocol: str,
     question: str = "",
 ) -> Made:
-    """Makes the record of a conversation.
+    """Builds the record of a conversation.
 
     Args:
         value: the row.
-        context: turns before the user's message.
-        prompt: the user's message.
-        turns: (author, text) after it.
-        exact: parts of the assistant's turn, where the row tells them.
+        context: turns before the user message.
+        prompt: the user message.
+        turns: (author, text) of the turns after the user message.
+        exact: parts of the assistant's turn, if the row has them.
         name: id if the row has none.
         protocol: protocol if the row names none.
-        question: the question, if the user's message has no mark before it.
+        question: the question, if the user message has no mark before it.
     """
     marked, begin = _question(prompt)
     if marked is None:
@@ -305,7 +309,7 @@ def _assemble(
 
 
 def _question(prompt: str) -> tuple[str | None, int]:
-    """Returns the question behind its mark in a user's message, and where the mark begins."""
+    """Returns the question after its mark in a user message, and the offset of the mark."""
     found = _QUESTION.search(prompt)
     if found is None or not prompt[found.end() :].strip():
         return None, 0
@@ -335,7 +339,7 @@ def _text(value: Mapping[str, Any], key: str) -> str:
 
 
 def _content(content: Any, number: int) -> str:
-    """Returns the text of a turn, which OpenAI's clients may give as a list of parts."""
+    """Returns the text of a turn; OpenAI's clients may write it as a list of parts."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
@@ -367,7 +371,7 @@ def _parts(value: Any) -> Parts:
 
 
 def _spans(value: Any, output: str) -> Parts:
-    """Cuts a text by the spans [start, end) of characters that the policy wrote."""
+    """Splits a text by the character spans [start, end) that the policy wrote."""
     numbers = [n for span in value for n in span] if _is_spans(value) else [-1]
     if numbers != sorted(numbers) or any(not 0 <= n <= len(output) for n in numbers):
         raise ValueError("the field 'policy' must be a list of ascending [start, end] in 'output'")

@@ -1,12 +1,13 @@
-"""Who wrote what in a trajectory that is given as one text or as turns of a conversation.
+"""Determines the author of each part of a trajectory given as one text or as turns of a
+conversation.
 
-The parser of the protocol finds the observations.  An observation and the white space around it
-belong to the environment and get the surface form in which the agent loop inserts observations
-(`frame`), so that training sees the tokens of a rollout whatever white space a file has there.
-Everything else is the policy's text and stays as it is.
+The parser of the protocol finds the observations. An observation and the white space around it
+belong to the environment and get the form in which the rollout loop inserts observations (`frame`).
+So training sees the tokens of a rollout, whatever white space the file has there. All other text
+belongs to the policy and is unchanged.
 
-A text in which the author of some words cannot be told is refused as `Unusable`: training must not
-learn what a tool wrote.
+If the author of some words cannot be determined, the text is rejected as `Unusable`: training must
+not learn text of a tool.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ _BRIEF = re.compile(r"Follow the (\w+) protocol\.")
 
 
 class Unusable(ValueError):
-    """A record from which nothing can be learned safely; the message is the reason."""
+    """A record that cannot be used safely for training; the message is the reason."""
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Returns an observation in the surface form of the agent loop."""
+    """Returns an observation in the form in which the rollout loop inserts it."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
 def is_framed(protocol: Protocol, text: str) -> bool:
-    """Whether a text has the surface form of `frame`."""
+    """Returns whether a text has the form of `frame`."""
     head, tail = frame(protocol, "\0").split("\0")
     return len(text) >= len(head) + len(tail) and text.startswith(head) and text.endswith(tail)
 
 
 def observation(protocol: Protocol, text: str) -> str:
-    """Returns what a tool returned, with or without its tags, in the form of `frame`."""
+    """Returns a tool's result, given with or without its tags, in the form of `frame`."""
     inner, name = text.strip(), protocol.observation
     opening, closing = f"<{name}>", f"</{name}>"
     if is_framed(protocol, text):
@@ -55,7 +56,7 @@ def observation(protocol: Protocol, text: str) -> str:
 def _body(inner: str) -> str:
     """Returns the text between observation tags without one line end at each side.
 
-    Where a side has no line end, its white space separates only, and goes.
+    On a side without a line end, the white space is only a separator and is removed.
     """
     if len(inner) > 3 and inner.startswith("\r\n") and inner.endswith("\r\n"):
         return inner[2:-2]
@@ -72,16 +73,16 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
     """Splits an assistant's turn into the parts of the policy and of the environment.
 
     Args:
-        protocol: protocol whose tags are read.
-        text: the whole turn; white space at its ends is left out.
+        protocol: protocol of the tags.
+        text: the whole turn; white space at its ends is ignored.
 
     Raises:
-        Unusable: an observation is not closed, or does not follow a call; the text has a tag of
-            observations anywhere else; or untagged text follows a call.
+        Unusable: an observation is not closed, or does not follow a call; or an observation tag
+            occurs anywhere else; or untagged text follows a call.
     """
     text = text.strip()
     parts: list[tuple[str, str]] = []
-    said, call = "", ""  # the policy's text so far, and the tool that it ends with calling
+    said, call = "", ""  # the policy's text so far, and the tool whose call ends it
     for segment in parse(protocol, text).segments:
         raw = text[segment.start : segment.end]
         if segment.role == protocol.observation:
@@ -105,10 +106,10 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
 
 
 def check_policy(protocol: Protocol, text: str) -> None:
-    """Refuses a text of the policy that holds a tag of observations.
+    """Rejects text of the policy that contains an observation tag.
 
     Raises:
-        Unusable: it does.
+        Unusable: the text contains one.
     """
     for segment in parse(protocol, text).segments:
         if segment.role == protocol.observation:
@@ -117,10 +118,10 @@ def check_policy(protocol: Protocol, text: str) -> None:
 
 
 def _check(protocol: Protocol, segment: Segment, raw: str) -> None:
-    """Refuses a tag of observations, also a damaged one, in a segment of the policy.
+    """Rejects an observation tag, even a damaged one, in a segment of the policy.
 
-    A program may print such a tag.  But where the tag of a program or an answer is never closed,
-    or opens again inside, a real observation may be in its body.
+    A program may print such a tag. But if the tag of a program or an answer is never closed, or is
+    opened again inside, its body may contain a real observation.
     """
     if not re.search(rf"<\s*/?\s*{protocol.observation}\b", raw, re.IGNORECASE):
         return
@@ -135,16 +136,16 @@ def _check(protocol: Protocol, segment: Segment, raw: str) -> None:
 
 
 def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
-    """Brings the turns of a conversation into the form of `DistilledRecord.parts`.
+    """Converts the turns of a conversation to the form of `DistilledRecord.parts`.
 
-    The turns say who wrote what; white space around an observation is left out here as well.
+    The turns state their authors; white space around an observation is normalised here as well.
 
     Args:
         protocol: protocol of the record.
         turns: (author, text) in order.
 
     Raises:
-        Unusable: see `check_policy`, and `parts_of` where no turn is the environment's.
+        Unusable: see `check_policy`; see `parts_of` if no turn belongs to the environment.
     """
     runs = [
         (author, [text for _, text in run])
@@ -164,11 +165,13 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
     return tuple(parts)
 
 
-# --- which protocol ------------------------------------------------------------------------
+# --- inference of the protocol ------------------------------------------------------------------
 
 
 def any_protocol() -> Protocol:
-    """Returns a protocol with the tags of all known ones, to read a text whose own is not known."""
+    """Returns a protocol with the tags of all known ones, to parse a text of an unknown
+    protocol.
+    """
     known = [get_protocol(name) for name in protocol_names()]
     return dataclasses.replace(
         get_protocol("universal"),
@@ -180,10 +183,11 @@ def any_protocol() -> Protocol:
 
 
 def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
-    """Tells the protocol of a trajectory: the one with the fewest tags that has all tags in use.
+    """Infers the protocol of a trajectory: the one with the fewest tags that includes all used
+    tags.
 
-    Tags in use are those of the policy's segments and, where one protocol has them as well, the
-    tags that the instructions name.
+    Used tags are those of the policy's segments and, if a protocol has them as well, the tags that
+    the instructions name.
 
     Args:
         text: the assistant's turn.

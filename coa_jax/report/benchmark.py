@@ -76,7 +76,7 @@ def _header(
         "top-p": sampling.get("top_p"),
         "top-k": sampling.get("top_k"),
         "tokens": (settings.get("rollout") or {}).get("max_tokens"),
-        "no plain pass@1": ", ".join(not_plain),
+        "not a plain pass@1": ", ".join(not_plain),
     }
     shown = "".join(
         f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>"
@@ -90,9 +90,9 @@ def _headline(figures: Mapping[str, Any]) -> str:
     rounds = [value for value in figures["rounds"] if value is not None]
     name = "pass@1" if len(rounds) < 2 else f"pass@1, mean of {len(rounds)} rounds"
     rows = [_rate_row(name, figures)]
-    clean = figures["exposure"]["without them"]
-    if figures["exposure"]["named a blocked address"] or figures["exposure"]["shown a question"]:
-        rows.append(_rate_row("without samples that met the benchmark", clean))
+    met = figures["exposure"]
+    if met["named_blocked_address"] or met["shown_question"]:
+        rows.append(_rate_row("without samples that met the benchmark", met["unexposed"]))
     lines = ["<h2>Result</h2>", _table(["", "", "95 %", "error", "tasks"], rows)]
     if len(rounds) > 1:
         shown = ", ".join(f"{value:.3f}" for value in rounds)
@@ -178,11 +178,11 @@ def _left_out(figures: Mapping[str, Any]) -> str:
     samples, met = figures["samples"], figures["exposure"]
     lines = [
         f"{samples['finished']:,} of {samples['wanted']:,} samples are finished, "
-        f"{samples['graded']:,} are graded; {samples['without an answer']:,} of these gave no "
+        f"{samples['graded']:,} are graded; {samples['unanswered']:,} of these gave no "
         "answer, which is a failure.",
     ]
     lines += [
-        f"{count:,} samples are ungraded ({escape(why)}) and in no figure."
+        f"{count:,} samples are ungraded ({escape(why.replace('_', ' '))}) and in no figure."
         for why, count in samples["ungraded"].items()
         if count
     ]
@@ -194,7 +194,7 @@ def _left_out(figures: Mapping[str, Any]) -> str:
         )
         for why, count in reasons.items()
     ]
-    named, shown = met["named a blocked address"], met["shown a question"]
+    named, shown = met["named_blocked_address"], met["shown_question"]
     lines.append(
         f"{named:,} samples named an address of the block list, {shown:,} were shown a question "
         "of the benchmark by a tool."

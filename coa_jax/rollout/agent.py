@@ -1,4 +1,4 @@
-"""A policy with its tools, ready to be asked questions."""
+"""A policy with its tools, ready to answer questions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def load_policy(path: str | Path, dtype: str = "float32") -> Model:
 
     Args:
         path: Hugging Face directory, GGUF file, or directory of a finished training run.
-        dtype: of the parameters, ``float32`` or ``bfloat16``.
+        dtype: dtype of the parameters, ``float32`` or ``bfloat16``.
 
     Raises:
-        UserError: there is no policy, or its files are wrong.
+        UserError: there is no policy at the path, or its files cannot be used.
     """
     trained = Path(path) / "model"
     return load_model(trained if (trained / "config.json").is_file() else path, dtype)
@@ -46,8 +46,8 @@ class Agent:
 
     Attributes:
         model: the policy.
-        protocol: what its text may look like.
-        tools: those that it can call.
+        protocol: rules that its text obeys.
+        tools: tools that it can call.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class Agent:
         rollout: RolloutConfig | None = None,
         environment: EnvironmentConfig | None = None,
     ):
-        """Loads the policy and compiles its programs, so that no question waits for that.
+        """Loads the policy and compiles its programs, so that no question waits for compilation.
 
         Args:
-            policy: the policy, or where it is (see `load_policy`).
-            tools: its tools; those that the protocol lacks are left out.
-            protocol: name of the protocol; "" for that of its training if it has one of the tools,
-                else for one that has all of them.
-            sampling: how tokens are drawn; greedily by default.
-            seed: of the samples.
+            policy: the policy, or its path (see `load_policy`).
+            tools: its tools; tools without a tag in the protocol are left out.
+            protocol: name of the protocol. "" means the protocol of the policy's training if it has
+                one of the tools, else a protocol with all of them.
+            sampling: how tokens are sampled; greedily by default.
+            seed: seed of the samples.
             rollout: budgets and prompt; by default those of `RolloutConfig`, and the prompt of the
                 training.
-            environment: what answers the policy, beside the tools; without a protocol that is
-                named, that of the tools or of the training, or one without tags is taken.
+            environment: environment that answers the policy, besides the tools. If no protocol is
+                named, that of the tools or of the training is used, or the protocol without tags.
 
         Raises:
             UserError: the protocol or the prompt is unknown, the policy cannot be loaded, or a tool
-                cannot be made.
+                cannot be created.
         """
         config = build(ToolsConfig, named_tools(tools), "tools")
         self._config = rollout or RolloutConfig(prompt_style="model")
@@ -89,7 +89,7 @@ class Agent:
             protocol = config.protocol or protocol_of_model(source) or TURNS.name
         if not protocol:
             protocol, config = protocol_of(config, protocol_of_model(source))
-        # Before the lookup: they may make the protocol.
+        # Before the lookup of the protocol, which the tools may register.
         self.tools = tools_for(protocol, config, tags_of(environment))
         self._environments = Environments(environment, self._prompt) if environment else None
         self.protocol = get_protocol(at_level(protocol, self._config.level, self._config.format))
@@ -109,16 +109,16 @@ class Agent:
         self._turns = Turns(1)
 
     def ask(self, question: str, on_text: Callable[[Arrival], None] | None = None) -> Trajectory:
-        """`ask_async` for code that does not await."""
+        """`ask_async` for synchronous code."""
         return run_blocking(self.ask_async(question, on_text))
 
     async def ask_async(
         self, question: str, on_text: Callable[[Arrival], None] | None = None
     ) -> Trajectory:
-        """The trajectory in which the policy answers a question; see its ``answer`` and ``text``.
+        """Lets the policy answer a question; the trajectory has the ``answer`` and the ``text``.
 
         Args:
-            question: in plain text.
+            question: question in plain text.
             on_text: called with text of the policy and of the tools as it arrives.
 
         Raises:
@@ -128,7 +128,7 @@ class Agent:
         task = Task("ask", question, self.protocol.name, (), "ask")
         prompt = prompt_ids(tokenizer, task, self._prompt)
         if len(prompt) >= budget:
-            raise UserError(f"the prompt has {len(prompt)} tokens; give max_tokens more than that")
+            raise UserError(f"the prompt has {len(prompt)} tokens; set max_tokens to more")
         request = Request(task, prompt, self._seed, 0, (0,), self._sampling)
         if self._environments is not None:
             opener = self._environments.opener(task, self._seed, 0, (0,))
@@ -139,13 +139,13 @@ class Agent:
                 return await anext(trajectories)
 
     async def stream(self, question: str) -> AsyncGenerator[Arrival, None]:
-        """Text of the policy and of the tools as it arrives.
+        """Yields the text of the policy and of the tools as it arrives.
 
         Args:
-            question: in plain text.
+            question: question in plain text.
 
         Yields:
-            Pieces whose ``text`` together is that of the trajectory.
+            Pieces whose ``text``, joined, is the text of the trajectory.
 
         Raises:
             UserError: see `ask_async`.
@@ -163,16 +163,16 @@ class Agent:
 
 
 def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
-    """A protocol in which all of some tools can be called.
+    """Chooses a protocol in which all given tools can be called.
 
     Args:
         tools: settings of the tools.
-        trained: protocol of the policy's training, "" if that is not known.
+        trained: protocol of the policy's training; "" if unknown.
 
     Returns:
-        The protocol that the settings name, else ``trained`` if it has a tag for one of the tools,
-        else one that is built in (``generalist``, or one of just these tools), else a new one over
-        these tools; and the settings, which then name it.
+        The protocol that the settings name; else ``trained`` if it has a tag for one of the tools;
+        else a built-in protocol (``generalist``, or one with exactly these tools); else a new
+        protocol with these tools. Also the settings, which then name the protocol.
     """
     names = set(tools.names)
     if tools.protocol:

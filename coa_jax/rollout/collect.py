@@ -1,4 +1,4 @@
-"""Whole batches of trajectories, in an order that does not depend on timing."""
+"""Collects whole batches of trajectories, in an order that does not depend on timing."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def collect(
     config: RolloutConfig,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> list[list[Trajectory]]:
-    """Runs requests to their ends.
+    """Runs all requests to completion.
 
     Args:
-        runner: the event loop; the same one for all calls with the same tools.
+        runner: event loop; the same for all calls with the same tools.
         engine, tokenizer, tools, config: see `rollout`.
-        requests: each with its own prompt id.
+        requests: requests with distinct prompt ids.
         on_finish: called with each trajectory as it ends.
 
     Returns:
-        For each request its trajectories by sample number.
+        For each request its trajectories, ordered by sample number.
     """
     requests = list(requests)
     finished: dict[tuple[int, int], Trajectory] = {}
 
     async def run() -> None:
         stream = rollout(engine, tokenizer, requests, tools, config)
-        # Closed here, not some time later: the engine must be free when this ends by an error.
+        # Closed here at once: the engine must be free when this function raises an error.
         async with contextlib.aclosing(stream):
             async for trajectory in stream:
                 finished[trajectory.metadata["prompt_id"], trajectory.sample_id] = trajectory

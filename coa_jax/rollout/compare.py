@@ -1,4 +1,4 @@
-"""Where two records of one rollout part."""
+"""Finds where two records of one rollout differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.trajectory import Author, StopReason, Trajectory
 
-# What these stop depends on a clock or on a fault, not on the tokens: a replay may go on.
+# A clock or a fault, not the tokens, causes these stop reasons: a replay may continue beyond them.
 STOPPED_FROM_OUTSIDE = frozenset(
     {StopReason.DEADLINE, StopReason.TOOL_TIME, StopReason.FAULT, StopReason.CANCELLED}
 )
@@ -20,13 +20,13 @@ _BEFORE, _AFTER = 16, 8  # tokens shown around a difference
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Comparison:
-    """A recorded trajectory beside its replay.
+    """A recorded trajectory and its replay.
 
     Attributes:
         recorded, replayed: the two trajectories.
-        same: n, tokens from the start that are the same and of the same authors.
-        identical: whether all is: every token, the stop reason and the number of tool calls.  Of a
-            trajectory that was stopped from outside, every recorded token is enough.
+        same: n, number of leading tokens that are equal and have equal authors.
+        identical: whether all tokens, the stop reason and the number of tool calls are equal. For a
+            trajectory that was stopped from outside, equal recorded tokens are enough.
     """
 
     recorded: Trajectory
@@ -35,13 +35,15 @@ class Comparison:
     identical: bool
 
     def logp_gaps(self) -> np.ndarray:
-        """Absolute differences of log-probability, float32 ``[n]``, 0 where it is no policy's."""
+        """Absolute differences of log-probabilities, float32 ``[n]``, 0 for tokens of other
+        authors.
+        """
         n = self.same
         return np.abs(self.recorded.logp[:n] - self.replayed.logp[:n])
 
 
 def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
-    """Puts a record beside its replay."""
+    """Compares a recorded trajectory with its replay."""
     size = min(len(recorded.tokens), len(replayed.tokens))
     differs = recorded.tokens[:size] != replayed.tokens[:size]
     differs |= recorded.author[:size] != replayed.author[:size]
@@ -53,10 +55,10 @@ def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
 
 
 def describe_difference(tokenizer: Any, comparison: Comparison) -> str:
-    """Lines that show the first difference of a comparison that is not identical.
+    """Describes the first difference of a comparison that is not identical, in several lines.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
         comparison: the two trajectories.
     """
     recorded, replayed, at = comparison.recorded, comparison.replayed, comparison.same
@@ -78,7 +80,7 @@ def describe_difference(tokenizer: Any, comparison: Comparison) -> str:
 
 
 def _side(tokenizer: Any, trajectory: Trajectory, at: int) -> str:
-    """What one of the two has at a token index."""
+    """Describes the tokens of one trajectory around a token index."""
     if at >= len(trajectory.tokens):
         reason, calls = _end(trajectory)
         return f"the end: {reason}, tool calls: {calls}"
@@ -89,7 +91,7 @@ def _side(tokenizer: Any, trajectory: Trajectory, at: int) -> str:
 
 
 def _call_difference(comparison: Comparison) -> list[str]:
-    """A line if the difference lies in an observation because another call was made."""
+    """Returns a line if the difference lies in an observation because another call was made."""
     recorded, replayed, at = comparison.recorded, comparison.replayed, comparison.same
     if at >= len(replayed.tokens) or replayed.author[at] != Author.ENVIRONMENT:
         return []

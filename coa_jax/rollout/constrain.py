@@ -17,36 +17,36 @@ from coa_jax.rollout.request import RolloutConfig
 def constraint_for(
     config: RolloutConfig, tokenizer: Any, vocab_size: int, protocols: Iterable[str]
 ) -> Constraint | None:
-    """What an engine needs for rollouts of some protocols; takes a few seconds.
+    """Builds the constraint of an engine for rollouts of some protocols; takes a few seconds.
 
     Args:
-        config: without ``constrain`` nothing is built.
-        tokenizer: of the policy.
-        vocab_size: columns of its logits.
-        protocols: names, in any order, any of them several times.
+        config: settings of the rollouts; no constraint is built if ``constrain`` is false.
+        tokenizer: tokenizer of the policy.
+        vocab_size: number of logits.
+        protocols: names of protocols, in any order, possibly repeated.
 
     Returns:
-        The constraint, or None for none.
+        The constraint, or None if none is needed.
 
     Raises:
-        UserError: the vocabulary cannot spell what a protocol asks for, or it has another format
-            than tags, or no tags.
+        UserError: the vocabulary cannot spell a required text of a protocol, or a protocol has
+            another format than tags, or no tags.
     """
     if not config.constrain:
         return None
     names = sorted(set(protocols))
     for name in names:
         if get_protocol(name).format is not None or not get_protocol(name).roles:
-            raise UserError(f"constrain is for the format {TAGS}; a task has the protocol {name}")
+            raise UserError(f"constrain needs the format {TAGS}; a task has the protocol {name}")
     automata = {name: compile_protocol(get_protocol(name)) for name in names}
     return make_constraint(automata, plain_tokens(tokenizer, vocab_size), vocab_size)
 
 
 def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
-    """Bytes of each token that is ordinary text, empty for the others.
+    """Returns the bytes of each token that is ordinary text, empty for the other tokens.
 
-    No text of a protocol holds a control token: an episode is over with its answer, and an end of
-    turn before it would leave it without one.
+    No text of a protocol contains a control token. An episode ends with its answer, and an end of
+    turn before the answer would leave the episode without one.
     """
     table = token_table(tokenizer)
     control = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids, *eos_ids(tokenizer)}

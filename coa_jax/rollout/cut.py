@@ -1,7 +1,7 @@
-"""What stays of a context that is full, in the manner of the release's evaluator.
+"""Chooses which parts of a full context to keep, similarly to the release's evaluator.
 
-The release keeps the plans, the reflections and the newest text, and drops the rest.  Here whole
-steps are dropped, the oldest first, and what stays keeps its order.  (The release moves plans and
+The release keeps the plans, the reflections and the newest text, and drops the rest. Here whole
+steps are dropped, the oldest first, and the kept steps stay in order. (The release moves plans and
 reflections to the front and cuts in the middle of a tag.)
 """
 
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from coa_jax.trajectory import Author, SegmentSpan
 
 KEPT = ("plan", "reflection")
-"""Roles that are dropped only if everything else of the older steps is not enough."""
+"""Roles that are dropped only if dropping all other parts of older steps is not enough."""
 
 
 def kept_spans(
     spans: Sequence[SegmentSpan], lengths: Sequence[float], room: float
 ) -> list[SegmentSpan]:
-    """The spans that stay, so that they take at most ``room`` if that can be.
+    """Returns the spans to keep, with at most ``room`` tokens if possible.
 
-    A step ends with an observation.  The newest step stays whole.
+    A step ends with an observation. The newest step is kept whole.
 
     Args:
-        spans: of the context after the prompt, which ends with an observation.
+        spans: spans of the context after the prompt; the last is an observation.
         lengths: tokens of each span.
-        room: tokens for all of them.
+        room: maximum number of tokens of all kept spans.
     """
     ends = [index for index, span in enumerate(spans) if span.author == Author.ENVIRONMENT]
     begins = [0, *(end + 1 for end in ends)]

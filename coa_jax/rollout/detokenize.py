@@ -1,4 +1,4 @@
-"""Text of a token stream, token by token, for byte-level tokenizers."""
+"""Decodes a stream of tokens to text, token by token, for byte-level tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from coa_jax.model.tokenizer import check_byte_level
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE writes for bytes, inverted."""
+    """Returns the map from the printable characters of byte-level BPE to the bytes they stand
+    for.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -21,7 +23,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 class TokenTable:
-    """Bytes of every token id of a tokenizer."""
+    """The bytes of every token id of a tokenizer."""
 
     def __init__(self, tokenizer: Any):
         """Reads the vocabulary of a ``transformers`` tokenizer once.
@@ -36,7 +38,7 @@ class TokenTable:
         }
         stand_ins = _byte_of_character()
         self._bytes: list[bytes] = []
-        # The largest id, not the number of tokens: a vocabulary may have gaps.
+        # The largest id, not the number of tokens, since a vocabulary may have gaps.
         size = max(tokenizer.get_vocab().values()) + 1
         for token_id, token in enumerate(tokenizer.convert_ids_to_tokens(range(size))):
             if token_id in added:
@@ -49,7 +51,7 @@ class TokenTable:
                 )
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of a token; ids beyond the vocabulary (padded heads) have none."""
+        """Returns the bytes of a token; ids beyond the vocabulary (padded heads) have none."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
 
@@ -57,7 +59,7 @@ _tables: weakref.WeakKeyDictionary[Any, TokenTable] = weakref.WeakKeyDictionary(
 
 
 def token_table(tokenizer: Any) -> TokenTable:
-    """The table of a tokenizer, whose vocabulary is read once: rollouts begin all the time."""
+    """Returns the token table of a tokenizer, cached, since rollouts begin frequently."""
     table = _tables.get(tokenizer)
     if table is None:
         table = _tables[tokenizer] = TokenTable(tokenizer)
@@ -65,18 +67,18 @@ def token_table(tokenizer: Any) -> TokenTable:
 
 
 class TextStream:
-    """Turns tokens into text as they come; bytes of an unfinished character wait."""
+    """Converts tokens to text as they arrive; bytes of an incomplete character are held back."""
 
     def __init__(self, table: TokenTable):
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """Text that the token completes, possibly empty."""
+        """Returns the text that the token completes, possibly empty."""
         return self._decoder.decode(self._table[token_id])
 
     def flush(self) -> str:
-        """Ends the text: bytes of a character that never came become replacement signs."""
+        """Ends the text; bytes of an incomplete character become replacement characters."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text

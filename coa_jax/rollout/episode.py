@@ -1,4 +1,4 @@
-"""One trajectory while it grows: what the policy samples, what the environment answers."""
+"""A growing trajectory: tokens sampled by the policy, and answers of the environment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
 
 @dataclasses.dataclass(frozen=True)
 class ToolRequest:
-    """The policy has closed a tool's tag; it waits for the observation.
+    """A request to run a tool: the policy has closed the tool's tag and waits for the observation.
 
     Attributes:
         tool, arguments: the call.
-        error: the observation, where nothing can be called.
+        error: observation to return at once, if the call is invalid.
     """
 
     tool: str
@@ -31,16 +31,16 @@ class ToolRequest:
 
 
 class Episode:
-    """Host-side record of one sample: append-only ids with their authors.
+    """Host-side record of one sample: append-only token ids with their authors.
 
-    The parser reads the policy's text alone.  Whatever a tool returns is added as environment
-    tokens and never parsed, so no tool text can open, close or answer anything.
+    The parser reads the policy's text alone. Results of tools are appended as environment tokens
+    and never parsed, so no tool text can open or close a tag, or answer the question.
 
     Attributes:
         tokens: the whole record.
-        context: what of it the policy reads: all, until `cut` takes something away.
+        context: the tokens that the policy reads: all of them, until `cut` removes some.
         versions: (position, policy version) wherever the version changes, see `computed_by`.
-        turn_over: whether an environment shall answer the whole turn that has just ended.
+        turn_over: whether an environment must answer the whole turn that has just ended.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Episode:
         self._author: list[int] = [Author.PROMPT] * len(prompt)
         self._logp: list[float] = [0.0] * len(prompt)
         self.turn_over = False
-        self._turn_text = 0  # policy characters before the present turn
+        self._turn_text = 0  # policy characters before the current turn
         self._parser = make_parser(protocol)
         self._frames = frames
-        self._asked: list[ToolRequest] = []  # calls of a turn that have no observation yet
+        self._asked: list[ToolRequest] = []  # calls of this turn without an observation
         self._stream = TextStream(table)
         self._end_tokens = end_tokens
         self.versions: list[tuple[int, int]] = []
@@ -77,14 +77,15 @@ class Episode:
         self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
         self._spans: list[SegmentSpan] = []
         self._emitted = 0  # policy characters that are in spans
-        self._turn = 0  # policy tokens since the prompt or the last observation
-        self._taken = 0  # policy characters that take_text gave out
+        self._turn = 0  # policy tokens since the prompt or last observation
+        self._taken = 0  # policy characters that take_text returned
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Takes one sampled token.
+        """Appends one sampled token.
 
         Returns:
-            A request once a tool's tag is closed, a reason once the episode is over, else None.
+            A request once a tool's tag is closed, a stop reason once the episode is over, else
+            None.
         """
         self.tokens.append(token)
         if self.context is not self.tokens:
@@ -100,7 +101,7 @@ class Episode:
         return self._take(self._parser.feed(text))
 
     def _take(self, segments: Sequence[Segment]) -> ToolRequest | StopReason | None:
-        """Takes segments that are complete; returns what `feed` returns."""
+        """Processes completed segments; returns the same as `feed`."""
         broken = self._monitor is not None and self._monitor.update(self._parser, segments)
         for segment in segments:
             self._add_span(segment)
@@ -126,17 +127,19 @@ class Episode:
         self._end_text()
         event = self._take(self._parser.end_turn())
         if self._spans and self._spans[-1].author == Author.POLICY:
-            # The token that ends a turn has no text; it belongs to what stands before it.
+            # The token that ends a turn has no text; it belongs to the text before it.
             self._spans[-1] = dataclasses.replace(self._spans[-1], end=len(self.tokens))
         return event or self.next_call() or StopReason.EOS
 
     def next_call(self) -> ToolRequest | None:
-        """A further call of the turn that has ended, whose results come one behind the other."""
+        """Returns the next call of the turn that has ended; results are appended one after
+        another.
+        """
         return self._asked.pop(0) if self._asked else None
 
     @property
     def frame(self) -> tuple[str, str]:
-        """What stands before and behind the next observation."""
+        """Returns the text before and after the next observation."""
         if self.turn_over:
             return REPLY
         if self._frames is None:
@@ -146,11 +149,11 @@ class Episode:
         return head if first else "", between if self._asked else tail
 
     def begin(self, prompt: Sequence[int], question: str) -> None:
-        """Takes a prompt that was not there when the record was made; nothing is in it yet.
+        """Sets the prompt of an episode that was created without one; the record must be empty.
 
         Args:
-            prompt: its tokens.
-            question: what it asks; "" for what is known.
+            prompt: token ids of the prompt.
+            question: question of the prompt; "" keeps the known question.
         """
         self.tokens.extend(prompt)
         self._prompt_length = len(prompt)
@@ -159,34 +162,41 @@ class Episode:
         self.question = question or self.question
 
     def end_turn(self) -> str:
-        """Ends a whole turn, which the environment will answer; what the policy wrote in it."""
+        """Ends a whole turn, which the environment will answer; returns the policy's text of the
+        turn.
+        """
         self._end_text()
         self.turn_over = True
         return self._policy_text[self._turn_text :]
 
     def computed_by(self, version: int) -> None:
-        """Notes the policy version of the forward passes from here on.
+        """Records the policy version of the forward passes from here on.
 
-        An entry (position, version) says that this version has computed the cache from the token
-        before ``position`` on, and has sampled the tokens from ``position`` on.
+        An entry (position, version) means that this version computed the cache from the token
+        before ``position`` on, and sampled the tokens from ``position`` on.
         """
         position = len(self.tokens) if self.versions else 0
         if self.versions and self.versions[-1] == (position, self.versions[-1][1]):
-            self.versions.pop()  # that version has sampled nothing
+            self.versions.pop()  # that version sampled nothing
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((position, version))
 
     def take_text(self) -> str:
-        """What the policy wrote since the last call, for those who watch."""
+        """Returns the text that the policy wrote since the last call, for streaming."""
         text = self._policy_text[self._taken :]
         self._taken = len(self._policy_text)
         return text
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Adds what a tool returned, with its `frame`, as environment tokens.
+        """Appends the result of a tool, with its `frame`, as environment tokens.
 
-        What the policy had begun behind the tag of its call, a character or a tag, ends here; at
-        the end of a whole turn, a segment too.  Without tokens the policy reads nothing of it.
+        Text that the policy began after the tag of its call (a partial character or tag) ends here;
+        at the end of a whole turn, a segment ends too.
+
+        Args:
+            tokens: ids of the result and its frame; if empty, the policy reads nothing.
+            text: text of the result.
+            call: record of the call.
         """
         self._end_text()
         self.tool_calls.append(call)
@@ -195,7 +205,7 @@ class Episode:
         if self.turn_over:
             for segment in self._parser.finish():
                 self._add_span(segment)
-            if self.protocol.format is None:  # others know turns by themselves
+            if self.protocol.format is None:  # other formats track turns themselves
                 self._parser = Parser(self.protocol, len(self._policy_text))
             self.turn_over = False
         self._parser.interrupt()
@@ -221,13 +231,13 @@ class Episode:
             self._monitor.observe(text)
 
     def cut(self, most: int) -> int:
-        """Takes the oldest steps out of the context, right after an observation.
+        """Removes the oldest steps from the context, right after an observation.
 
         Args:
-            most: tokens of the context; see `cut.kept_spans`.
+            most: maximum number of tokens of the context; see `cut.kept_spans`.
 
         Returns:
-            The first position at which the context has another token than before.
+            The first position at which the context has a different token than before.
         """
         lengths = [span.end - span.start for span in self._spans]
         stays = kept_spans(self._spans, lengths, most - self._prompt_length)
@@ -241,7 +251,7 @@ class Episode:
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens that the policy wrote since the prompt or the last observation."""
+        """Number of tokens that the policy wrote since the prompt or the last observation."""
         return self._turn
 
     @property
@@ -261,7 +271,7 @@ class Episode:
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """The finished record."""
+        """Returns the finished trajectory."""
         self._end_text()
         for segment in self._parser.finish():
             self._add_span(segment)
@@ -284,7 +294,7 @@ class Episode:
         )
 
     def _end_text(self) -> None:
-        """Bytes of a character that never came become replacement signs."""
+        """Ends the text; bytes of an incomplete character become replacement characters."""
         tail = self._stream.flush()
         if tail:
             self._policy_text += tail
@@ -293,7 +303,9 @@ class Episode:
                 self._add_span(segment)
 
     def _add_span(self, segment: Segment) -> None:
-        """Adds what of a segment is not yet in a span: text before a tool result may be split."""
+        """Adds the part of a segment that no span has yet; a tool result may split a segment's
+        text.
+        """
         start = max(segment.start, self._emitted)
         if start < segment.end:
             whole = start == segment.start and segment.role is not None
@@ -301,7 +313,7 @@ class Episode:
             self._append_policy(segment.role if whole else None, start, segment.end, content)
 
     def _add_rest(self) -> None:
-        """Adds policy text that no closed segment holds yet, such as a line end after a tag."""
+        """Adds policy text outside of closed segments, such as a line end after a tag."""
         if self._emitted < len(self._policy_text):
             self._append_policy(None, self._emitted, len(self._policy_text))
 
@@ -321,7 +333,7 @@ class Episode:
         self._emitted = end
 
     def _token_of(self, character: int) -> int:
-        """Index of the token that completes a character of the policy's text."""
+        """Returns the index of the token that completes a character of the policy's text."""
         low, high = 0, len(self._ends) - 1
         while low < high:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The kinds of samples that the agent loop can run."""
+"""The kinds of episodes that the rollout loop can run."""
 
 from __future__ import annotations
 
@@ -23,36 +23,44 @@ from coa_jax.rollout.request import Request
 
 
 class Episodes(typing.Protocol):
-    """What the loop leaves open: how a sample begins, and the ids in which a tool answers it."""
+    """How an episode begins, and how the text of a tool is encoded; the rollout loop does the
+    rest.
+    """
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """The record of a sample that holds its prompt so far."""
+        """Creates the episode of a sample, which holds only its prompt."""
         ...
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Ids that follow when a tool has returned ``text``, and what of the text they hold.
+        """Encodes the result of a tool, truncated to fit.
 
-        The text takes at most ``room`` of the ids; `frame` is what they have besides.
+        Args:
+            episode: the episode.
+            text: result of the tool.
+            room: maximum number of ids for the text; the ids of the `frame` come on top.
+
+        Returns:
+            Ids to append, and the text that they contain.
         """
         ...
 
     def frame(self, episode: Episode) -> int:
-        """Ids that every observation has, however short its text."""
+        """Returns the number of ids that every observation has besides its text."""
         ...
 
     def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """Ids of the messages that an environment begins with."""
+        """Returns the prompt ids of the messages with which an environment begins."""
         raise ValueError("these episodes have no environment")
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEpisodes:
-    """Episodes in which the policy's text decides what is called and when it is over.
+    """Episodes in which the policy's text decides which tools are called and when the episode ends.
 
     Attributes:
-        tokenizer: of the policy.
-        table: its bytes.
-        end_tokens: end an episode.
+        tokenizer: tokenizer of the policy.
+        table: bytes of each token.
+        end_tokens: tokens that end an episode.
         max_observation_tokens, strict: see `RolloutConfig`.
     """
 
@@ -77,7 +85,7 @@ class TextEpisodes:
         )
 
     def frames(self, request: Request) -> Frames | None:
-        """What stands around the results of tools, where that is not the same for all of them."""
+        """Returns the frame of tool results, or None if it is the same for all of them."""
         protocol = get_protocol(request.task.protocol)
         turns = protocol.format is not None and protocol.format.turns
         return frames_of(self.tokenizer, protocol) if turns and request.agent else None
@@ -96,5 +104,5 @@ class TextEpisodes:
         return frame_length(self.tokenizer, episode.protocol)
 
     def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """Ids of (role, text) messages and of the opening of the policy's turn."""
+        """Returns the ids of (role, text) messages and of the opening of the policy's turn."""
         return tuple(conversation_ids(self.tokenizer, messages))

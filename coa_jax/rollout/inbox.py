@@ -1,6 +1,6 @@
-"""Requests of a rollout: all known before it begins, or put in and taken back while it runs.
+"""The queue of rollout requests: known from the start, or added and cancelled while rollouts run.
 
-New weights come the same way, to be taken over between two programs of an engine.
+New weights are delivered in the same way: an engine loads them between two of its programs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from coa_jax.rollout.request import Request
 
 
 class Inbox:
-    """Where the agent loop finds its requests; a server puts each in when it arrives.
+    """The queue from which the rollout loop takes requests; a server adds each when it arrives.
 
-    For one event loop, whose tasks are the only callers.  Several readers share the requests.  A
-    rollout ends when the inbox is closed and what was in it has finished.
+    All callers must be tasks of one event loop. Several readers share the requests. A rollout ends
+    when the inbox is closed and its requests have finished.
     """
 
     def __init__(
@@ -27,30 +27,29 @@ class Inbox:
         closed: bool = False,
         version: int | None = None,
     ):
-        """Holds requests already.
+        """Creates an inbox with initial requests.
 
         Args:
-            requests: consumed lazily, before those that are put in.
-            closed: whether they are all.
-            version: policy version of the engines; None where trajectories do not say by which
-                version they were sampled.
+            requests: initial requests, consumed lazily, before requests from `put`.
+            closed: whether no further requests can be added.
+            version: policy version of the engines; None if trajectories do not record a version.
         """
         self.version = version
         self._source = iter(requests)
         self._queue: deque[Request] = deque()
         self.readers: list[Reader] = []
-        self._cancelled: list[Request] = []  # before there was a reader
+        self._cancelled: list[Request] = []  # cancelled before there was a reader
         self.closed = closed
 
     def reader(self) -> Reader:
-        """Somebody who takes requests from now on, until `leave`."""
+        """Registers a reader, which takes requests until `leave`."""
         reader = Reader(self, self._cancelled)
         self._cancelled = []
         self.readers.append(reader)
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """A reader that takes no more requests."""
+        """Unregisters a reader, which takes no more requests."""
         self.readers.remove(reader)
 
     def _tell(self) -> None:
@@ -58,7 +57,7 @@ class Inbox:
             reader.wake()
 
     def put(self, request: Request) -> None:
-        """Adds a request behind those that wait.
+        """Adds a request to the end of the queue.
 
         Raises:
             RuntimeError: the inbox is closed.
@@ -69,7 +68,7 @@ class Inbox:
         self._tell()
 
     def cancel(self, request: Request) -> None:
-        """Ends the samples of a request (that very object); what has finished stays as it is."""
+        """Ends the samples of a request (the same object); finished samples are unaffected."""
         for reader in self.readers:
             reader.cancel(request)
         if not self.readers:
@@ -77,12 +76,12 @@ class Inbox:
         self._tell()
 
     def publish(self, parts: Sequence[DecodeParams], version: int, recompute: bool = False) -> None:
-        """Gives the engines new parameters, which each takes over before its next program.
+        """Delivers new parameters; each engine loads them before its next program.
 
         Args:
-            parts: one for each group of devices, as `engine.layout.publish` makes them.
+            parts: one copy per device group, from `engine.layout.publish`.
             version: policy version of the parameters.
-            recompute: whether the caches of running samples are computed again with them.
+            recompute: whether the caches of running samples are recomputed with the new parameters.
         """
         self.version = version
         count = len(self.readers) // len(parts)
@@ -91,42 +90,43 @@ class Inbox:
         self._tell()
 
     def close(self) -> None:
-        """Says that no request will come any more."""
+        """Declares that no more requests will be added."""
         self.closed = True
         self._tell()
 
     def take(self) -> Request | None:
-        """The next request, None if there is none now."""
+        """Takes the next request; None if the queue is empty."""
         request = next(self._source, None)
         return request or (self._queue.popleft() if self._queue else None)
 
     def drop(self, request: Request) -> bool:
-        """Forgets a request that was put in and not taken yet; returns whether there was one."""
+        """Removes a request that no reader has taken yet; returns whether it was in the queue."""
         left = deque(other for other in self._queue if other is not request)
         found, self._queue = len(left) < len(self._queue), left
         return found
 
 
 class Reader:
-    """Somebody who takes requests from an inbox and runs their samples.
+    """Takes requests from an inbox and distributes their samples.
 
     Attributes:
-        waiting: samples that it took and has no room for yet.
-        weights: arguments of the last `Inbox.publish` that the engine has not taken over yet.
+        waiting: samples that this reader took and that have no slot yet.
+        weights: arguments of the last `Inbox.publish` that the engine has not loaded yet.
     """
 
     def __init__(self, inbox: Inbox, cancelled: list[Request]):
-        """Begins with requests that were cancelled before."""
+        """Creates a reader that knows the requests cancelled before."""
         self.weights: tuple[DecodeParams, int, bool] | None = None
         self._inbox, self._cancelled = inbox, cancelled
         self._news = asyncio.Event()
         self.waiting: deque[tuple[Request, int]] = deque()
 
     def sample(self) -> tuple[Request, int] | None:
-        """The first that waits; None if there is none.
+        """Takes the next sample; None if there is none.
 
-        Where none does, the reader takes a request, whose prompt is then computed once; where there
-        is no request either, a sample of the reader that has the most.
+        The reader's own waiting samples come first. Then the reader takes a new request, whose
+        prompt is prefilled once. If the queue is empty, it takes a sample from the reader with the
+        most waiting.
         """
         while not self.waiting and (request := self._inbox.take()):
             self.waiting.extend((request, sample) for sample in request.samples)
@@ -136,19 +136,21 @@ class Reader:
         return self.waiting[0] if self.waiting else None
 
     def cancel(self, request: Request) -> None:
-        """Tells that nobody wants a request any more."""
+        """Notes that a request was cancelled."""
         self._cancelled.append(request)
 
     def take_cancelled(self) -> list[Request]:
-        """The requests that were cancelled since the last call; another reader may have them."""
+        """Returns the requests cancelled since the last call; another reader may have their
+        samples.
+        """
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def wake(self) -> None:
-        """Ends `changed`."""
+        """Wakes up a task that waits in `changed`."""
         self._news.set()
 
     async def changed(self) -> None:
-        """Returns when there was news since the last return: see `put`, `cancel`, `publish`."""
+        """Waits for the next event since the last return: `put`, `cancel` or `publish`."""
         await self._news.wait()
         self._news.clear()

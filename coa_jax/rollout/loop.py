@@ -1,7 +1,7 @@
-"""The agent loop: jitted decoding interleaved with tools that run at the same time.
+"""The rollout loop: compiled decoding interleaved with tools that run concurrently.
 
-`Scheduler` has the loop of one engine.  Several engines, each with a loop of its own, take their
-requests from the same place, and one stream has the trajectories of all.
+`Scheduler` runs the loop of one engine. Several engines run one loop each and take their requests
+from the same inbox; their trajectories come out of one stream.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def rollout(
     on_tokens: Callable[[int], None] | None = None,
     on_start: Callable[[Scheduler], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
-    """Runs requests to their ends; the policy's text decides what happens.
+    """Runs requests to completion; the policy's text decides which tools are called.
 
     Args:
         engine, requests, tools, config, on_text, on_tokens, on_start: see `run_episodes`.
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
 
     Returns:
-        What `run_episodes` returns.
+        A generator of trajectories, see `run_episodes`.
     """
     engines = _all(engine)
     episodes = TextEpisodes(
@@ -63,19 +63,19 @@ async def run_episodes(
     on_tokens: Callable[[int], None] | None = None,
     on_start: Callable[[Scheduler], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
-    """Runs requests to their ends and yields trajectories as they finish.
+    """Runs requests to completion and yields trajectories as they finish.
 
     Args:
-        engine: one, or several that work at the same time, with the same stop tokens; all slots
-            are free.  A request goes to an engine that has room, and samples of it that wait there
-            to another that is idle; which one it is does not change a trajectory.
-        episodes: how samples begin and go on.
-        requests: consumed lazily, so a generator may keep the slots busy for as long as it likes;
-            or an inbox, where they arrive at any time.
-        tools: found by name; a protocol's tool that is not given answers that it is unavailable.
+        engine: one engine, or several that run concurrently with the same stop tokens; all slots
+            must be free. A request goes to an engine with free slots; an idle engine takes over
+            samples that wait at another engine. The choice does not change a trajectory.
+        episodes: how samples begin and continue.
+        requests: consumed lazily, so a generator can keep the slots busy indefinitely; or an inbox,
+            where requests arrive at any time.
+        tools: tools, found by name. A call of a missing tool is answered with "unavailable".
         config: budgets.
         on_text: called with the text of policy and environment as it arrives.
-        on_tokens: called with how many tokens the policy has written since the last call.
+        on_tokens: called with the number of tokens that the policy has written since the last call.
         on_start: called with the scheduler of each engine.
 
     Yields:
@@ -92,7 +92,7 @@ async def run_episodes(
             async for trajectory in stream:
                 yield trajectory
     finally:
-        # Not where one of them runs: there the end of another would cancel it.
+        # Not inside one of the loops, where the end of another loop would cancel it.
         await asyncio.gather(*(scheduler.close() for scheduler in schedulers))
 
 
@@ -107,9 +107,9 @@ async def _run(scheduler: Scheduler) -> AsyncGenerator[Trajectory, None]:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yields what several streams yield, as it comes, and closes them.
+    """Merges several streams: yields items as they arrive, and closes the streams at the end.
 
-    The first error of one ends all.
+    The first error of a stream ends all streams.
     """
     coming = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
@@ -122,7 +122,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
                 except StopAsyncIteration:
                     continue
                 yield value
-                # Not before: who reads slowly is not to be overrun.
+                # Not earlier: a slow consumer must not be flooded.
                 coming[asyncio.ensure_future(anext(stream))] = stream
     finally:
         for future in coming:

@@ -1,4 +1,4 @@
-"""How the environment's text looks to the policy: its frame, its ids, its length."""
+"""How the policy sees the environment's text: its frame, its token ids, its length."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from coa_jax.protocol import Protocol, quote_tool_text
 
 
 def observation_text(protocol: Protocol, text: str) -> str:
-    """The surface form in which the environment's text follows a call."""
+    """Returns the environment's text in the form in which it follows a call."""
     head, tail = plain_frame(protocol)
     return f"{head}{text}{tail}"
 
 
 def plain_frame(protocol: Protocol) -> tuple[str, str]:
-    """What stands around an observation in texts that no chat template has written."""
+    """Returns the text around an observation where no chat template writes it."""
     if protocol.format is not None:
         return protocol.format.head, protocol.format.tail
     return f"\n<{protocol.observation}>\n", f"\n</{protocol.observation}>\n\n"
 
 
 def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
-    """What stands around the observations that a policy reads."""
+    """Returns the frames of the observations that a policy reads."""
     if protocol.format is not None and protocol.format.turns:
         return result_frames(tokenizer)
     head, tail = plain_frame(protocol)
@@ -38,11 +38,11 @@ def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
 
 
 REPLY = (f"\n{IM_START}user\n", f"{IM_END}\n{IM_START}assistant\n")
-"""What stands around an environment's answer to a whole turn, which control tokens write."""
+"""Text around an environment's answer to a whole turn; its control tokens are real."""
 
 
 _LONG = 32
-"""Characters of a token, far above what texts have on average."""
+"""Upper bound for the characters of a token when a text is truncated; averages are far lower."""
 
 
 def encode_observation(
@@ -52,19 +52,19 @@ def encode_observation(
     max_tokens: int,
     frame: tuple[str, str] | None = None,
 ) -> tuple[list[int], str]:
-    """Ids and body of an observation whose body takes at most ``max_tokens``.
+    """Returns ids and body of an observation whose body has at most ``max_tokens`` tokens.
 
-    The three parts are encoded one by one, the body as plain text, so that no tool can produce a
-    control token and SFT, which encodes the same parts, sees the same ids.  The ids follow from the
-    body that is returned: a cut goes back to where the text before it encodes to the same ids
-    again, and not into the middle of a character.
+    Head, body and tail are encoded separately, the body as plain text. So no tool can produce a
+    control token, and SFT, which encodes the same parts, sees the same ids. The ids are a function
+    of the returned body: the text is cut where the text before the cut encodes to the same ids
+    again, and never within a character.
 
     Args:
-        tokenizer: of the policy.
-        protocol: of the conversation.
-        text: of the tool.
-        max_tokens: see above.
-        frame: what stands before and behind; None for what an observation alone has.
+        tokenizer: tokenizer of the policy.
+        protocol: protocol of the conversation.
+        text: text of the tool.
+        max_tokens: maximum number of tokens of the body.
+        frame: text before and after the body; None for the frame of a single observation.
     """
     head, tail = frame_tokens(tokenizer, protocol, frame)
     body, text = _cut(tokenizer, quote_tool_text(protocol, text), max_tokens)
@@ -72,8 +72,9 @@ def encode_observation(
 
 
 def _cut(tokenizer: Any, text: str, max_tokens: int) -> tuple[list[int], str]:
-    """Ids of the beginning of a text that takes at most ``max_tokens``, and that beginning."""
-    # Nobody waits for all of a text of which little is kept; tokens are hardly ever so long.
+    """Returns the ids of the longest prefix of at most ``max_tokens`` tokens, and the prefix."""
+    # Only a bounded prefix is encoded, since little of a long text is kept; tokens rarely have this
+    # many characters.
     beginning = text[: _LONG * (max_tokens + _LONG)]
     body = encode_plain(tokenizer, beginning)
     if len(beginning) < len(text) and len(body) <= max_tokens + _LONG:
@@ -90,13 +91,14 @@ def _cut(tokenizer: Any, text: str, max_tokens: int) -> tuple[list[int], str]:
 def encode_reply(
     tokenizer: Any, last_token: int, text: str, max_tokens: int
 ) -> tuple[list[int], str]:
-    """Ids and body of the user's message that follows a whole turn, with the next turn's opening.
+    """Returns ids and body of the user message after a whole turn, with the next turn's opening.
 
     Args:
-        tokenizer: of the policy.
-        last_token: that ended the turn; where it is no end of a turn, that comes first.
-        text: plain text, which can hold no control token.
-        max_tokens: of the body.
+        tokenizer: tokenizer of the policy.
+        last_token: last token of the policy; if it does not end the turn, an end of turn comes
+            first.
+        text: plain text, which cannot produce a control token.
+        max_tokens: maximum number of tokens of the body.
     """
     head, tail = _reply_frame(tokenizer)
     if last_token == head[0]:
@@ -106,7 +108,7 @@ def encode_reply(
 
 
 def reply_length(tokenizer: Any) -> int:
-    """Upper bound of the tokens that frame the body of a reply."""
+    """Returns an upper bound of the tokens that frame the body of a reply."""
     return sum(map(len, _reply_frame(tokenizer)))
 
 
@@ -118,7 +120,7 @@ def _reply_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def frame_length(tokenizer: Any, protocol: Protocol) -> int:
-    """Most tokens of an observation besides those of its body."""
+    """Returns the maximum number of tokens of an observation besides its body."""
     head, between, tail = frames_of(tokenizer, protocol)
     lengths = [len(_frame_ids(tokenizer, protocol, part)) for part in (head, between, tail)]
     turns = protocol.format is not None and protocol.format.turns
@@ -128,7 +130,7 @@ def frame_length(tokenizer: Any, protocol: Protocol) -> int:
 def frame_tokens(
     tokenizer: Any, protocol: Protocol, frame: tuple[str, str] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Ids before and behind the body of an observation; see `encode_observation`."""
+    """Returns the ids before and after the body of an observation; see `encode_observation`."""
     head, tail = frame or frames_of(tokenizer, protocol)[::2]
     return _frame_ids(tokenizer, protocol, head), _frame_ids(tokenizer, protocol, tail)
 
@@ -140,9 +142,14 @@ def _frame_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
 
 
 def policy_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
-    """Ids of a text of the policy that it has not sampled.
+    """Encodes a text of the policy that the policy did not sample.
 
-    Marks of the format are tokens of their own where the vocabulary has such, as in Qwen's.
+    Marks of the format become single tokens if the vocabulary has them, as Qwen's does.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        protocol: protocol of the conversation.
+        text: text of the policy.
     """
     added = tokenizer.get_added_vocab()
     if protocol.format is None or not set(protocol.format.tags) & set(added):

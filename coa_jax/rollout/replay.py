@@ -1,25 +1,25 @@
-"""Runs recorded rollouts again and checks that they come out token by token.
+"""Replays recorded rollouts and checks that they are reproduced token by token.
 
-    python -m coa_jax.rollout.replay runs/quickstart/traces.jsonl --phase=evaluate-sft \\
+    python -m coa_jax.rollout.replay runs/quickstart/traces.jsonl --phase=evaluate-sft \
         --model=runs/quickstart/models/sft
 
-A trajectory is a function of the parameters, its prompt, the key of its randomness, its budgets,
-and what the tools returned.  All but the parameters are in its record: tools are not run, each call
-gets the result that was recorded for it, in the recorded order and only for the recorded arguments.
-The engine has the recorded shapes, with which even log-probabilities come out bit by bit on the
-same machine.  In float32 on one CPU device they do with other slots (from 2 on) and prefill shapes
-too.  Elsewhere these round differently: log-probabilities then differ by some 1e-5, and where a
-draw lies on the very edge between two tokens, the other one may come.
+A trajectory is a function of the parameters, its prompt, its random key, its budgets, and the
+results of the tools. The record holds all of these except the parameters. Tools do not run: each
+call gets the recorded result, in the recorded order and only for the recorded arguments. The engine
+has the recorded shapes; then even log-probabilities are equal bit by bit on the same machine. In
+float32 on one CPU device, they are also equal with other numbers of slots (from 2 on) and other
+prefill shapes. In all other cases rounding differs: log-probabilities differ by about 1e-5, and a
+draw at the exact boundary between two tokens may select the other token.
 
-A phase is replayed with the model that produced it.  Each step of RL samples with parameters of its
-own: step 1 with the model that RL began with (--phase=rl --step=1), the later ones with parameters
-that no model directory holds.
+A phase is replayed with the model that produced it. Each step of RL samples with its own
+parameters. Step 1 uses the model that RL began with (--phase=rl --step=1); no model directory holds
+the parameters of later steps.
 
-What the clock ended (stop reasons deadline and tool_time) or a fault is replayed without a clock
-and compared up to where it was ended.
+If the clock (stop reasons deadline and tool_time) or a fault ended a trajectory, the replay runs
+without a clock and is compared up to that end.
 
-Exit code 0: all are identical.  1: some differ; the first differences are shown.  2: a
-mistake in the command, or a file that does not hold what a replay needs.
+Exit code 0: all are identical. 1: some differ; the first differences are shown. 2: the command is
+wrong, or a file lacks data that a replay needs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext
 from coa_jax.trajectory import Author, ToolCall, Trajectory, iterate_trajectories
 
 SHOWN = 3
-"""Differing trajectories of which the difference is shown."""
+"""Number of differing trajectories whose differences are shown."""
 
 _SHAPES = {
     "slots": "sequences decoded at a time",
@@ -72,12 +72,12 @@ _SHAPES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """A trajectory with all that its replay needs besides the parameters.
+    """A trajectory with everything that its replay needs besides the parameters.
 
     Attributes:
-        trajectory: as it was recorded.
-        prompt: its prompt's tokens.
-        seed, prompt_id: with the sample's number, the key of its randomness.
+        trajectory: the recorded trajectory.
+        prompt: token ids of its prompt.
+        seed, prompt_id: its random key, together with the sample number.
         sampling, rollout, engine: the settings under which it was sampled.
     """
 
@@ -91,7 +91,7 @@ class Recording:
 
     @property
     def producer(self) -> str:
-        """The part of a run whose parameters sampled it, e.g. ``phase rl, step 3``."""
+        """The part of a run whose parameters sampled the trajectory, e.g. ``phase rl, step 3``."""
         metadata = self.trajectory.metadata
         return f"phase {metadata.get('phase', '(none)')}, step {metadata.get('step', '(none)')}"
 
@@ -100,18 +100,18 @@ def recording(trajectory: Trajectory) -> Recording:
     """Reads from a trajectory's metadata how it was sampled.
 
     Raises:
-        KeyError, TypeError, ValueError: the metadata do not say, or say what cannot be.
+        KeyError, TypeError, ValueError: the metadata is incomplete or invalid.
     """
     if not trajectory.tokens.size:
         raise ValueError(
-            "the trajectory holds no tokens: it is of a policy behind an endpoint, and only what "
-            "was decoded on this machine can be replayed"
+            "the trajectory holds no tokens, because its policy ran behind an endpoint; only "
+            "trajectories decoded on this machine can be replayed"
         )
     metadata = trajectory.metadata
     missing = [k for k in ("prompt_id", "sampling", "rollout", "engine") if k not in metadata]
     if missing:
         raise ValueError(
-            f"the metadata lack {', '.join(missing)}, without which there is no replay: an earlier "
+            f"the metadata lacks {', '.join(missing)}, which a replay needs: an earlier "
             "version wrote this trace, run its phase again"
         )
     other = np.flatnonzero(trajectory.author != Author.PROMPT)
@@ -119,11 +119,11 @@ def recording(trajectory: Trajectory) -> Recording:
     if not prompt.size:
         raise ValueError("the trajectory has no prompt")
     shapes = jsonl.fields(EngineConfig, metadata["engine"])
-    # Traces from before there was a constraint, or another format, do not say that they had none.
+    # Old traces, from before constraints and formats existed, do not have these fields.
     budgets = {"constrain": False, "format": "", **metadata["rollout"]}
-    for field in dataclasses.fields(RolloutConfig):  # a default of today may not be what held
+    for field in dataclasses.fields(RolloutConfig):  # today's defaults may differ
         budgets[field.name]
-    jnp.dtype(shapes["dtype"])  # a TypeError if there is none of the name
+    jnp.dtype(shapes["dtype"])  # raises TypeError for an unknown name
     try:
         get_protocol(trajectory.protocol)
         sampling = SamplingParams(**jsonl.fields(SamplingParams, metadata["sampling"]))
@@ -142,17 +142,17 @@ def recording(trajectory: Trajectory) -> Recording:
 
 
 def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list[Recording]:
-    """The first recordings of a file that one model can have produced.
+    """Reads the first recordings of a file that a single model can have produced.
 
     Args:
         path: see `iterate_trajectories`.
-        phase: keeps those of this phase; "" keeps all.
-        step: keeps those of this step; None keeps all.
-        limit: the file is read up to this many; 0 for all.
+        phase: keeps recordings of this phase; "" keeps all.
+        step: keeps recordings of this step; None keeps all.
+        limit: reading stops after this many recordings; 0 for all.
 
     Raises:
-        UserError: the file cannot be read, a line is malformed or lacks what a replay needs, no
-            trajectory is kept, or those kept were sampled with different parameters.
+        UserError: the file cannot be read, a line is malformed or lacks data that a replay needs,
+            no trajectory is kept, or the kept ones were sampled with different parameters.
     """
     seen: dict[str, None] = {}
 
@@ -163,7 +163,7 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
         if (phase and its_phase != phase) or (step is not None and its_step != step):
             return None
         if [call.tool for call in trajectory.tool_calls] == [RESET]:
-            return None  # its environment did not begin: nothing was sampled
+            return None  # its environment failed to start: nothing was sampled
         return recording(trajectory)
 
     kept: list[Recording] = []
@@ -190,11 +190,11 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
 
 @dataclasses.dataclass
 class RecordedTool:
-    """Returns what a tool returned when the rollouts were recorded.
+    """A tool that returns the recorded results.
 
     Attributes:
         name: tag of the tool.
-        calls: id of a trajectory -> its recorded calls, of all tools, in order.
+        calls: trajectory id -> its recorded calls, of all tools, in order.
         deadline: seconds; never reached.
     """
 
@@ -203,7 +203,7 @@ class RecordedTool:
     deadline: float = 60.0
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """The recorded result, or a fault where the record has another call or none."""
+        """Returns the recorded result, or a fault if the record has another call or none."""
         for kept in self.calls[context.trajectory_id][context.call_index :][:1]:
             if (kept.tool, kept.arguments) == (self.name, arguments):
                 outcome = cast(Outcome, kept.outcome)
@@ -215,22 +215,24 @@ class RecordedTool:
 
 
 class RecordedSession(ToolLoop):
-    """An environment that answers as it did, through `RecordedTool`s for its tags too."""
+    """An environment that gives the recorded answers; its own tags are `RecordedTool`s too."""
 
     def __init__(self, begun: Mapping[str, Any], tools: Mapping[str, Tool]):
-        """Takes what the metadata of a trajectory have as ``begun``; {} if its reset failed."""
+        """Takes the entry ``begun`` of a trajectory's metadata; {} if the reset failed."""
         super().__init__(tools)
         self.whole_turns = begun.get("whole_turns", False)
         self.own = frozenset(begun.get("own", ()))
         self.begun = tuple((role, text) for role, text in begun.get("messages", ()))
 
     async def reset(self, context: ToolContext) -> Observation:
-        """The failure of the reset; where it went well the prompt is recorded."""
+        """Returns the recorded failure of the reset; if the reset succeeded, the prompt is
+        recorded.
+        """
         return await self.act(RESET, "", context)
 
 
 def recorded_session(begun: Mapping[str, Any]) -> Opener:
-    """Makes the environment of a recorded trajectory."""
+    """Returns the opener of a recorded trajectory's environment."""
     return lambda sample, tools: RecordedSession(begun, tools)
 
 
@@ -240,19 +242,19 @@ def replay(
     shapes: Mapping[str, Any] | None = None,
     on_finish: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:
-    """Samples trajectories again and puts each beside its record.
+    """Samples trajectories again and compares each with its record.
 
     Args:
         model: the policy that sampled them.
-        recordings: in any order and of any settings.
-        shapes: fields of `EngineConfig` that shall have other values than the recorded ones.
+        recordings: recordings, in any order and with any settings.
+        shapes: fields of `EngineConfig` whose recorded values are replaced.
         on_finish: called for each trajectory as it ends.
 
     Returns:
         A comparison for each recording, in their order.
 
     Raises:
-        UserError: the recordings hold tokens that the model does not know.
+        UserError: the recordings contain tokens outside the model's vocabulary.
     """
     largest = max(int(r.trajectory.tokens.max()) for r in recordings)
     if largest >= model.config.vocab_size:
@@ -285,7 +287,7 @@ def replay(
 
 
 def _request(index: int, recorded: Recording) -> Request:
-    """Asks for a recording again; the index stands for the task, which may occur twice."""
+    """Returns the request of a recording; the index replaces the task id, which may occur twice."""
     trajectory = recorded.trajectory
     begun = trajectory.metadata.get("begun")
     return Request(
@@ -312,12 +314,12 @@ def _recorded_tools(recordings: Mapping[int, Recording]) -> list[RecordedTool]:
 
 
 def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) -> str:
-    """What a replay showed, for a terminal.
+    """Describes the result of a replay, for a terminal.
 
     Args:
-        tokenizer: of the policy.
-        producer: what the trajectories are of.
-        comparisons: at least one.
+        tokenizer: tokenizer of the policy.
+        producer: source of the trajectories.
+        comparisons: at least one comparison.
     """
     recorded = [comparison.recorded for comparison in comparisons]
     differing = [comparison for comparison in comparisons if not comparison.identical]
@@ -347,22 +349,20 @@ def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) ->
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("model", None, "the model that produced the traces", required=True)
     flags.DEFINE_string("phase", "", "phase of the run to replay, e.g. evaluate-sft or rl")
-    flags.DEFINE_integer("step", None, "step of the phase; needed where it has several")
-    flags.DEFINE_string("format", "", "package.module:name, where a format of your own wrote them")
+    flags.DEFINE_integer("step", None, "step of the phase; required if the phase has several")
+    flags.DEFINE_string("format", "", "package.module:name of a custom format that the traces use")
     flags.DEFINE_integer("limit", 200, "trajectories to replay, 0 for all", lower_bound=0)
     for name, text in _SHAPES.items():
         least = 0 if name == "pages" else 1
-        flags.DEFINE_integer(name, None, f"{text}; as recorded unless given", lower_bound=least)
-    flags.DEFINE_list(
-        "extend_buckets", None, "token counts of the prefills; as recorded unless given"
-    )
+        flags.DEFINE_integer(name, None, f"{text}; default: as recorded", lower_bound=least)
+    flags.DEFINE_list("extend_buckets", None, "token counts of the prefills; default: as recorded")
 
 
 def given_shapes(values: Any) -> dict[str, Any]:
-    """The shapes of the engine that the flags name.
+    """Returns the engine shapes that the flags set.
 
     Raises:
         UserError: the buckets are not whole numbers in ascending order.

@@ -1,4 +1,4 @@
-"""What goes into the agent loop, and what of a sample comes out before it is finished."""
+"""Input of the rollout loop, and the output of a sample before it is finished."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from coa_jax.trajectory import Author, StopReason, ToolCall
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig(Bounded):
-    """Budgets of a trajectory; the `StopReason` of each stands behind it.
+    """Budgets of a trajectory, each with the `StopReason` of an exhausted budget in parentheses.
 
     Attributes:
-        max_tokens: tokens of a whole trajectory, prompt and observations included (``length``).  An
-            observation is cut to the room that is left; a call that leaves none for it is not run.
-        max_turn_tokens: tokens that the policy may write in a row, 0 for any number
-            (``turn_length``).
-        max_tool_calls: calls after which the next one ends the trajectory (``turns``).
-        max_observation_tokens: the body of an observation is cut to this many tokens.
-        max_seconds: wall time of a trajectory, 0 for any (``deadline``).
-        max_tool_seconds: wall time that a trajectory may wait for its tools, all calls together, 0
-            for any (``tool_time``); a call has no more than what is left of it.
+        max_tokens: tokens of a whole trajectory, including prompt and observations (``length``). An
+            observation is truncated to the remaining tokens; a call whose observation would get no
+            token is not run.
+        max_turn_tokens: tokens that the policy may write in a row (``turn_length``); 0 for no
+            limit.
+        max_tool_calls: number of calls; a further call ends the trajectory (``turns``).
+        max_observation_tokens: length to which the body of an observation is truncated, in tokens.
+        max_seconds: wall time of a trajectory (``deadline``); 0 for no limit.
+        max_tool_seconds: wall time that a trajectory may wait for all its tool calls together
+            (``tool_time``); 0 for no limit. The deadline of a call is at most the remaining time.
         prompt_style: how questions are put to the policy, see `tasks.prompts`.
         level: level of the protocols' rules, ``lenient`` or ``paper``, for instructions, format
-            rewards and constraints; "" for that of each task.
-        strict: whether the first broken rule of the protocol ends a trajectory (``violation``).
-            Where a reward counts well-formed trajectories only, this changes no reward and saves
-            what would have been written in vain.
-        constrain: whether the policy can only write what its protocol allows, see
+            rewards and constraints; "" for the level of each task.
+        strict: whether the first broken rule of the protocol ends a trajectory (``violation``). If
+            only well-formed trajectories are rewarded, this changes no reward and saves useless
+            tokens.
+        constrain: whether the policy can only write text that its protocol allows, see
             `rollout.constrain`; the engine needs the constraint.
-        cut_context: whether the oldest steps are taken out of a context that has no room for
-            another turn, see `rollout.cut`: ``max_tokens`` is then the length of the context, and
-            the trajectory may be longer.  For evaluation only: nothing is trained on contexts
-            that were cut.
+        cut_context: whether the oldest steps are removed from a context that has no room for
+            another turn, see `rollout.cut`. ``max_tokens`` is then the length of the context, and
+            the trajectory may be longer. Only for evaluation: training does not support cut
+            contexts.
         format: how the policy writes calls and its answer: ``tags`` for a chain of agents,
-            ``hermes``, ``react``, or a format of your own (docs/formats.md); "" for that of each
+            ``hermes``, ``react``, or a custom format (docs/formats.md); "" for the format of each
             task.
     """
 
@@ -66,7 +67,7 @@ class RolloutConfig(Bounded):
         super().__post_init__()
         for name in ("constrain", "cut_context"):
             if getattr(self, name) and self.format not in ("", TAGS):
-                raise UserError(f"{name} is for the format {TAGS}; the format is {self.format}")
+                raise UserError(f"{name} needs the format {TAGS}; the format is {self.format}")
         if self.cut_context and not 0 < 3 * self.max_turn_tokens < self.max_tokens:
             raise UserError(
                 f"cut_context needs max_turn_tokens from 1 to less than a third of max_tokens, to "
@@ -80,13 +81,13 @@ def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
     Args:
         tokenizer: tokenizer of the policy.
         asked: a task or a record.
-        prompt: how it is put to the policy.
+        prompt: how the question is put to the policy.
     """
     return message_ids(tokenizer, messages_of(asked, prompt))
 
 
 def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
-    """Returns token ids of messages, with the tools that they name, as `prompt_ids`."""
+    """Returns token ids of messages and their tools, see `prompt_ids`."""
     if messages.tools:
         return tuple(tool_conversation_ids(tokenizer, messages.turns, messages.tools))
     return tuple(conversation_ids(tokenizer, messages.turns))
@@ -94,23 +95,23 @@ def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Samples wanted of one task.
+    """A request for samples of one task.
 
     Attributes:
         task: the task.
-        prompt: its prompt's tokens; () where the environment's reset says what is asked.
-        seed, prompt_id: with the sample's number, the key of its randomness.
-        samples: sample numbers; they share one prefill.
-        sampling: how tokens are drawn.
-        max_tokens: of a whole trajectory, 0 for as many as `RolloutConfig` allows.
-        agent: whether the budgets of `RolloutConfig` and its ``constrain`` hold for the samples;
-            else they only write on, up to ``max_tokens``.
-        metadata: goes into every trajectory.
-        plan: where the policy version changes, as (position, version) pairs beginning with
-            position 0: a replay waits there for the parameters of that version.  () for a sample
-            that goes on with whatever parameters are published.
+        prompt: token ids of its prompt; () if the environment's reset provides the prompt.
+        seed, prompt_id: the random key, together with the sample number.
+        samples: sample numbers; the samples share one prefill.
+        sampling: how tokens are sampled.
+        max_tokens: length of a whole trajectory in tokens; 0 for the limit of `RolloutConfig`.
+        agent: whether the budgets of `RolloutConfig` and its ``constrain`` apply. If false, the
+            samples are plain continuations of up to ``max_tokens``.
+        metadata: copied into every trajectory.
+        plan: (position, policy version) pairs, from position 0 on, of a replay, which waits at each
+            position for the parameters of that version. () for a sample that continues with any
+            parameters that are published.
         ends: (tokens, reason) of a replayed sample that the clock ended; None for others.
-        environment: makes what answers a sample; None for the loop of tools.
+        environment: creates the environment of a sample; None for the default loop of tools.
     """
 
     task: Task
@@ -129,13 +130,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """Text of a sample, as soon as it is there; a sample's texts join to `Trajectory.text`.
+    """New text of a sample; the texts of a sample join to `Trajectory.text`.
 
     Attributes:
         task_id, sample_id: the sample.
-        author: the policy, whose text comes token by token, or the environment.
-        text: whole characters; what the policy sampled beyond a closing tag is never among them.
-        call: the call that the environment answers, None for the policy.
+        author: the policy, whose text arrives token by token, or the environment.
+        text: whole characters; tokens sampled beyond a closing tag are never included.
+        call: the call that the environment answers; None for text of the policy.
     """
 
     task_id: str
@@ -155,14 +156,14 @@ def tool_context(
     seconds: float,
     tool_seconds: float,
 ) -> ToolContext:
-    """What a trajectory's next call may know, and how long it may take.
+    """Returns the context of a trajectory's next call, with its deadline.
 
     Args:
         config: budgets.
         trajectory_id, question, think: see `ToolContext`.
-        calls: the earlier ones.
-        seconds: since the trajectory began.
-        tool_seconds: that its calls have taken.
+        calls: earlier calls of the trajectory.
+        seconds: time since the trajectory began.
+        tool_seconds: total time of its calls so far.
     """
     left = []
     if config.max_seconds:
@@ -183,13 +184,13 @@ def tool_context(
 def described(
     request: Request, config: RolloutConfig, shapes: EngineConfig, seconds: float
 ) -> dict[str, Any]:
-    """What describes a trajectory, with what a replay needs besides its tokens and calls.
+    """Returns a trajectory's metadata, including what a replay needs besides tokens and calls.
 
     Args:
-        request: that asked for it.
+        request: request of the trajectory.
         config: budgets.
-        shapes: of decoding.
-        seconds: that it took.
+        shapes: shapes of the engine.
+        seconds: duration of the trajectory.
     """
     return {
         **request.task.metadata,
@@ -201,6 +202,6 @@ def described(
         "rollout": dataclasses.asdict(config),
         "engine": {
             **dataclasses.asdict(shapes),
-            "extend_buckets": list(shapes.extend_buckets),  # as JSON has it
+            "extend_buckets": list(shapes.extend_buckets),  # a list, as in JSON
         },
     }

@@ -1,4 +1,4 @@
-"""A sample in a slot, and how far its plan lets it go with the published parameters."""
+"""A sample in a slot, and how far its plan allows it to continue with the published parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Running:
 
     Attributes:
         request, episode, slot: the sample.
-        began: time of the event loop at which it began.
-        environment: what answers it.
-        paused: whether it waits for the parameters of a later version, by its plan.
-        tool: the call that runs, with the time at which it began.
-        tool_request: what the policy asked of the tool; None while the environment is reset.
-        tool_seconds: that its calls have taken.
+        began: start time, on the clock of the event loop.
+        environment: environment that answers the sample.
+        paused: whether its plan makes it wait for the parameters of a later version.
+        tool: the running call, and its start time.
+        tool_request: request of the running call; None while the environment is being reset.
+        tool_seconds: total time of its calls so far, in seconds.
     """
 
     request: Request
@@ -40,7 +40,7 @@ class Running:
     tool_seconds: float = 0.0
 
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
-        """What the environment shall answer, where it sees how the policy ends; else the event."""
+        """Returns the event, or a request if the environment must answer the end of a turn."""
         if event is StopReason.EOS and self.environment.whole_turns:
             return ToolRequest(TURN, self.episode.end_turn())
         if event is StopReason.ANSWER and ANSWER in self.environment.own:
@@ -48,7 +48,7 @@ class Running:
         return event
 
     def context(self, config: RolloutConfig, now: float) -> ToolContext:
-        """What its next call may know; see `tool_context`."""
+        """Returns the context of its next call; see `tool_context`."""
         return tool_context(
             config,
             f"{self.request.task.id}/{self.episode.sample_id}",
@@ -60,7 +60,7 @@ class Running:
         )
 
     def described(self) -> dict[str, Any]:
-        """What describes its trajectory besides its request."""
+        """Returns the metadata of its trajectory that do not follow from its request."""
         found: dict[str, Any] = {}
         if self.episode.versions:
             found["policy_versions"] = [list(pair) for pair in self.episode.versions]
@@ -75,20 +75,21 @@ class Running:
 
     @property
     def is_reset(self) -> bool:
-        """Whether its environment has been reset, and its prompt is not computed yet."""
+        """Whether its environment has been reset, and its prompt is not prefilled yet."""
         return self.tool is not None and self.tool_request is None and self.tool.done()
 
     def take_result(self) -> tuple[Observation, float]:
-        """What the call that has ended gave, and when it began."""
+        """Takes the result of the finished call, and the call's start time."""
         assert self.tool is not None
         result = self.tool.result()
         self.tool, self.tool_request = None, None
         return result
 
     def ended_by(self, request: ToolRequest, observation: Observation) -> StopReason | None:
-        """Why the environment's answer ends the trajectory; None if it does not.
+        """Returns why the environment's answer ends the trajectory; None if it does not.
 
-        An environment that failed cannot go on, while a policy may do without a tool.
+        A failed environment ends the trajectory, while the policy can continue without a failed
+        tool.
         """
         if observation.outcome == "fault" and request.tool in self.environment.own:
             return StopReason.FAULT
@@ -97,7 +98,7 @@ class Running:
         return StopReason.ENVIRONMENT if observation.done else None
 
     def must_pause(self, version: int | None) -> bool:
-        """Whether it needs parameters that are later than a version, by its plan."""
+        """Returns whether its plan needs parameters later than a version."""
         tokens = len(self.episode.tokens)
         return any(at <= tokens and later > (version or 0) for at, later in self.request.plan)
 
@@ -105,11 +106,11 @@ class Running:
 def prefills_of(
     prompts: Mapping[tuple[int, ...], Sequence[Running]],
 ) -> tuple[list[tuple[int, int, Sequence[int]]], dict[int, list[int]], dict[int, int]]:
-    """How prompts come into the cache: each is computed once, for all samples that have it.
+    """Plans the prefill: each prompt is computed once, for all samples that share it.
 
     Returns:
-        What `Engine.extend` takes; slots by the slot of whose prompt they get a copy, and the
-        prompts' lengths.
+        Feeds for `Engine.extend`; the slots that copy a prompt, by the slot that computes it; and
+        the lengths of the prompts by slot.
     """
     slots = {prompt: [run.slot for run in runs] for prompt, runs in prompts.items()}
     prefills: list[tuple[int, int, Sequence[int]]] = [
@@ -122,7 +123,14 @@ def prefills_of(
 def recorded(
     run: Running, request: ToolRequest, observation: Observation, start: float
 ) -> ToolCall:
-    """The record of a call that began at a time of the event loop."""
+    """Returns the record of a finished call.
+
+    Args:
+        run: sample of the call.
+        request: the call.
+        observation: its result.
+        start: its start time, on the clock of the event loop.
+    """
     return ToolCall(
         tool=request.tool,
         arguments=request.arguments,
@@ -138,12 +146,12 @@ def recorded(
 
 
 def limit_now(request: Request, limit: int, version: int | None) -> int:
-    """Tokens that a sample may have before it needs parameters later than a version.
+    """Returns the length up to which a sample can decode before its plan needs a later version.
 
     Args:
-        request: the sample's; its plan and its end are read.
-        limit: tokens of the whole trajectory.
-        version: policy version that samples.
+        request: request of the sample, with its plan and its end.
+        limit: maximum length of the whole trajectory in tokens.
+        version: policy version that samples now.
     """
     later = [position for position, planned in request.plan if planned > (version or 0)]
     end = [request.ends[0]] if request.ends else []
@@ -151,12 +159,12 @@ def limit_now(request: Request, limit: int, version: int | None) -> int:
 
 
 def used_up(run: Running, config: RolloutConfig, limit: int) -> StopReason | None:
-    """The budget of a whole trajectory that is used up, if one is.
+    """Returns the exhausted budget of a whole trajectory, if any.
 
     Args:
-        run: its sample.
+        run: the sample.
         config: budgets.
-        limit: tokens of the context.
+        limit: maximum length of the context in tokens.
     """
     ends = run.request.ends
     if ends is not None and len(run.episode.tokens) >= ends[0]:

@@ -1,7 +1,7 @@
-"""What a trainer asks of whatever samples its trajectories, and our engines as its implementation.
+"""The interface between a trainer and a sampler of trajectories, and its implementation by engines.
 
-The interface is small on purpose: an inference server that can load new weights between two tokens
-and returns token ids with log-probabilities could stand behind it in place of our engines.
+The interface is deliberately small. An inference server could implement it too, if it can load new
+weights between two tokens and returns token ids with log-probabilities.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from coa_jax.trajectory import Trajectory
 class Sampler(Protocol):
     """Samples trajectories while the policy changes; all calls come from one event loop.
 
-    Every sample of a submitted request comes out of `finished` exactly once, those that were
-    cancelled with the stop reason ``cancelled``.  The metadata of a trajectory hold
+    `finished` yields every sample of a submitted request exactly once; cancelled samples have the
+    stop reason ``cancelled``. The metadata of a trajectory hold
 
-    - ``prompt_id``: that of its request;
+    - ``prompt_id``: the prompt id of its request;
     - ``policy_versions``: ``[[position, version], ...]``, the policy version that computed and
       sampled the tokens from each position on; the first position is 0.
     """
 
     def submit(self, request: Request) -> None:
-        """Asks for the samples of a request."""
+        """Requests the samples of a request."""
 
     def cancel(self, request: Request) -> None:
-        """Takes a request back."""
+        """Cancels a request."""
 
     def publish(self, weights: Any, version: int) -> None:
-        """Goes on with new weights, samples in flight included.
+        """Loads new weights; samples in flight continue with them.
 
         Args:
-            weights: in the form that the sampler takes; the trainer makes it with a function that
+            weights: weights in the form of the sampler; the trainer makes them with a function that
                 comes with the sampler.
             version: policy version of the weights.
         """
 
     def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """Trajectories, ungraded, as they end."""
+        """Yields trajectories, ungraded, as they end."""
 
     def oldest(self, request: Request) -> int | None:
-        """Oldest policy version of a request's samples that are running; None if none is."""
+        """Returns the oldest policy version of a request's running samples; None if none runs."""
 
     def figures(self) -> dict[str, float]:
-        """Seconds and counts since the beginning, by name; see `EngineSampler.figures`."""
+        """Returns seconds and counts since the start, by name; see `EngineSampler.figures`."""
 
 
 class EngineSampler:
-    """Our engines as a `Sampler`; they share the requests."""
+    """A `Sampler` made of our engines, which share the requests."""
 
     def __init__(
         self,
@@ -72,15 +72,14 @@ class EngineSampler:
         recompute: bool = False,
         episodes: Episodes | None = None,
     ):
-        """Takes the engines over.
+        """Takes over the engines.
 
         Args:
-            engines: with free slots; each has the parameters of ``version``.
+            engines: engines with free slots and the parameters of ``version``.
             tokenizer, tools, config: see `rollout`.
-            version: policy version of the engines; None where trajectories do not say by which
-                version they were sampled.
-            recompute: whether new weights compute the caches of samples in flight again; else
-                these keep what the weights before have computed.
+            version: policy version of the engines; None if trajectories do not record a version.
+            recompute: whether new weights recompute the caches of samples in flight. Otherwise
+                these keep the values computed with earlier weights.
             episodes: see `run_episodes`; None for those of `rollout`.
         """
         self._engines, self._recompute = engines, recompute
@@ -103,15 +102,17 @@ class EngineSampler:
         self._inbox.cancel(request)
 
     def close(self) -> None:
-        """Says that no request will come any more: `finished` ends with what is in progress."""
+        """Declares that no more requests will come: `finished` ends after the samples in
+        progress.
+        """
         self._inbox.close()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
         """See `Sampler`.
 
         Args:
-            weights: what `engine.layout.publish` made; None if the engines, none of whose slots
-                is in use, have them already.
+            weights: copies from `engine.layout.publish`; None if the engines, whose slots are all
+                free, have them already.
             version: policy version of the weights.
         """
         if weights is None:
@@ -135,18 +136,22 @@ class EngineSampler:
         return min(versions, default=None)
 
     def settled(self, samples: int) -> bool:
-        """Whether as many samples as are in flight wait for a later version, by their plans."""
+        """Returns whether this many samples in flight all wait for a later version, by their
+        plans.
+        """
         waiting = [scheduler.waiting_for_weights for scheduler in self._schedulers]
         return sum(waiting) == samples
 
     def figures(self) -> dict[str, float]:
-        """Figures of all engines together since the beginning; each is a `MeteredEngine`.
+        """Returns figures of all engines together since the start; each engine is a
+        `MeteredEngine`.
 
         Returns:
             ``decode_s``, ``extend_s``, ``idle_s``: seconds in programs and without work, means over
-            the engines.  ``occupied_s``, ``waiting_s``: slot-seconds with a sample, and of those
-            with a sample that waits for its tool.  ``slots``: how many there are.
-            ``decoded_tokens``, ``row_steps``: tokens, and rows times steps of the decoding.
+                the engines. ``occupied_s``: slot-seconds with a sample. ``waiting_s``: slot-seconds
+                with a sample that waits for its tool. ``slots``: number of slots.
+                ``decoded_tokens``: number of tokens. ``row_steps``: sum over decode steps of their
+                rows.
         """
         metered = [engine for engine in self._engines if isinstance(engine, MeteredEngine)]
         meters = [engine.meter for engine in metered]

@@ -1,8 +1,8 @@
-"""The slots of one engine: which sample decodes in which, and which waits for its tool.
+"""The scheduler of one engine: assigns samples to slots and waits for their tools.
 
-One coroutine owns the engine.  It admits samples into free slots, extends the cache with finished
-observations, decodes a chunk in a thread of its own, and hands closed tool tags to asyncio tasks.
-A slot whose tool is running keeps its cache and simply does not decode.
+One coroutine owns the engine. It admits samples into free slots, extends the cache with finished
+observations, decodes a chunk in a separate thread, and runs calls of tools as asyncio tasks. A slot
+whose tool is running keeps its cache and does not decode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
 class Scheduler:
-    """Runs the requests that it takes from an inbox on one engine."""
+    """Runs the requests of an inbox on one engine."""
 
     def __init__(
         self,
@@ -41,30 +41,30 @@ class Scheduler:
         on_text: Callable[[Arrival], None] | None,
         on_tokens: Callable[[int], None] | None = None,
     ):
-        """Takes an engine over, whose slots are all free; see `run_episodes`."""
+        """Takes over an engine whose slots are all free; see `run_episodes`."""
         if config.constrain and engine.constraint is None:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
         self.inbox, self.reader = inbox, inbox.reader()
         self.version = inbox.version
-        # Slot-seconds of samples in slots, and of those among them that wait for a tool.
+        # Slot-seconds of samples in slots, and the part of samples that wait for a tool.
         self.occupied_s = self.waiting_s = 0.0
         self._counted = asyncio.get_running_loop().time()
         self.on_text, self.on_tokens = on_text, on_tokens
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, Running] = {}
-        # The request whose prompt a slot has in its cache, after its sample has ended too.
+        # The request whose prompt is in a slot's cache, also after its sample has ended.
         self.held: dict[int, Request] = {}
         self.refused: list[Trajectory] = []
-        self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but not over yet
-        self.closing: set[asyncio.Task[None]] = set()  # environments that are put away
-        # Those of the event loop may all be taken by tools that block.
+        self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but still running
+        self.closing: set[asyncio.Task[None]] = set()  # environments that are closing
+        # The default threads of the event loop may all be occupied by blocking tools.
         self.thread = ThreadPoolExecutor(1, "engine")
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Takes new weights, fills free slots; returns whether there is anything to do now."""
+        """Loads new weights and fills free slots; returns whether there is work to do now."""
         self._count()
         self._cancel()
         await self._take_weights()
@@ -74,7 +74,7 @@ class Scheduler:
         while self.free and (first := self.reader.sample()):
             request, sample = first
             length, limit = len(request.prompt), self._limit(request)
-            if length >= limit:  # no room for a single token
+            if length >= limit:  # no room for one token
                 self.reader.waiting.popleft()
                 self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
@@ -83,12 +83,12 @@ class Scheduler:
             if not self._reserve(slot, limit, source, length):
                 break
             if source is not None and self.held.get(source) is not request:
-                source = None  # it had to give way
+                source = None  # its pages were needed
             self.reader.waiting.popleft()
             self.free.remove(slot)
             self.held[slot] = request
             placed.append((request, sample, slot))
-            if source is None and length:  # else its environment says what is asked
+            if source is None and length:  # otherwise the environment's reset gives the prompt
                 prefills.append((slot, 0, request.prompt))
             elif source not in (None, slot):
                 forks.setdefault(source, []).append(slot)
@@ -100,14 +100,14 @@ class Scheduler:
         return bool(self.running or self.refused)
 
     async def arrival(self) -> bool:
-        """Waits for something to do; returns whether anything may come."""
+        """Waits for work; returns whether any more may come."""
         if self.inbox.closed:
             return False
         await self.reader.changed()
         return True
 
     def restart(self, version: int) -> None:
-        """Notes that the engine, none of whose slots is in use, has other parameters."""
+        """Notes that the engine, whose slots are all free, has other parameters."""
         if self.running:
             raise RuntimeError("the parameters have changed under samples that are running")
         self.version = version
@@ -115,7 +115,7 @@ class Scheduler:
 
     @property
     def waiting_for_weights(self) -> int:
-        """Samples that wait for the parameters of a version that is not published yet."""
+        """Returns the number of samples that wait for a version not published yet."""
         if self.reader.weights is not None:
             return 0
         return sum(run.must_pause(self.version) for run in self.running.values())
@@ -127,12 +127,12 @@ class Scheduler:
         self.waiting_s += passed * sum(run.tool is not None for run in self.running.values())
 
     async def _take_weights(self) -> None:
-        """Goes on with the parameters that were published since the last program."""
+        """Loads the parameters that were published since the last program."""
         if self.reader.weights is None:
             return
         (params, self.version, recompute), self.reader.weights = self.reader.weights, None
         self.engine.publish(params)
-        self.held.clear()  # prompts in the cache of earlier parameters
+        self.held.clear()  # cached prompts of the old parameters
         if recompute and self.running:
             begun = [run for run in self.running.values() if run.episode.context]
             for run in begun:
@@ -149,17 +149,17 @@ class Scheduler:
                 self.engine.set_active(run.slot, True)
 
     def _computes(self, run: Running) -> None:
-        """Notes the policy version of the next forward pass of a sample."""
+        """Records the policy version of a sample's next forward pass."""
         if self.version is not None:
             run.episode.computed_by(self.version)
 
     def _limit(self, request: Request) -> int:
-        """Tokens of a whole trajectory."""
+        """Returns the maximum length of a whole trajectory, in tokens."""
         wanted = request.max_tokens or self.config.max_tokens
         return min(wanted, self.engine.config.max_length)
 
     def _cancel(self) -> None:
-        """Ends the samples that nobody wants any more, those that wait for a slot too."""
+        """Ends the samples of cancelled requests, also those that wait for a slot."""
         for request in self.reader.take_cancelled():
             if self.inbox.drop(request):
                 self.reader.waiting.extend((request, sample) for sample in request.samples)
@@ -172,20 +172,20 @@ class Scheduler:
                 self.refused.append(self._finish(run, StopReason.CANCELLED))
 
     def _end(self, task: asyncio.Future[Any]) -> None:
-        """Cancels a task; `close` waits until it has ended."""
+        """Cancels a task; `close` waits for its end."""
         task.cancel()
         self.ending.add(task)
         task.add_done_callback(self.ending.discard)
 
     def _reserve(self, slot: int, limit: int, source: int | None, length: int) -> bool:
-        """Makes room in a slot; the prompts that free slots still hold give way to it."""
+        """Reserves pages in a slot; if needed, discards prompts that free slots still hold."""
         for other in (None, *self.free):
             if other is not None and other not in (slot, source):
                 self.engine.release(other)
                 self.held.pop(other, None)
             if self.engine.reserve(slot, limit, source, length):
                 return True
-            if source == slot:  # `reserve` took what it held
+            if source == slot:  # `reserve` took its pages
                 self.held.pop(slot, None)
                 source = None
         return False
@@ -201,17 +201,17 @@ class Scheduler:
             self.engine.fork(source, slots, lengths[source])
 
     async def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a call of the engine in its thread: tools go on while the device works.
+        """Runs a call of the engine in its thread, so that tools run while the device works.
 
-        A thread cannot be stopped.  When the rollout is cancelled, `close` waits for the call,
-        which would otherwise wake up slots that are free again.
+        A thread cannot be stopped. When the rollout is cancelled, `close` waits for the call, which
+        would otherwise activate slots that are free again.
         """
         loop = asyncio.get_running_loop()
         self.device_call = loop.run_in_executor(self.thread, function, *arguments)
         return await asyncio.shield(self.device_call)
 
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
-        """The trajectory of a sample that does not begin."""
+        """Returns the trajectory of a sample that does not start."""
         episode = self.episodes.begin(request, sample)
         metadata = described(request, self.config, self.engine.config, 0.0)
         return episode.finish(reason, request.task.gold, metadata)
@@ -228,7 +228,7 @@ class Scheduler:
             run.tool = asyncio.create_task(self._call(run, None))
 
     def _write(self, run: Running) -> None:
-        """Lets a sample decode whose prompt is in the cache."""
+        """Starts decoding a sample whose prompt is in the cache."""
         request = run.request
         self.engine.start(
             run.slot,
@@ -243,7 +243,7 @@ class Scheduler:
         self.engine.set_active(run.slot, not run.paused)
 
     async def _begin(self) -> list[Trajectory]:
-        """Computes the prompts of samples whose environments have been reset since."""
+        """Prefills the prompts of samples whose environments have been reset."""
         finished: list[Trajectory] = []
         prompts: dict[tuple[int, ...], list[Running]] = {}
         for run in [run for run in self.running.values() if run.is_reset]:
@@ -303,7 +303,7 @@ class Scheduler:
         episode = run.episode
         limit = self.config.max_turn_tokens if run.request.agent else 0
         for token, logp in zip(tokens, logps, strict=True):
-            if not math.isfinite(logp):  # a policy whose logits are no numbers has sampled nothing
+            if not math.isfinite(logp):  # the policy's logits are NaN: no valid sample
                 return [self._finish(run, StopReason.FAULT)]
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
@@ -316,7 +316,7 @@ class Scheduler:
                 return [self._finish(run, event)]
             if spent := self._begin_call(run, event):
                 return [self._finish(run, spent)]
-            # Tokens sampled beyond the closing tag are forgotten.
+            # Tokens sampled beyond the closing tag are discarded.
             self.engine.truncate(run.slot, len(episode.context), token)
             self.engine.set_active(run.slot, False)
             return []
@@ -324,23 +324,23 @@ class Scheduler:
         return [self._finish(run, spent)] if spent else []
 
     def _begin_call(self, run: Running, request: ToolRequest) -> StopReason | None:
-        """Starts a call; or returns the budget that has nothing left for it."""
+        """Starts a call, or returns the budget that is exhausted."""
         calls = len(run.episode.tool_calls)
         if calls >= self.config.max_tool_calls and request.tool != ANSWER:
             return StopReason.TURNS
         if self._room(run) <= 0 and request.tool not in run.environment.own:
-            return StopReason.LENGTH  # an environment may end the episode, without any room
+            return StopReason.LENGTH  # an environment may end the episode anyway
         run.tool_request = request
         run.tool = asyncio.create_task(self._call(run, request))
         return None
 
     def _check_ended(self, run: Running, active: bool) -> None:
-        """A row at rest without a tool would never decode again, and nobody would end it."""
+        """Checks that no sample is stuck in a slot that neither decodes nor waits for a tool."""
         if not active and run.tool is None and self.running.get(run.slot) is run:
             run.paused = run.must_pause(self.version)
             if run.paused:
                 return
-            raise RuntimeError(f"slot {run.slot} has ended, but not the sample in it")
+            raise RuntimeError(f"slot {run.slot} has ended, but its sample has not")
 
     async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
         """Answers a call, or resets the environment."""
@@ -357,7 +357,7 @@ class Scheduler:
         return observation, start
 
     async def _collect(self) -> list[Trajectory]:
-        """Turns finished tool calls into environment tokens and cache entries."""
+        """Converts finished tool calls into environment tokens and cache entries."""
         feeds: list[tuple[int, int, Sequence[int]]] = []
         finished: list[Trajectory] = []
         for run in list(self.running.values()):
@@ -369,7 +369,7 @@ class Scheduler:
             self._computes(run)
             observation, start = run.take_result()
             episode, over = run.episode, run.ended_by(request, observation)
-            start_at = len(episode.context) - 1  # its newest token is not in the cache yet
+            start_at = len(episode.context) - 1  # the newest token is not cached yet
             room, body, frame = self._room(run), observation.text, episode.frame
             ids: list[int] = []
             if room > 0 and over in (None, StopReason.ENVIRONMENT):
@@ -403,16 +403,16 @@ class Scheduler:
             self.on_text(Arrival(task.id, sample, author, text, call))
 
     def _room(self, run: Running) -> int:
-        """Tokens that are left for the body of an observation."""
+        """Returns the number of tokens left for the body of an observation."""
         limit, frame = self._limit(run.request), self.episodes.frame(run.episode)
         room = limit - len(run.episode.context) - frame
-        if self.config.cut_context:  # older steps make room for this one and the next turn
+        if self.config.cut_context:  # older steps can be removed
             spared = 2 * self.config.max_turn_tokens + len(run.request.prompt)
             room = max(room, limit - spared - frame)
         return room
 
     def _spent(self, run: Running) -> StopReason | None:
-        """The budget of the whole trajectory that is used up, if one is."""
+        """Returns the exhausted budget of the whole trajectory, if any."""
         return used_up(run, self.config, self._limit(run.request))
 
     def _finish(self, run: Running, reason: StopReason) -> Trajectory:
@@ -429,12 +429,12 @@ class Scheduler:
         if self.config.cut_context:
             metadata["cut_tokens"] = len(run.episode.tokens) - len(run.episode.context)
         trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
-        # The last bytes may have been half a character.
+        # The last bytes may be half a character.
         self._tell(run, Author.POLICY, run.episode.take_text())
         return trajectory
 
     async def close(self) -> None:
-        """Cancels tools that still run, and leaves every slot free."""
+        """Cancels running tools and frees every slot."""
         self.inbox.leave(self.reader)
         self.thread.shutdown(wait=False)
         if self.device_call is not None:

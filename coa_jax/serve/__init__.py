@@ -1,1 +1,1 @@
-"""A trained policy behind OpenAI's HTTP interface: `python -m coa_jax.serve`."""
+"""Serves a trained policy with OpenAI's HTTP API: `python -m coa_jax.serve`."""

@@ -1,9 +1,9 @@
-"""Serves a policy to any OpenAI client, and to a browser at ``/``.
+"""Serves a policy to OpenAI clients, and to a browser at ``/``.
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-The base URL for clients is ``http://HOST:PORT/v1``.  Ctrl-C or SIGTERM ends the server after the
-requests in progress; a second signal ends it at once.
+The base URL for clients is ``http://HOST:PORT/v1``. Ctrl-C or SIGTERM stops the server after the
+requests in progress; a second signal stops it immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.tools.make import ToolsConfig, check_protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(ServeConfig):
-    """The settings of the command: the settings of the server and of its agent.
+    """The settings of the server and of its agent.
 
     Attributes:
         tools: tools of the agent.
@@ -39,7 +39,7 @@ class Command(ServeConfig):
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/serve/factbook.py")
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     config = build(Command, flags.FLAGS.config)
     config = dataclasses.replace(config, name=config.name or Path(config.model).name)
     key = os.environ.get(config.api_key_env, "").strip() or None
-    listener = open_listener(config, key)  # before the minutes that loading may take
+    listener = open_listener(config, key)  # first, because loading may take minutes
     service = make_service(config, config.tools)
     asyncio.run(serve_until_signal(service, listener, key))
 

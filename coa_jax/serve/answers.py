@@ -1,4 +1,4 @@
-"""What clients get back: OpenAI's objects, with the fields that vLLM adds."""
+"""The responses to clients: OpenAI's objects, with the additional fields of vLLM."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coa_jax.trajectory import Author
 
 @dataclasses.dataclass
 class Choice:
-    """A sample while its events come in.
+    """A sample, assembled from its events.
 
     Attributes:
-        text: so far.
-        tokens: sampled so far, the end token excluded.
-        events: parts of an agent's trajectory: author, text, and the call that was answered.
-        last: the event with which it finished.
+        text: text so far.
+        tokens: sampled tokens so far, without the end token.
+        events: parts of an agent's trajectory: author, text, and the call that the text answers.
+        last: the event with which the sample finished.
     """
 
     text: str = ""
@@ -29,7 +29,7 @@ class Choice:
     last: Event | None = None
 
     def add(self, event: Event) -> None:
-        """Takes an event in."""
+        """Adds an event."""
         self.text += event.text
         self.tokens += event.tokens
         if event.author is Author.ENVIRONMENT:
@@ -39,7 +39,9 @@ class Choice:
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Who wrote a piece of an agent's trajectory, and which call it answers."""
+    """Returns the author of a piece of an agent's trajectory, and the call that the piece
+    answers.
+    """
     described: dict[str, Any] = {"author": event.author.name.lower()}
     if event.call is not None:
         call = event.call
@@ -50,7 +52,9 @@ def part(event: Event) -> dict[str, Any]:
 
 
 def usage(prompt: int, choices: Sequence[Choice]) -> dict[str, int]:
-    """Tokens of a request; those of tools count as completion, whose context they fill."""
+    """Returns the token usage of a request; tokens of tools count as completion, since they fill
+    its context.
+    """
     generated = 0
     for choice in choices:
         if choice.last is not None and choice.last.trajectory is not None:
@@ -69,13 +73,13 @@ def _spelling(data: bytes) -> dict[str, Any]:
 def chat_logprobs(
     tokens: Sequence[Token], scored: Sequence[Scored] | None, top: int, spell: Any
 ) -> dict[str, Any]:
-    """The ``logprobs`` of a chat choice.
+    """Returns the ``logprobs`` of a chat choice.
 
     Args:
-        tokens: that were sampled.
-        scored: the same ones with their alternatives, where the client wants any.
-        top: how many alternatives.
-        spell: bytes of an id.
+        tokens: sampled tokens.
+        scored: the same tokens with their alternatives, if the client requests any.
+        top: number of alternatives.
+        spell: returns the bytes of an id.
     """
     content = []
     for index, token in enumerate(tokens):
@@ -88,7 +92,14 @@ def chat_logprobs(
 
 
 def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -> dict[str, Any]:
-    """The ``logprobs`` of a text choice, whose text begins at a character of the whole."""
+    """Returns the ``logprobs`` of a text choice.
+
+    Args:
+        scored: tokens with their alternatives.
+        top: number of alternatives.
+        spell: returns the bytes of an id.
+        offset: character offset of the choice's text in the whole text.
+    """
     tokens, offsets = [], []
     for one in scored:
         word = spell[one.id].decode("utf-8", "replace")
@@ -109,7 +120,14 @@ def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -
 def prompt_logprobs(
     tokenizer: Any, scored: Sequence[Scored], top: int
 ) -> list[dict[str, Any] | None]:
-    """The ``prompt_logprobs`` of vLLM: for each token itself and the likeliest, None first."""
+    """Returns the ``prompt_logprobs`` of vLLM: each token itself and the most likely ones, None
+    first.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        scored: tokens of the prompt with their alternatives.
+        top: number of alternatives.
+    """
     rows: list[dict[str, Any] | None] = []
     for one in scored:
         if one.logp is None:

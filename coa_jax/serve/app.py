@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's routes, health, metrics and the page at ``/``."""
+"""The HTTP API: OpenAI's routes, health, metrics and the page at ``/``."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ _ERRORS: dict[int | str, dict[str, Any]] = {s: _ERROR for s in _STATUSES}
 
 
 def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
-    """The application of a running service.
+    """Creates the ASGI application of a running service.
 
     Args:
-        service: entered already.
-        api_key: bearer token that clients must send; None to serve anybody.
-        log: takes a line for each refused request.
+        service: a service whose context has been entered.
+        api_key: bearer token that clients must send; None to serve everybody.
+        log: receives a line for each rejected request.
     """
     app = FastAPI(title="coa_jax", docs_url=None, redoc_url=None)
     config, created = service.config, int(time.time())
     name = config.name
 
-    # FastAPI would parse and check a body in the event loop, so each route reads its own.
+    # FastAPI would parse and validate a body in the event loop, so each route reads its own body.
     @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatRequest))
     async def chat(request: Request) -> Response:
-        """A completion of a conversation; of ``NAME-agent`` with the server's tools."""
+        """Completes a conversation; for ``NAME-agent`` with the server's tools."""
         return await chat_completion(service, request)
 
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(TextRequest))
     async def completions(request: Request) -> Response:
-        """A completion of a text."""
+        """Completes a text."""
         return await text_completion(service, request)
 
     @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
     async def models() -> dict[str, Any]:
-        """The model, and the model with tools."""
+        """Lists the model, and the model with tools."""
         kept = {"object": "model", "created": created, "owned_by": "coa_jax"}
         length = {"max_model_len": config.engine.max_length}
         ids = (name, f"{name}-agent")
@@ -75,19 +75,19 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 
     @app.get("/health", responses={403: _ERROR, 503: _ERROR})
     async def health() -> Response:
-        """Whether requests are served."""
+        """Reports whether requests are served."""
         if service.healthy and service.accepting:
             return JSONResponse({"status": "ok"})
         return error_response(Refused(503, "the server is shutting down"))
 
     @app.get("/metrics", responses={401: _ERROR, 403: _ERROR})
     async def metrics() -> Response:
-        """Meters in the text format of Prometheus."""
+        """Returns metrics in the text format of Prometheus."""
         return PlainTextResponse(service.meters.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        # Another site that shows the page in a frame could lead a user to press its button.
+        # Another site could show the page in a frame and trick a user into pressing its button.
         headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
         return FileResponse(_PAGE, media_type="text/html", headers=headers)
 
@@ -110,7 +110,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Answers what goes wrong in OpenAI's form."""
+    """Installs handlers that return errors in OpenAI's form."""
 
     def refuse(request: Request, error: Refused) -> Response:
         give_reason(request.scope, error.reason)
@@ -126,7 +126,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # for the meters: nobody reads it
+        return Response(status_code=499)  # only for the metrics: the client has left
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
@@ -135,7 +135,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:
-        # The log has the traceback, which may name files and contents.
+        # The traceback, which may contain file names and contents, goes only to the log.
         return error_response(Refused(500, "the server failed; its log has the reason"))
 
 
@@ -148,7 +148,7 @@ def _body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _describe(app: FastAPI) -> None:
-    """Adds the schemas of the bodies to the published description."""
+    """Adds the schemas of the request bodies to the published API description."""
     generate = app.openapi
     models: list[Any] = [(ChatRequest, "validation"), (TextRequest, "validation")]
     definitions = models_json_schema(models, ref_template=_SCHEMAS)[1]["$defs"]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations, and the whole chain of agents."""
+"""POST /v1/chat/completions: conversations, and complete chains of agents."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ async def chat_completion(
 
     Args:
         service: the server.
-        request: of the client.
-        prepare: makes the request for the agent loop, in a thread; None for the usual one.
+        request: the client's request.
+        prepare: makes the request for the rollout loop, in a thread; None for the default.
 
     Raises:
-        Refused: with the status that says why.
+        Refused: the request is rejected; the exception has the status.
     """
     with service.reading():
         body = await read_request(service, request, ChatRequest)
@@ -124,17 +124,19 @@ def read_messages(body: ChatRequest) -> list[functions.Message]:
 
 
 def _visit(service: Service, body: ChatRequest) -> Visit:
-    """The request for the agent loop; it encodes the conversation, so it runs in a thread."""
+    """Makes the request for the rollout loop; it encodes the conversation, so it runs in a
+    thread.
+    """
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
     turns = read_messages(body)
     texts = [text for _, text in turns]
     if not check_model(service, body.model, agents=True):
-        if 5 * len(texts) > length:  # two control tokens, two line breaks and a role
+        if 5 * len(texts) > length:  # per turn: two control tokens, two line breaks, a role
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")
         check_length(tokenizer, texts, length, "messages")
         prefix: str | None = "" if body.add_generation_prompt else None
-        # A last message of the assistant is continued, unless the client asks for a new turn.
+        # A final assistant message is continued, unless the client asks for a new turn.
         asked = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
         if turns[-1][0] == "assistant" and not asked:
             prefix = turns.pop()[1]
@@ -197,7 +199,7 @@ def _message(visit: Visit, index: int, choice: Choice) -> tuple[dict[str, Any], 
 
 
 def _agent(last: Event) -> dict[str, Any]:
-    """Answer, end and tool calls of a chain of agents."""
+    """Returns answer, stop reason and tool calls of a chain of agents."""
     assert last.trajectory is not None
     trajectory = last.trajectory
     calls = [

@@ -34,7 +34,7 @@ async def text_completion(service: Service, request: Request) -> Response:
     """Answers a request for completions.
 
     Raises:
-        Refused: with the status that says why.
+        Refused: the request is rejected; the exception has the status.
     """
     with service.reading():
         body = await read_request(service, request, TextRequest)
@@ -45,9 +45,9 @@ async def text_completion(service: Service, request: Request) -> Response:
             raise Refused(400, f"{message}; this server allows {most}", "prompt")
         if body.stream and len(body.prompt) > 1:
             raise Refused(400, "a stream has one prompt", "prompt")
-        # Requests of other clients are read between two prompts.
+        # Requests of other clients are processed between two prompts.
         prompts = [await service.read(_ids, service, prompt) for prompt in body.prompt]
-    # max_tokens of 0 leaves room for one token all the same: the engine needs it.
+    # max_tokens = 0 still reserves room for one token, which the engine needs.
     limit = 1 if body.max_tokens == 0 else body.max_tokens
     visits = [make_visit(service, body, ids, limit) for ids in prompts]
     if body.stream:
@@ -64,7 +64,7 @@ def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         check_length(service.model.tokenizer, [prompt], length, "prompt")
         return encode_plain(service.model.tokenizer, prompt)
-    if len(prompt) <= length and max(prompt) >= size:  # more are refused for their number
+    if len(prompt) <= length and max(prompt) >= size:  # longer prompts fail later
         raise Refused(400, f"prompt: token ids must be less than {size}", "prompt")
     return prompt
 
@@ -128,7 +128,7 @@ def _choice(
 
 
 def _as_sampled(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
-    """The scores of a completion, with the probabilities under which it was sampled."""
+    """Returns the scores of a completion, with the probabilities under which it was sampled."""
     pairs = zip(scored, choice.tokens, strict=True)
     return [Scored(one.id, token.logp, one.rank, one.top) for one, token in pairs]
 

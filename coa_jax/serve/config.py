@@ -12,27 +12,27 @@ from coa_jax.web.limits import ConnectionLimits
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig(Bounded):
-    """A server of one policy.
+    """Settings of a server for one policy.
 
     Attributes:
         model: Hugging Face directory or GGUF file.
-        name: model name for clients; empty for the directory's name.  ``NAME-agent`` is the same
+        name: model name for clients; empty for the directory's name. ``NAME-agent`` is the same
             model with the server's tools.
         host, port: address to listen on; port 0 is any free port.
-        api_key_env: environment variable with the key that clients must send.  If it is not set,
-            the server listens on this machine only and serves anybody there.
+        api_key_env: environment variable with the key that clients must send. If the variable is
+            not set, the server listens on this machine only and serves everybody there.
         protocol: protocol of the agent's answers; "" for the protocol that the model's card names.
-        max_waiting: completions that may wait for a slot, and requests for log-probabilities in
-            progress; further requests are refused (429).
-        max_samples: completions of one request (``n`` times the number of prompts).
-        max_body: bytes of a request; 0 for `body_limit`'s own figure.
-        shutdown_seconds: after SIGTERM, time for requests in progress; then they are cancelled.
-        seed: of requests that give none.
-        engine: shapes of decoding; ``max_length`` bounds prompt and completion together.
+        max_waiting: maximum number of completions that wait for a slot, and of requests for
+            log-probabilities in progress; further requests are rejected (429).
+        max_samples: maximum number of completions per request (``n`` times the number of prompts).
+        max_body: maximum size of a request in bytes; 0 for the value of `body_limit`.
+        shutdown_seconds: time after SIGTERM for requests in progress; then they are cancelled.
+        seed: seed of requests without one.
+        engine: shapes of decoding; ``max_length`` limits prompt and completion together.
         rollout: budgets of an agent's trajectory.
-        allow_no_key: serves anybody without a key: other machines, and pages of other sites.  It is
-            for a server behind a proxy that checks clients.
-        limits: times and numbers of connections.
+        allow_no_key: whether to serve everybody without a key, including other machines and pages
+            of other sites. Use it behind a proxy that authenticates clients.
+        limits: limits on times and numbers of connections.
     """
 
     model: Place
@@ -53,9 +53,10 @@ class ServeConfig(Bounded):
 
     @property
     def body_limit(self) -> int:
-        """Most bytes of a request: 64 KiB, and 8 bytes for each token of the most prompts.
+        """Maximum size of a request in bytes: 64 KiB plus 8 bytes for each token of the most
+        prompts.
 
-        A token of English has about 4 bytes.  One of Chinese has about 8 where JSON escapes it.
+        A token of English has about 4 bytes, a token of Chinese about 8 in escaped JSON.
         """
         prompts = max(2, self.max_samples)
         return self.max_body or (1 << 16) + 8 * self.engine.max_length * prompts

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Error responses in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ _KINDS = {
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The JSON object of an error."""
+    """Returns the JSON object of an error.
+
+    Args:
+        status: HTTP status.
+        message: message for the client.
+        param: name of the invalid field.
+    """
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_response(error: Refused, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error as an answer."""
+    """Returns the response for a rejected request."""
     if error.status == 429:
         headers = {**(headers or {}), "Retry-After": "1"}
     body = error_body(error.status, error.message, error.param)

@@ -1,4 +1,4 @@
-"""The parts that chat and text completions share: reading, admission, collection, streams."""
+"""Shared parts of chat and text completions: parsing, admission, collection, streams."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ B = TypeVar("B", bound=Sampling)
 
 
 async def read_request(service: Service, request: Request, kind: type[B]) -> B:
-    """The request in a client's body, parsed and checked beside the event loop.
+    """Parses and validates the request in a client's body, in a thread.
 
     Call it within `Service.reading`.
 
+    Args:
+        service: the server.
+        request: the client's request.
+        kind: schema of the body.
+
     Raises:
-        Refused: the body is not such a request.
+        Refused: the body does not match the schema.
     """
     length, samples = service.config.engine.max_length, service.config.max_samples
-    # Ids of prompts are values; a message is an object and has at least five tokens.
+    # Token ids of prompts count as values; a message is an object and has at least five tokens.
     values, containers = 1000 + (samples + 1) * length, 1000 + length
 
     def parse(body: bytearray) -> B:
@@ -46,15 +51,15 @@ async def read_request(service: Service, request: Request, kind: type[B]) -> B:
 
 
 def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:
-    """Refuses a prompt of far too many tokens before all of its text is encoded.
+    """Rejects a prompt with far too many tokens before all of its text is encoded.
 
-    The text is encoded in pieces until there are too many tokens.  A cut changes the tokens of one
-    word, so twice the room is surely too much.
+    The text is encoded in pieces until there are too many tokens. A cut changes the tokens of one
+    word, so only prompts of more than twice the limit are certainly too long.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         texts: parts of the prompt.
-        room: most tokens.
+        room: maximum number of tokens.
         param: field of the request, for the error.
 
     Raises:
@@ -83,14 +88,14 @@ def make_visit(
     agent: bool = False,
     calls: bool = False,
 ) -> Visit:
-    """The request for the agent loop.
+    """Makes the request for the rollout loop.
 
     Args:
         service: the server.
         body: the client's request.
         prompt: token ids.
-        max_tokens: most tokens of a completion; None for as many as fit.
-        question: text of the task, for an agent.
+        max_tokens: maximum number of tokens of a completion; None for as many as fit.
+        question: question of the task, for an agent.
         agent: whether the agent answers.
         calls: whether a completion may call functions of the client.
 
@@ -121,7 +126,7 @@ def make_visit(
         task=Task(f"request-{secrets.token_hex(8)}", question, config.protocol, (), "serve"),
         prompt=tuple(prompt),
         seed=config.seed if body.seed is None else body.seed,
-        # Requests with a seed come out the same again; others differ from each other.
+        # Requests with the same seed are reproducible; all others differ from each other.
         prompt_id=secrets.randbelow(2**31) if body.seed is None else 0,
         samples=tuple(range(samples)),
         sampling=SamplingParams(
@@ -138,7 +143,12 @@ def make_visit(
 
 
 async def gather(service: Service, visit: Visit, request: Request) -> list[Choice]:
-    """All samples of a request.
+    """Collects all samples of a request.
+
+    Args:
+        service: the server.
+        visit: the request for the rollout loop.
+        request: the client's request.
 
     Raises:
         Refused: the server is full, or shutting down.
@@ -162,16 +172,16 @@ async def open_stream(
     request: Request,
     write: Callable[[AsyncIterator[Event]], AsyncIterator[Any]],
 ) -> StreamingResponse:
-    """The server-sent events of a request.
+    """Returns the server-sent events of a request.
 
     Args:
         service: the server.
-        visit: the request for the agent loop.
-        request: the request of the client.
-        write: makes chunks from events.
+        visit: the request for the rollout loop.
+        request: the client's request.
+        write: converts events to chunks.
 
     Raises:
-        Refused: the server is full, or shutting down; the client gets an ordinary answer.
+        Refused: the server is full, or shutting down; the client gets an ordinary response.
         ClientGone: the client closed its connection before the first event.
     """
     events = service.events(visit)
@@ -181,7 +191,7 @@ async def open_stream(
         try:
             async for chunk in write(_chain(first, events)):
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-        except Refused as error:  # the engine ended meanwhile
+        except Refused as error:  # the engine has stopped meanwhile
             yield f"data: {json.dumps(error_body(error.status, error.message))}\n\n"
         finally:
             await events.aclose()
@@ -198,7 +208,13 @@ async def _chain(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Even
 
 
 def head(kind: str, service: Service, model: str) -> dict[str, Any]:
-    """The fields that every answer begins with."""
+    """Returns the fields that begin every response.
+
+    Args:
+        kind: type of the object.
+        service: the server.
+        model: name of the model.
+    """
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -209,12 +225,12 @@ def head(kind: str, service: Service, model: str) -> dict[str, Any]:
 
 
 def check_model(service: Service, model: str, *, agents: bool) -> bool:
-    """Whether a request asks for the agent.
+    """Checks the name of the model; returns whether the request asks for the agent.
 
     Args:
         service: the server.
         model: the name in the request.
-        agents: whether the route has agents.
+        agents: whether the route supports agents.
 
     Raises:
         Refused: the server has no model of this name.

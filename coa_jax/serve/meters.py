@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Meters:
-    """The meters of one server."""
+    """The metrics of one server."""
 
     def __init__(self, slots: int):
-        """Makes them, all at zero."""
+        """Creates the metrics, all at zero."""
         self._registry = r = CollectorRegistry()
         self.requests = Counter(
             "coa_jax_requests",
@@ -56,5 +56,5 @@ class Meters:
             self.tool_calls.labels(call.tool, call.outcome).inc()
 
     def text(self) -> bytes:
-        """All meters in the text format of Prometheus."""
+        """Returns all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

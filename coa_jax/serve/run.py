@@ -1,4 +1,4 @@
-"""The life of a server: loading, listening, and an orderly end."""
+"""The life cycle of a server: loading, listening, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from coa_jax.web.server import Server, address_of, allow_connections, listen, on
 
 
 def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
-    """The socket that clients connect to.
+    """Opens the socket that clients connect to.
 
     Raises:
-        UserError: other machines can reach it without a key, or this machine cannot listen there.
+        UserError: other machines could connect without a key, or this machine cannot listen there.
     """
     if not config.allow_no_key:
         key = config.api_key_env or "NAME with --config.api_key_env=NAME"
@@ -47,7 +47,7 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     named = config.protocol or protocol_of_model(config.model) or "generalist"
     named = at_level(named, config.rollout.level, config.rollout.format)
     config = dataclasses.replace(config, protocol=named)
-    used = tools_for(config.protocol, tools)  # before the constraint: tools may make the protocol
+    used = tools_for(config.protocol, tools)  # before the constraint: tools may define the protocol
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     size = model.config.vocab_size
@@ -64,20 +64,21 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
 async def serve(
     service: Service, listener: socket.socket, api_key: str | None, asked: asyncio.Event
 ) -> None:
-    """Serves until the end is asked for, and then until the requests in progress have finished.
+    """Serves until a shutdown is requested, and then until the requests in progress have finished.
 
     Args:
-        service: not entered yet.
+        service: a service whose context has not been entered.
         listener: socket that clients connect to.
-        api_key: bearer token that clients must send; None to serve anybody.
-        asked: set to ask for the end.
+        api_key: bearer token that clients must send; None to serve everybody.
+        asked: set to request the shutdown.
 
     Raises:
-        Exception: the exception that ended the agent loop, once the requests in progress have
+        Exception: the exception that ended the rollout loop, after the requests in progress have
             been answered.
     """
     config, log = service.config, RefusalLog()
-    # What is loaded by now stays.  A full collection would visit all of it, for half a second.
+    # Objects loaded by now stay. A full garbage collection would traverse all of them for half a
+    # second.
     gc.collect()
     gc.freeze()
     async with service:
@@ -101,7 +102,11 @@ async def serve(
 async def serve_until_signal(
     service: Service, listener: socket.socket, api_key: str | None
 ) -> None:
-    """Serves until SIGINT or SIGTERM; a second signal ends the process at once."""
+    """Serves until SIGINT or SIGTERM; a second signal ends the process immediately.
+
+    Args:
+        service, listener, api_key: see `serve`.
+    """
     asked = asyncio.Event()
     on_signals(asked)
     await serve(service, listener, api_key, asked)

@@ -1,4 +1,4 @@
-"""The kinds of samples that a server runs, each of which tells its client what happens to it."""
+"""The kinds of samples that a server runs; each reports its progress to its client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Token:
     """A sampled token.
 
     Attributes:
-        id: in the vocabulary.
+        id: token id.
         data: its bytes.
         logp: natural logarithm of the probability under which it was sampled.
     """
@@ -33,17 +33,17 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What happened to a sample of a request.
+    """Progress of a sample of a request.
 
     Attributes:
-        sample: its number.
-        text: what was added to its text; whole characters.
-        tokens: what was sampled since the last event; their bytes may be ahead of the text.
-        author: of the text.
-        call: the call that the text answers, in an agent's trajectory.
+        sample: number of the sample.
+        text: new text of the sample; whole characters.
+        tokens: tokens sampled since the last event; their bytes may be ahead of the text.
+        author: author of the text.
+        call: call that the text answers, in an agent's trajectory.
         finish: ``stop``, ``length`` or ``cancelled`` in the last event of the sample, else None.
         stop: the stop string that ended it, if one did.
-        trajectory: the whole of it, in the last event.
+        trajectory: the whole trajectory, in the last event.
     """
 
     sample: int
@@ -61,9 +61,9 @@ class Visit(Request):
     """A request of a client.
 
     Attributes:
-        events: where what happens to its samples goes.
-        agent: whether the policy's tags call tools; else it only writes on, and no budget of
-            agents holds for it.
+        events: queue for the events of its samples.
+        agent: whether the policy's tags call tools. Otherwise the samples are plain completions,
+            and the budgets of agents do not apply.
         stops: strings that end a completion.
         keep_stop: whether a completion's text includes the string that ended it.
         calls: whether a completion may call functions of the client.
@@ -75,20 +75,23 @@ class Visit(Request):
     keep_stop: bool = False
     calls: bool = False
 
-    # Two clients may ask the same.
+    # Two clients may send equal requests.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
 class Completion(Episode):
-    """A sample that calls no tool and ends at a stop string, at an end token or out of room."""
+    """A sample without tools, which ends at a stop string, at an end token or when its room is used
+    up.
+    """
 
     def __init__(self, visit: Visit, sample: int, table: TokenTable, ends: frozenset[int]):
         super().__init__(
             task_id=visit.task.id,
             sample_id=sample,
             question="",
-            # No format: a token that ends a turn ends the text, whatever is in it.
+            # No conversation format: a token that ends a turn ends the text, whatever the text
+            # contains.
             protocol=dataclasses.replace(get_protocol(visit.task.protocol), format=None),
             prompt=visit.prompt,
             table=table,
@@ -98,10 +101,10 @@ class Completion(Episode):
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """See `Episode.feed`; what the protocol would make of the text plays no part."""
+        """See `Episode.feed`; the tags of the protocol have no effect."""
         event = super().feed(token, logp)
         if event is StopReason.EOS:
-            return event  # the token that ends a text is not part of it
+            return event  # the end token is not part of the text
         text = self._stops.feed(self.take_text())
         sampled = Token(token, self._table[token], logp)
         self._visit.events.put_nowait(Event(self.sample_id, text, (sampled,)))
@@ -126,7 +129,7 @@ class Completion(Episode):
 
 
 class Agent(Episode):
-    """A sample whose tags call tools; its client sees every part as it is written."""
+    """A sample whose tags call tools; its client receives every part as it is written."""
 
     def __init__(self, visit: Visit, episode_options: dict[str, Any]):
         super().__init__(**episode_options)
@@ -162,7 +165,7 @@ class Agent(Episode):
 
 @dataclasses.dataclass(frozen=True)
 class ServedEpisodes(TextEpisodes):
-    """Completions and agents side by side (see `coa_jax.rollout.episodes.Episodes`)."""
+    """Completions and agents together (see `coa_jax.rollout.episodes.Episodes`)."""
 
     def begin(self, request: Request, sample: int) -> Episode:
         """See `Episodes`."""
@@ -184,7 +187,7 @@ class ServedEpisodes(TextEpisodes):
 
 
 def finish_reason(reason: StopReason) -> str:
-    """The word that clients know for the end of a sample."""
+    """Returns OpenAI's finish reason for the end of a sample."""
     if reason is StopReason.CANCELLED:
         return "cancelled"
     return "stop" if reason in (StopReason.EOS, StopReason.ANSWER) else "length"

@@ -1,4 +1,4 @@
-"""Requests of clients: the fields of OpenAI, and some of vLLM."""
+"""Schemas of client requests: the fields of OpenAI, and some of vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Probability = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
-    # Ignoring a field in silence would give the client something other than it asked for.
+    # Silently ignoring a field would give the client something other than it asked for.
     model_config = ConfigDict(extra="forbid")
 
 
@@ -31,10 +31,12 @@ class TextPart(_Strict):
 
 
 def _content(value: Any) -> str:
-    """The text of a message's content; a mistake is told without pydantic's names of a union."""
+    """Returns the text of a message's content; errors do not mention pydantic's names of a
+    union.
+    """
     if isinstance(value, str):
         return value
-    mistake = f"must be a text or a list of 1 to {_MOST_PARTS} parts of the type 'text'"
+    mistake = f"must be a string or a list of 1 to {_MOST_PARTS} parts of the type 'text'"
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_PARTS:
         raise ValueError(mistake)
     texts = []
@@ -65,7 +67,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of a conversation; other fields of a message are allowed and have no effect."""
+    """A turn of a conversation; additional fields are allowed and ignored."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -89,7 +91,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         return ()
     if not texts or len(stops) > _MOST_STOPS or not all(1 <= len(s) <= _STOP_CHARS for s in stops):
         raise ValueError(
-            f"must be a text of 1 to {_STOP_CHARS} characters or a list of at most {_MOST_STOPS}"
+            f"must be a string of 1 to {_STOP_CHARS} characters or a list of at most {_MOST_STOPS}"
         )
     return tuple(stops)
 
@@ -99,9 +101,9 @@ Stops = Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None
 
 
 class Sampling(_Strict):
-    """Fields of chat and text completions alike.
+    """Fields of both chat and text completions.
 
-    Clients may send fields that this server does not support with their neutral value only.
+    Fields that this server does not support may only have their neutral value.
     """
 
     model: str
@@ -133,7 +135,7 @@ class Sampling(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Text is the only format."""
+    """Text is the only supported format."""
 
     type: Literal["text"]
 
@@ -192,13 +194,15 @@ class ChatRequest(Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a completion; None for as many as fit."""
+        """Maximum number of tokens of a completion; None for as many as fit."""
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(limits, default=None)
 
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
-    """One or several prompts.  Its speed matters: a list of ids may have a million of them."""
+    """Parses one or several prompts. Its speed matters: a list of ids may have a million
+    entries.
+    """
     several: Any = [value] if isinstance(value, str) else value
     kinds: set[Any] = set(map(type, several)) if isinstance(several, list) else set()
     if kinds == {int}:
@@ -206,7 +210,7 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
     good = kinds == {str} or (kinds == {list} and all(map(_are_ids, several)))
     if not good or len(several) > _MOST_PROMPTS:
         raise ValueError(
-            "must be a text, a list of token ids from 0 on, or a list of at most "
+            "must be a string, a list of token ids from 0 on, or a list of at most "
             f"{_MOST_PROMPTS} of either"
         )
     return tuple(several)
@@ -230,8 +234,8 @@ Prompts = (
 class TextRequest(Sampling):
     """POST /v1/completions
 
-    ``max_tokens`` is 16 if the client does not send it, as at OpenAI.  null asks for as many tokens
-    as fit, as in a chat.  0 gives the log-probabilities of the echoed prompt.
+    ``max_tokens`` is 16 if the client does not send it, as at OpenAI. null requests as many tokens
+    as fit, as in a chat. 0 returns the log-probabilities of the echoed prompt.
     """
 
     prompt: Annotated[

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, for clients that ask for those of prompts or alternatives."""
+"""Log-probabilities of given tokens, for requests of prompt log-probabilities or alternatives."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Scored:
 
     Attributes:
         id: the token.
-        logp: its log-probability, natural; None for the first token of a text.
-        rank: 1 for the most likely token; 0 where there is no probability.
-        top: the likeliest ids with their log-probabilities, best first.
+        logp: its natural log-probability; None for the first token of a text.
+        rank: 1 for the most likely token; 0 without a probability.
+        top: the most likely ids with their log-probabilities, best first.
     """
 
     id: int
@@ -39,7 +39,14 @@ class Scored:
 def score(
     params: DecodeParams, config: ModelConfig, compute: Compute, ids: Sequence[int]
 ) -> list[Scored]:
-    """Scores a text in one pass.  Texts are padded to a power of two, each compiled once."""
+    """Scores a text in one pass. Texts are padded to a power of two; each length compiles once.
+
+    Args:
+        params: parameters in the layout for decoding.
+        config: the architecture.
+        compute: how to compute.
+        ids: token ids of the text.
+    """
     length = max(_CHUNK, 1 << (len(ids) - 1).bit_length())
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(ids)] = ids
@@ -57,7 +64,7 @@ def _score(
     params: DecodeParams, tokens: jax.Array, *, config: ModelConfig, compute: Compute
 ) -> Any:
     positions = jnp.arange(tokens.shape[1])[None]
-    # The engine's choice is an implementation of attention over a cache, and here is none.
+    # The engine's attention implementation needs a cache; there is none here.
     compute = dataclasses.replace(compute, attention="xla")
     decoder, layers = params.bind(config)
     hidden, _ = decoder(tokens, positions, compute, layers=layers)

@@ -1,4 +1,4 @@
-"""The engines of all clients: requests go into the agent loop, events come out."""
+"""The engines shared by all clients: requests go into the rollout loop, events come out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """A policy that answers many clients at a time; an asynchronous context manager."""
+    """A policy that answers many clients concurrently; an asynchronous context manager."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Service:
         Args:
             model: tokenizer and shapes of the policy.
             engines: engines with free slots only.
-            tools: the agent's tools.
+            tools: tools of the agent.
             config: limits and budgets.
             prompt: how questions are put to the agent; None for the prompt that the config names.
             version, recompute: see `EngineSampler`.
@@ -58,10 +58,10 @@ class Service:
         self.meters = Meters(self.slots)
         self.accepting = True
         self._visits: set[Visit] = set()
-        self._samples = 0  # that wait or run
-        self._scored = 0  # requests in progress that want scores
-        self._read = 0  # requests that are being parsed or encoded
-        # Blocking tools may take all threads of the event loop, so these are its own.
+        self._samples = 0  # samples that wait or run
+        self._scored = 0  # requests for scores in progress
+        self._read = 0  # requests being parsed or encoded
+        # Blocking tools may occupy all threads of the event loop, so the service has its own.
         self._scorer = ThreadPoolExecutor(1, "score")
         self._readers = ThreadPoolExecutor(2, "read")
         encode_plain(model.tokenizer, " ")  # its first call is not safe in several threads
@@ -81,7 +81,7 @@ class Service:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancels what is in progress."""
+        """Cancels all requests in progress."""
         self.accepting = False
         for visit in self._visits:
             self.sampler.cancel(visit)
@@ -93,12 +93,12 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether the agent loop runs."""
+        """Whether the rollout loop is running."""
         return self._loop is not None and not self._loop.done()
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """The agent loop; only an exception ends it before the server ends."""
+        """The task of the rollout loop; only an exception ends it before the server ends."""
         assert self._loop is not None
         return self._loop
 
@@ -108,7 +108,7 @@ class Service:
         return bool(self._visits or self._scored)
 
     async def drain(self, seconds: float) -> None:
-        """Accepts no further request and waits for those in progress, at most so many seconds."""
+        """Rejects new requests and waits for those in progress, up to a number of seconds."""
         self.accepting = False
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
@@ -116,10 +116,10 @@ class Service:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Keeps a place for a request while it is parsed and encoded.
+        """Reserves a place for a request while it is parsed and encoded.
 
         Raises:
-            Refused: too many requests are read already.
+            Refused: too many requests are being parsed.
         """
         if self._read >= self.slots + self.config.max_waiting:
             raise Refused(429, f"{self._read} requests are read already; try again later")
@@ -130,24 +130,24 @@ class Service:
             self._read -= 1
 
     async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that parses or encodes text in a thread, beside the event loop."""
+        """Calls a function that parses or encodes text in a thread, outside of the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, function, *arguments)
 
     async def render(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that writes many log-probabilities in the thread that scores."""
+        """Calls a function that formats many log-probabilities in the scoring thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._scorer, function, *arguments)
 
     @contextlib.contextmanager
     def scoring(self, wanted: bool) -> Iterator[None]:
-        """Keeps a place for a request that wants scores, from before its completions to its end.
+        """Reserves a place for a request for scores, from before its completions until its end.
 
         Args:
-            wanted: whether the request wants any.
+            wanted: whether the request needs scores.
 
         Raises:
-            Refused: too many requests want scores, or the server is shutting down.
+            Refused: too many requests need scores, or the server is shutting down.
         """
         if not wanted:
             yield
@@ -162,7 +162,8 @@ class Service:
             self._scored -= 1
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
-        """Log-probabilities of a text.  Texts are scored one at a time, beside the decoding.
+        """Returns log-probabilities of a text. Texts are scored one at a time, concurrently with
+        decoding.
 
         Call it within `scoring`.
         """
@@ -189,7 +190,7 @@ class Service:
                 self._ended(trajectory)
 
     def _submit(self, visit: Visit) -> None:
-        """Begins the samples of a request."""
+        """Submits the samples of a request."""
         self.sampler.submit(visit)
 
     def _ended(self, trajectory: Trajectory) -> None:
@@ -201,7 +202,7 @@ class Service:
         Closing the generator, or cancelling its consumer, cancels the request.
 
         Raises:
-            Refused: too many requests wait, or the server is shutting down.
+            Refused: too many requests are waiting, or the server is shutting down.
         """
         self._check_accepting()
         wanted = len(visit.samples)
@@ -229,7 +230,7 @@ class Service:
             self.meters.seconds.observe(time.monotonic() - began)
 
     async def _next(self, visit: Visit) -> Event:
-        """The next event; raises the exception of an engine that broke down meanwhile."""
+        """Returns the next event; raises the exception of an engine that failed meanwhile."""
         assert self._loop is not None
         getting = asyncio.ensure_future(visit.events.get())
         try:
@@ -238,7 +239,7 @@ class Service:
                 return getting.result()
         finally:
             getting.cancel()
-        self._loop.result()  # raises, where it broke down
+        self._loop.result()  # raises the exception if the loop failed
         raise Refused(503, "the server is shutting down")
 
     def _report(self) -> None:

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first stop string, and holds text back that may begin one.
+    """Finds the first stop string, and holds back text that may begin one.
 
     If several stop strings end at the same character, the longest counts.
     """
 
     def __init__(self, stops: Sequence[str] = (), *, keep: bool = False):
-        """Begins with an empty text.
+        """Starts with an empty text.
 
         Args:
             stops: strings that end the text; none is empty.
@@ -27,9 +27,9 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Takes a piece of text; returns the text that no stop string can begin in any more.
+        """Adds a piece of text; returns the text that cannot be part of a stop string any more.
 
-        After a stop string was found it returns nothing.
+        After a stop string was found it returns an empty string.
         """
         if self.found is not None:
             return ""
@@ -62,5 +62,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=16)
 def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
-    """All texts that a stop string continues: looking one up costs less than trying each stop."""
+    """Returns all prefixes of the stop strings: a look-up costs less than testing each stop
+    string.
+    """
     return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))

@@ -1,1 +1,1 @@
-"""What only a small policy needs that starts from nothing, as the quickstart's does."""
+"""Parts needed only by small policies that are trained from scratch, such as the quickstart's."""

@@ -1,10 +1,10 @@
-"""Renaming in distilled records, so that a policy learns to copy names instead of knowing them.
+"""Renames entities in distilled records, so that a policy learns to copy names, not to memorise
+them.
 
-A corpus has a few hundred entities.  A policy that is trained from nothing memorises them sooner
-than it learns to copy a name from its question into a query, and then fails on every entity that it
-has not seen.  Renaming replaces the names and the numbers of a record by random ones, the same
-everywhere in the record, observations included: what the policy must do stays the same, what it
-could remember does not.
+A corpus has a few hundred entities. A policy trained from scratch memorises them sooner than it
+learns to copy a name from its question into a query, and then fails on every unseen entity.
+Renaming replaces the names and numbers of a record by random ones, consistently in the whole record
+including observations. The behaviour to learn stays the same, but there is nothing to memorise.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
 
 _WORD = re.compile(r"[^\W\d_]+")
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+|\d{4,}")
-_LOWER_SHARE = 0.2  # of the new names: values such as currencies are copied too
+_LOWER_SHARE = 0.2  # share of lower-case new names: currencies, for example, are copied too
 
 
 def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt], Change] | None:
-    """The augmentation of `learn.sft.train` that renames a share of the records.
+    """Returns the augmentation for `learn.sft.train` that renames a share of the records.
 
-    Words that many of the records have are no names, see `scratch.template_words`.  None for a
-    share of 0.
+    Words that occur in many records are not names, see `scratch.template_words`. The result is None
+    for a share of 0.
     """
     if not share:
         return None
@@ -49,10 +49,10 @@ def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt],
 
 @dataclasses.dataclass(frozen=True)
 class NamePieces:
-    """What new names are spelt with: all the letters that a tokenizer has tokens for.
+    """The pieces of new names: all letter-only tokens of a tokenizer.
 
-    A token that no training record asks for is one that the policy never writes, whatever it reads.
-    Names made of every piece alike leave none out.
+    A token that never occurs in the training records is one that the policy never writes, whatever
+    it reads. Names made uniformly of all pieces leave no token out.
 
     Attributes:
         first: pieces that may begin a name, capitalised.
@@ -64,14 +64,14 @@ class NamePieces:
 
     @classmethod
     def of(cls, tokenizer: Any) -> NamePieces:
-        """The pieces of a tokenizer's vocabulary."""
+        """Returns the pieces in a tokenizer's vocabulary."""
         tokens = {tokenizer.decode([index]).strip() for index in range(len(tokenizer))}
         words = sorted(token for token in tokens if _WORD.fullmatch(token))
         capitalised = tuple(word for word in words if word == word.capitalize())
         return cls(capitalised, tuple(word for word in words if word == word.lower()))
 
     def name(self, rng: np.random.Generator) -> str:
-        """A new name of two to four pieces."""
+        """Returns a new name of two to four pieces."""
         pieces = [self.further[int(i)] for i in rng.integers(0, len(self.further), 4)]
         if rng.random() < _LOWER_SHARE:
             start = pieces[3]
@@ -90,15 +90,15 @@ def rename(
 ) -> DistilledRecord:
     """Replaces the record's names and long numbers.
 
-    Names are words with a capital letter that the policy copies: they occur in its parts and in the
-    question or an observation.  Numbers have four digits or more, and keep their length and commas,
-    so that "19,416" and "19416" stay the same number.
+    Names are capitalised words that the policy copies: they occur in its parts and in the question
+    or an observation. Numbers have four digits or more, and keep their length and commas, so that
+    "19,416" and "19416" remain the same number.
 
     Args:
-        record: a record.
+        record: the record.
         keep: words that are not names.
-        pieces: what new names are spelt with.
-        rng: source of the new ones.
+        pieces: pieces of the new names.
+        rng: random generator for the new names.
     """
     around = (record.prompt, *(text for _, text in record.context))
     texts = (record.question, *around, *(t for _, t in record.parts), record.answer, *record.gold)
@@ -141,6 +141,6 @@ def _new_number(number: str, rng: np.random.Generator) -> str:
 
 
 def _like(number: str, table: dict[str, str]) -> str:
-    """The replacement of a number with the commas where they were."""
+    """Returns the replacement of a number, with commas at the same places."""
     digits = iter(table[number.replace(",", "")])
     return "".join(c if c == "," else next(digits) for c in number)

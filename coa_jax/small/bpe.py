@@ -1,9 +1,9 @@
-"""Training a small byte-level BPE tokenizer for a policy that starts from nothing.
+"""Trains a small byte-level BPE tokenizer for a policy trained from scratch.
 
-Two properties matter more than compression.  Tags such as ``</think>`` are one token each, so
-that a protocol costs little context; they stay ordinary text, because tool output may contain
-them.  And a name that training never saw must be spelt by the same small pieces as those that it
-did, or a policy that learnt to copy names cannot copy the new one.
+Two properties matter more than compression. Tags such as ``</think>`` are one token each, so that a
+protocol needs little context; they remain ordinary text, because tool output may contain them. And
+an unseen name must be tokenised into the same small pieces as seen names; otherwise a policy that
+learned to copy names could not copy the new one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from coa_jax.model.chat_template import TEMPLATE
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAG = r"</?[a-z_]+>"
 _WORDS = (
-    _TAG  # an isolated tag must survive the second split as well
+    _TAG  # the second split must keep an isolated tag whole
     + r"|'(?:s|t|re|ve|m|ll|d)|\p{Lu}\p{L}*| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 _NAME_COUNT = 8
-"""What a name weighs among the words that merges are learnt from in mode ``pieces``."""
+"""Weight of a name among the words from which merges are learned, in mode ``pieces``."""
 
 
 def train_bpe(
@@ -41,21 +41,21 @@ def train_bpe(
 ) -> Any:
     """Trains a byte-level BPE tokenizer.
 
-    Text is cut into tags, words (with the space before them), single digits, punctuation and
-    white space; merges never cross those cuts.  The only added tokens are the three ChatML ones.
-    The same texts give the same tokenizer.
+    Text is split into tags, words (with the preceding space), single digits, punctuation and white
+    space; merges never cross these splits. The only added tokens are the three ChatML tokens. The
+    result is deterministic.
 
     Args:
         texts: the corpus.
-        vocab_size: upper bound on tokens: 3 control tokens, 256 bytes, the tags, then merges.
-        path: directory to save to, or None.
-        tags: texts of the form ``<name>`` or ``</name>`` that are one token each, however rare.
-        merge_words: which words merges are learnt from.  ``"lowercase"`` leaves out words with
-            an upper-case letter, so that names are spelt by characters and by the short pieces
-            of common words; ``"pieces"`` counts each of them once, without the space before it,
-            so that what names have in common becomes tokens and no name does; ``"all"`` learns
-            from names as from any word.
-        min_word_count: words seen less often are left out as well.
+        vocab_size: maximum number of tokens: 3 control tokens, 256 bytes, the tags, then merges.
+        path: directory for the tokenizer, or None.
+        tags: texts of the form ``<name>`` or ``</name>`` that become one token each, however rare.
+        merge_words: words from which merges are learned. ``"lowercase"`` leaves out words with an
+            upper-case letter, so that names are tokenised into characters and short pieces of
+            common words. ``"pieces"`` counts each such word once, without the preceding space, so
+            that common parts of names become tokens, but no name does. ``"all"`` treats names like
+            any word.
+        min_word_count: words that occur less often are left out as well.
         keep_words: words that are merged in spite of both rules, e.g. ``"Question"``.
         max_length: ``model_max_length`` of the result.
 
@@ -63,7 +63,7 @@ def train_bpe(
         A transformers ``PreTrainedTokenizerFast`` with a ChatML template.
 
     Raises:
-        UserError: ``vocab_size`` is too small, or a tag is not of that form.
+        UserError: ``vocab_size`` is too small, or a tag does not have that form.
     """
     base = len(SPECIAL_TOKENS) + 256 + len(set(tags))
     if vocab_size < base:
@@ -104,7 +104,7 @@ def _pre_tokenizer() -> Any:
 
 
 def _count_words(texts: Iterable[str]) -> collections.Counter[str]:
-    """Frequencies of pre-tokens, as text; tags are left out, for they are tokens anyway."""
+    """Counts pre-tokens, as text; tags are left out, because they are tokens anyway."""
     splits = _pre_tokenizer()
     counts: collections.Counter[str] = collections.Counter()
     for text in texts:
@@ -116,13 +116,14 @@ def _count_words(texts: Iterable[str]) -> collections.Counter[str]:
 
 
 def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, str]]:
-    """The most frequent merges inside words, best first, in the byte alphabet."""
+    """Learns the most frequent merges inside words, best first, in the byte alphabet."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def corpus() -> Iterator[str]:
-        # Words are already in the byte alphabet, which has no newline: it separates repetitions.
+        # Words are already in the byte alphabet, which has no newline, so newlines separate
+        # repetitions.
         for word, count in counts.items():
             spelt = "".join(piece for piece, _ in byte_level.pre_tokenize_str(word))
             while count > 0:
@@ -145,8 +146,8 @@ def _assemble(merges: list[tuple[str, str]], tags: Sequence[str]) -> Any:
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(tags)]
     tokens += ["".join(merge) for merge in merges]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-    # A pre-token that is in the vocabulary as a whole is taken as it is, so that a tag needs no
-    # chain of merges and no tokens for its beginnings.
+    # A pre-token that is a vocabulary entry is encoded as that entry, so a tag needs no chain of
+    # merges and no tokens for its prefixes.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,18 +1,18 @@
 """Initial values that already copy: an induction circuit in the first two layers.
 
-What a policy with tools does most is to copy: a name from the question into a query, a value from
-an observation into the answer.  Transformers do this by induction, a head that writes to each
-position what stood before it, and a head in a later layer that looks for the position after the
-last occurrence of the current token (Olsson et al. 2022, arXiv 2209.11895).  From random values the
-circuit takes millions of tokens to appear, more than a run of minutes on a CPU can afford, so that
-small policies which start from nothing start with it.  All values stay trainable.
+The main skill of a policy with tools is copying: a name from the question into a query, a value
+from an observation into the answer. Transformers copy by induction: one head writes to each
+position the token before it, and a head in a later layer attends to the position after the last
+occurrence of the current token (Olsson et al. 2022, arXiv 2209.11895). From random initial values
+the circuit needs millions of tokens to form, more than a run of minutes on a CPU can afford, so
+small policies trained from scratch start with the circuit. All values remain trainable.
 
-Layer 0, every key/value head: query head 0 of the group attends one position back, query head 1
-two positions back.  Both read one dimension of the stream that is the same for all tokens: rotary
-positions turn a constant query and a constant key into a function of their distance.  Layer 1,
-every key/value head: keys are what those heads wrote, queries are the current token (and the one
-before it); the value is the token found, written back as itself.  Content is matched in the slow
-rotary dimensions, which distance hardly turns.
+Layer 0, every key/value head: query head 0 of the group attends one position back, query head 1 two
+positions back. Both read a dimension of the residual stream that is constant for all tokens: rotary
+positions turn a constant query and key into a function of their distance. Layer 1, every key/value
+head: the keys are the outputs of those heads, the queries are the current token (and the one before
+it); the value is the token found, written back as itself. Content is matched in the slow rotary
+dimensions, which distance hardly rotates.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from coa_jax.model.params import Params, flatten, nest
 from coa_jax.model.rope import frequencies
 
 _FAST = 12
-"""Rotary pairs that tell positions apart."""
+"""Number of rotary pairs that distinguish positions."""
 _TURN = 2e-3
-"""Radians a position up to which a pair may turn and still match content far away."""
+"""Maximum radians per position of a pair that still matches distant content."""
 
 
 def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     """Replaces the attention of the first two layers by the circuit.
 
     Args:
-        params: stacked parameters of a model with two query heads or more per key/value head.
-        config: its architecture; the larger ``rope_theta``, the more dimensions can match.
-        seed: of the random projections.
+        params: stacked parameters of a model with at least two query heads per key/value head.
+        config: its architecture; a larger ``rope_theta`` gives more dimensions for matching.
+        seed: seed of the random projections.
 
     Raises:
-        UserError: the architecture has no room for the circuit.
+        UserError: the architecture is too small for the circuit.
     """
     if config.num_groups < 2 or config.num_layers < 2 or config.head_dim < 4 * _FAST:
         raise UserError(
@@ -52,8 +52,8 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     d, n, half = config.hidden_size, config.num_kv_heads, config.head_dim // 2
     slow = np.flatnonzero(np.asarray(frequencies(config)[0]) < _TURN)
     slow = np.concatenate([slow, slow + half])
-    # Tokens live in the first half of the stream; the second holds the two tokens before, and in
-    # its last dimension the constant.
+    # The first half of the stream holds tokens; the second half holds the two previous tokens and,
+    # in its last dimension, the constant.
     tokens, size = d // 2, min((d - d // 2 - 1) // 2, config.head_dim)
     if len(slow) < 8 or size < len(slow):
         raise UserError(
@@ -62,8 +62,8 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
         )
     embed = np.array(params["embed"]["embedding"])
     embed[:, tokens:] = 0.0
-    # One norm for all: the constant must be the same after normalisation, or attention by distance
-    # would prefer some tokens.
+    # All tokens have the same norm: the constant must be equal after normalisation, or attention by
+    # distance would prefer some tokens.
     lengths = np.linalg.norm(embed, axis=1, keepdims=True)
     norm = float(np.sqrt(2.0) * lengths.mean())
     embed *= norm / lengths
@@ -71,7 +71,7 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     places = (np.arange(tokens, tokens + size), np.arange(tokens + size, tokens + 2 * size))
     attn = params["layers"]["attn"]
     qkv, out = np.array(attn["qkv"]["kernel"]), np.array(attn["out"]["kernel"])
-    code = _orthonormal(rng, tokens, size)  # what a position remembers of a token
+    code = _orthonormal(rng, tokens, size)  # code of a token at a later position
     for head in range(n):
         _previous_token_heads(config, qkv, out, head, code, places, norm / n)
         _match_heads(qkv, out, head, code, places, slow, rng, norm / n)
@@ -92,9 +92,9 @@ def _previous_token_heads(
     places: tuple[np.ndarray, np.ndarray],
     norm: float,
 ) -> None:
-    """Layer 0: attention by distance, and the code of the token found into its place."""
+    """Layer 0: attends by distance, and writes the code of the token found to its place."""
     half, (tokens, size), key = config.head_dim // 2, code.shape, config.num_groups
-    # The normalised constant is sqrt(D / 5): every pair of a query and a key then has length 7.
+    # The normalised constant is sqrt(D / 5): every pair of a query and a key then has norm 7.
     sharpness = 7.0 * np.sqrt(5 / config.hidden_size)
     angles = np.asarray(frequencies(config)[0])[:_FAST]
     qkv[0, :, head] = 0.0
@@ -119,12 +119,14 @@ def _match_heads(
     rng: np.random.Generator,
     norm: float,
 ) -> None:
-    """Layer 1: attention to what followed the current token before, written back as that token."""
+    """Layer 1: attends to the token after an earlier occurrence of the current one, and writes it
+    back.
+    """
     tokens, size = code.shape
     groups = qkv.shape[3] - 2
     key, value, width = groups, groups + 1, qkv.shape[-1]
     qkv[1, :, head] = 0.0
-    # Two thirds of the dimensions match the token, the rest the one before it.
+    # Two thirds of the dimensions match the current token, the rest match the one before it.
     split = 2 * len(slow) // 3
     first, second = _orthonormal(rng, size, split), _orthonormal(rng, size, len(slow) - split)
     strength = 1.6
@@ -142,5 +144,5 @@ def _match_heads(
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Random columns of length 1 at right angles, ``[rows, columns]``."""
+    """Returns random orthonormal columns, ``[rows, columns]``."""
     return np.linalg.qr(rng.normal(size=(rows, max(columns, 1))))[0][:, :columns]

@@ -1,4 +1,4 @@
-"""A policy from nothing: its own tokenizer, learnt from distilled text, and random parameters."""
+"""An untrained policy: a tokenizer trained on distilled text, and random parameters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from coa_jax.trajectory import DistilledRecord
 
 @dataclasses.dataclass(frozen=True)
 class ScratchConfig(Bounded):
-    """Size of a policy that is trained from nothing.
+    """Size of a policy that is trained from scratch.
 
     Attributes:
         architecture: family of the model.
-        vocab_size: upper bound on the tokenizer's vocabulary.
-        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: as in
+        vocab_size: maximum size of the tokenizer's vocabulary.
+        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: see
             `ModelConfig`.
         rope_theta: base of the rotary frequencies.
         induction: whether to start with an induction circuit, see `small.induction`.
         common_word: share of the records in which a capitalised word must occur to become a token
-            of its own; rarer ones are names, which are spelt so that copying them generalises.
-        seed: of the parameters.
+            of its own. Rarer words are names, which are split into pieces so that copying
+            generalises.
+        seed: seed of the parameters.
     """
 
     architecture: Literal["llama", "qwen3"] = "llama"
@@ -60,7 +61,7 @@ def write_policy(
 
     Args:
         config: sizes of the policy.
-        records: records whose text the tokenizer is learnt from.
+        records: records on whose text the tokenizer is trained.
         prompt: how the records' questions are put to the policy.
         path: the directory.
     """
@@ -105,7 +106,13 @@ def write_policy(
 def template_words(
     records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
 ) -> frozenset[str]:
-    """Capitalised words of the records that are not names: see `common_words`."""
+    """Returns the capitalised words of the records that are not names: see `common_words`.
+
+    Args:
+        records: the records.
+        prompt: how the records' questions are put to the policy.
+        share: minimum share of the records with the word.
+    """
     return frozenset(common_words(_texts(records, prompt), share))
 
 
@@ -117,9 +124,9 @@ def _texts(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
 
 
 def common_words(texts: Sequence[str], share: float) -> list[str]:
-    """Capitalised words that occur in at least this share of the texts, sorted.
+    """Returns the capitalised words that occur in at least this share of the texts, sorted.
 
-    They belong to the templates of questions and trajectories ("Step", "Title"), not to names.
+    They belong to the templates of questions and trajectories ("Step", "Title"), and are not names.
     """
     counts: Counter[str] = Counter()
     for text in texts:

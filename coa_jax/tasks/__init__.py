@@ -1,4 +1,4 @@
-"""Tasks with answers that can be checked: where they come from and how answers are graded."""
+"""Tasks with verifiable answers: the sources of tasks, and the grading of answers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ SOURCES = Kind(
     },
     offers=("split", "n", "seed", "protocol", "source"),
 )
-"""A function that gives tasks (`Task`), the same for the same arguments.
-
-A suffix stands for the paths that have it.  A function that asks for ``source``, the whole text of
-the setting, reads what is behind its colon by itself; all others get that as options.
+"""The setting for a task source: a function that returns tasks (`Task`), deterministic in its
+arguments. A file suffix selects the source of all paths with that suffix. A function with a
+parameter ``source`` gets the whole text of the setting and parses the part after the colon itself.
+All other functions get that part as options.
 """
 
 _WANTED = "a list of coa_jax.tasks.Task"
@@ -78,22 +78,23 @@ def load_tasks(
 
     Args:
         source: ``factbook``, ``arithmetic``, a path to a ``.jsonl`` file of questions, or
-            ``package.module:name``, a source of your own (docs/extending.md).  Options follow after
-            a colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
-            ``questions.jsonl:protocol=mhqa``, ``my_tasks:load:level=3``.  ``.json`` and
-            ``.parquet`` are files of the AFM release.  ``gaia:PATH`` and the like are files of a
-            benchmark's authors, see ``coa_jax.tasks.benchmark_files``.  ``hf:NAME:CONFIG:SPLIT``
-            and ``tfds:NAME:SPLIT`` are data sets, see ``coa_jax.tasks.data_sets``.
+            ``package.module:name``, a custom source (docs/extending.md). Options follow after a
+            colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
+            ``questions.jsonl:protocol=mhqa``, ``my_tasks:load:level=3``. ``.json`` and ``.parquet``
+            are files of the AFM release. ``gaia:PATH`` and similar are files of benchmark authors,
+            see ``coa_jax.tasks.benchmark_files``. ``hf:NAME:CONFIG:SPLIT`` and ``tfds:NAME:SPLIT``
+            are data sets, see ``coa_jax.tasks.data_sets``.
         split: ``train``, ``validation`` or ``test``.
-        n: how many; None for all there are (generators without end: a thousand).
-        seed: which sample.
-        protocol: of questions in files that say nothing of theirs: neither the row, nor its
-            fields, nor the source. "" for the default of the file's format.
-        options: of the source by name, beside those in ``source``: of one of your own its own, of
-            files and data sets the mapping of their columns, see `tasks.columns.Columns`.
+        n: number of tasks; None for all (a thousand for generators without end).
+        seed: seed of the sample.
+        protocol: protocol of questions in files for which neither the row, nor its fields, nor the
+            source names one; "" for the default of the file's format.
+        options: options of the source by name, in addition to those in ``source``. Custom sources
+            define their own; files and data sets take the mapping of their columns, see
+            `tasks.columns.Columns`.
 
     Raises:
-        UserError: an unknown source, split, option or protocol; a file that cannot be read.
+        UserError: the source, split, option or protocol is unknown, or a file cannot be read.
     """
     check_split(split)
     if protocol:
@@ -111,7 +112,7 @@ def load_tasks(
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """The name in `SOURCES` that a text means, and what follows after its colon."""
+    """Returns the name in `SOURCES` of a source, and the part after its colon."""
     name, _, rest = source.partition(":")
     if SOURCES.knows(name):
         return name, rest
@@ -135,7 +136,7 @@ def _name_of(source: str) -> tuple[str, str]:
 
 
 def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
-    """What a source that is not built in gave, as the built-in ones give it."""
+    """Checks and completes the tasks of a custom source, to make them like built-in ones."""
     where = f"tasks={source}"
     if not isinstance(found, Iterable):
         raise refuse_result(SOURCES, name, found, _WANTED, where)
@@ -145,28 +146,28 @@ def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
             raise refuse_result(SOURCES, name, task, _WANTED, where)
         get_protocol(task.protocol)
     if not tasks:
-        raise UserError(f"{where}: {name} gave no task")
+        raise UserError(f"{where}: {name} returned no tasks")
     counts = collections.Counter(task.id for task in tasks)
     repeated = [id for id, count in counts.items() if count > 1]
     if repeated:
-        raise UserError(f"{where}: {name} gave {len(repeated)} ids twice, such as {repeated[0]!r}")
+        raise UserError(f"{where}: {name} returned {len(repeated)} ids twice, e.g. {repeated[0]!r}")
     return [dataclasses.replace(task, source=task.source or source) for task in tasks]
 
 
 def load_splits(
     source: str, sizes: Mapping[str, int | None], seed: int = 0
 ) -> dict[str, list[Task]]:
-    """Tasks of several splits, each of them in one only.
+    """Loads tasks of several splits; each task is in only one of them.
 
-    Questions of a file that names no splits belong to all of them: those that validate are then
-    taken out of ``train``, which has fewer.
+    Questions of a file without splits belong to every split. Those in ``validation`` are then
+    removed from ``train``.
 
     Args:
-        source, seed: as for `load_tasks`.
-        sizes: how many tasks of each split, None for all; one with 0 need not exist.
+        source, seed: see `load_tasks`.
+        sizes: number of tasks of each split, None for all; a split with size 0 need not exist.
 
     Raises:
-        UserError: as for `load_tasks`, or nothing is left to train on.
+        UserError: see `load_tasks`; or no training task is left.
     """
     splits = {
         name: [] if size == 0 else load_tasks(source, name, size, seed)
@@ -176,10 +177,10 @@ def load_splits(
     train = splits.get("train", [])
     splits = {**splits, "train": [task for task in train if task.id not in held_out]}
     if train and not splits["train"]:
-        raise UserError(f"{source}: all of its training tasks validate too; ask for fewer of those")
+        raise UserError(f"{source}: every training task is a validation task too; use fewer")
     if len(splits["train"]) < len(train):
         logging.warning(
-            "%s: %d tasks of the training split validate; %d are left to train on",
+            "%s: %d tasks of the training split are used for validation; %d are left to train on",
             source,
             len(train) - len(splits["train"]),
             len(splits["train"]),

@@ -1,4 +1,4 @@
-"""The task: a question with answers that can be checked."""
+"""The task: a question with verifiable answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SPLITS: tuple[str, ...] = get_args(Split)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One question.
+    """A question with its accepted answers.
 
     Attributes:
-        id: unique within its source and stable between runs.
-        question: what the policy is asked, without instructions.
-        protocol: name of the protocol in which it is to be solved.
-        gold: accepted answers, any of which is right; one that holds "|" is a set of answers all of
-            which must be given.
-        source: the source it was loaded from.
-        metadata: JSON values; generated sources give ``hops`` (number of searches), ``kind`` and
+        id: id that is unique within its source and stable between runs.
+        question: question for the policy, without instructions.
+        protocol: name of the protocol in which the policy must answer.
+        gold: accepted answers, any of which is right. An answer that contains "|" is a set, all of
+            whose members must be given.
+        source: source from which the task was loaded.
+        metadata: JSON values; generated sources set ``hops`` (number of searches), ``kind`` and
             ``entities``.
-        prompt: the whole user message (instructions and question) that the source of the task
-            gives; "" where the source gives none. Used with the prompt style ``data``.
+        prompt: whole user message (instructions and question) from the source of the task; "" if
+            the source has none. Used with the prompt style ``data``.
         context: (role, text) of the turns before that message, as in `DistilledRecord`.
     """
 
@@ -45,14 +45,14 @@ Leveled = TypeVar("Leveled", bound=Any)
 
 
 def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Leveled]:
-    """Returns tasks or records whose protocols have another level, or another format.
+    """Returns tasks or records with another protocol level, or another format.
 
     Args:
-        asked: tasks or records; the parts of records are written in the format.
-        level, form: see `at_level`; "" keeps those that they have.
+        asked: tasks or records; the parts of records are rewritten in the format.
+        level, form: see `at_level`; "" keeps the present ones.
 
     Raises:
-        UserError: no level or no format has this name, or a record is in a third format.
+        UserError: the level or the format is unknown, or a record is in a format other than tags.
     """
     return [_with_level(a, level, form) for a in asked]
 
@@ -68,6 +68,6 @@ def _with_level(asked: Leveled, level: str, form: str) -> Leveled:
 
 
 def check_split(split: str) -> None:
-    """Raises UserError unless ``split`` names a split."""
+    """Raises UserError unless ``split`` is the name of a split."""
     if split not in SPLITS:
         raise UserError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")

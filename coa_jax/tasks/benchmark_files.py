@@ -1,12 +1,12 @@
-"""Tasks from the files in which benchmarks are published, named by the benchmark.
+"""Loads tasks from published benchmark files, named by the benchmark.
 
     gaia:/mnt/data/gaia/metadata.jsonl
     livecodebench:/mnt/data/lcb/test*.jsonl:since=2024-08-01,until=2025-01-31
     musique:/mnt/data/musique_ans_v1.0_dev.jsonl:hops=3+4
 
-The file may be JSON, JSON lines, parquet, CSV or TSV, and several by ``*``.  Options: ``protocol``;
-``since`` and ``until`` (dates, both included); ``attachments=yes`` to ask questions about files
-too; and any field of the metadata with the values that are kept, joined by ``+``.
+The file may be JSON, JSON lines, parquet, CSV or TSV; ``*`` selects several files. Options:
+``protocol``; ``since`` and ``until`` (dates, both included); ``attachments=yes`` to include
+questions about files; and any metadata field with the values to keep, joined by ``+``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<opti
 
 
 def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Task]:
-    """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
+    """Reads tasks; with ``n``, a fixed sample in an order that depends on the seed.
 
     Args:
-        source: see the module.
-        n: how many; None for all in the order of the files.
-        seed: which sample.
+        source: see the module docstring.
+        n: number of tasks; None for all in the order of the files.
+        seed: seed of the sample.
 
     Raises:
-        UserError: the files cannot be read, hold no tasks, or an option means nothing;
-            ``path: row i: why`` for a row that is none of the benchmark's.
+        UserError: the files cannot be read or contain no tasks, or an option is invalid; for a row
+            that does not belong to the benchmark, ``path: row i: why``.
     """
     name, _, rest = source.partition(":")
     found = _SOURCE.fullmatch(rest)
@@ -65,13 +65,13 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
             metadata = {**question.metadata, "grader": BENCHMARKS[name].grader}
             task = Task(identity, question.question, protocol, question.gold, source, metadata)
             try:
-                # Tests of programs, which may have megabytes, were read on the way.
+                # Tests of programs, which may have megabytes, have been removed while reading.
                 tasks.append(task if metadata["grader"] == "code" else checked(task))
             except ValueError as error:
                 raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
     kept = _filtered(tasks, options, source)
     if not kept:
-        raise UserError(f"{source}: there is no question in it that is measured")
+        raise UserError(f"{source}: it contains no question that the benchmark counts")
     return draw(kept, n, seed, source)
 
 

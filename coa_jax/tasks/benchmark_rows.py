@@ -1,9 +1,9 @@
-"""What a row of each public benchmark means, in the fields that its authors publish.
+"""Parses the rows of each public benchmark, in the fields that its authors publish.
 
-A row is read by the name of its benchmark and not by guessing from its fields: GAIA, BrowseComp,
-HLE and WebWalkerQA; NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and Bamboogle; AIME,
-AMC, MATH500 and OlympiadBench; LiveCodeBench and CodeContests.  Originals, their copies on Hugging
-Face and those of FlashRAG differ in spelling; where they do, each spelling is read.
+The name of the benchmark, not the fields of a row, selects the parser: GAIA, BrowseComp, HLE and
+WebWalkerQA; NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and Bamboogle; AIME, AMC,
+MATH500 and OlympiadBench; LiveCodeBench and CodeContests. Field names differ between originals,
+their copies on Hugging Face and those of FlashRAG; every known field name is read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Found:
     """A question of a benchmark.
 
     Attributes:
-        id: the benchmark's own, or "" where it has none.
-        question: what is asked.
-        gold: accepted answers; one that holds "|" is a set all of which are required.
-        metadata: what results are broken down by.
+        id: id from the benchmark, or "" if it has none.
+        question: the question.
+        gold: accepted answers; an answer that contains "|" is a set, all of whose members are
+            required.
+        metadata: fields by which results are broken down.
         attachment: name of the file that the question is about, or "".
     """
 
@@ -42,9 +43,8 @@ class Found:
 
 
 Read = Callable[[Row], Found | None]
-"""Reads a row; None for one that is not of the kind that is measured.
-
-Raises KeyError, TypeError or ValueError for what is no row of the benchmark.
+"""Parses a row; returns None if the benchmark's measure excludes the row. Raises KeyError,
+TypeError or ValueError for a row that does not belong to the benchmark.
 """
 
 
@@ -58,13 +58,13 @@ class Benchmark:
 
 
 def _text(row: Row, *keys: str) -> str:
-    """The first of the fields that is there."""
+    """Returns the text of the first field that exists."""
     key = next((key for key in keys if key in row), None)
     if key is None:
         raise ValueError(f"there is no field {keys[0]!r}")
     value = row[key]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"the field {key!r} must be a text")
+        raise ValueError(f"the field {key!r} must be a string")
     if not str(value).strip():
         raise ValueError(f"the field {key!r} is empty")
     return str(value).strip()
@@ -75,15 +75,15 @@ def _identity(row: Row, *keys: str) -> str:
 
 
 def _kept(row: Row, **names: str) -> dict[str, Any]:
-    """New name -> value of the field of the old name, where there is one."""
+    """Returns new name -> value of the field with the old name, for fields that exist."""
     return {new: row[old] for new, old in names.items() if row.get(old) not in (None, "")}
 
 
 def _aliases(values: Any) -> tuple[str, ...]:
-    """Names of one thing, each once; "|", which would make a set of one, is no part of a name."""
+    """Returns distinct names of one thing, without "|", which would turn a name into a set."""
     values = list(values) if isinstance(values, list | tuple) else [values]
     if not all(isinstance(value, str | int | float) for value in values):
-        raise ValueError("an answer must be a text, a number or a list of them")
+        raise ValueError("an answer must be a string, a number or a list of them")
     found = dict.fromkeys(str(value).replace("|", "/").strip() for value in values)
     found.pop("", None)
     if not found:
@@ -95,7 +95,7 @@ def _aliases(values: Any) -> tuple[str, ...]:
 
 
 def gaia(row: Row) -> Found:
-    """A line of GAIA's metadata.jsonl (arXiv 2311.12983)."""
+    """Parses a line of GAIA's metadata.jsonl (arXiv 2311.12983)."""
     answer = _text(row, "Final answer", "answer")
     if answer == "?":
         raise ValueError(
@@ -109,10 +109,10 @@ def gaia(row: Row) -> Found:
 
 
 def decrypt(text: str, canary: str) -> str:
-    """Plain text of a field of BrowseComp: base64, xor with the SHA-256 of the canary, repeated.
+    """Decrypts a field of BrowseComp: base64, then XOR with the repeated SHA-256 of the canary.
 
     Raises:
-        ValueError: it was not encrypted with this canary.
+        ValueError: the text was not encrypted with this canary.
     """
     try:
         data = base64.b64decode(text, validate=True)
@@ -124,7 +124,7 @@ def decrypt(text: str, canary: str) -> str:
 
 
 def browsecomp(row: Row) -> Found:
-    """A row of BrowseComp's CSV (arXiv 2504.12516), or of a copy that was decrypted."""
+    """Parses a row of BrowseComp's CSV (arXiv 2504.12516), or of a decrypted copy."""
     question, answer = _text(row, "problem", "question"), _text(row, "answer")
     if canary := str(row.get("canary") or ""):
         question, answer = decrypt(question, canary).strip(), decrypt(answer, canary).strip()
@@ -135,7 +135,7 @@ def browsecomp(row: Row) -> Found:
 
 
 def hle(row: Row) -> Found | None:
-    """A row of Humanity's Last Exam (arXiv 2501.14249) that needs no image."""
+    """Parses a row of Humanity's Last Exam (arXiv 2501.14249); None for questions with images."""
     if row.get("image"):
         return None
     metadata = _kept(row, topic="category", subject="raw_subject", answer_type="answer_type")
@@ -143,7 +143,7 @@ def hle(row: Row) -> Found | None:
 
 
 def webwalker(row: Row) -> Found:
-    """A row of WebWalkerQA (arXiv 2501.07572)."""
+    """Parses a row of WebWalkerQA (arXiv 2501.07572)."""
     info = row.get("info") or {}
     info = parse_json(info) if isinstance(info, str) else info
     metadata = _kept(row, root_url="root_url")
@@ -156,7 +156,7 @@ def webwalker(row: Row) -> Found:
 
 
 def open_question(row: Row) -> Found:
-    """A row of NQ-open, Bamboogle, or of any set in FlashRAG's form."""
+    """Parses a row of NQ-open, Bamboogle, or any data set in FlashRAG's form."""
     key = next((k for k in ("golden_answers", "answers", "answer", "Answer") if k in row), None)
     if key is None:
         raise ValueError("there is no field 'answer'")
@@ -168,7 +168,7 @@ def open_question(row: Row) -> Found:
 
 
 def triviaqa(row: Row) -> Found:
-    """A row of TriviaQA (arXiv 1705.03551): any alias of the answer will do."""
+    """Parses a row of TriviaQA (arXiv 1705.03551); every alias of the answer is accepted."""
     answer = row.get("Answer", row.get("answer"))
     if not isinstance(answer, dict):
         return open_question(row)
@@ -180,7 +180,7 @@ def triviaqa(row: Row) -> Found:
 
 
 def popqa(row: Row) -> Found:
-    """A row of PopQA (arXiv 2212.10511), whose answers are JSON inside of a table."""
+    """Parses a row of PopQA (arXiv 2212.10511), whose answers are JSON inside a table."""
     if "possible_answers" not in row:
         return open_question(row)
     answers = row["possible_answers"]
@@ -190,7 +190,9 @@ def popqa(row: Row) -> Found:
 
 
 def wikipedia_hops(row: Row) -> Found:
-    """A row of HotpotQA or 2WikiMultihopQA; hops are the pages that its facts come from."""
+    """Parses a row of HotpotQA or 2WikiMultihopQA; ``hops`` counts the pages of its supporting
+    facts.
+    """
     facts = row.get("supporting_facts")
     titles = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts or []]
     if "answer" not in row:
@@ -203,7 +205,9 @@ def wikipedia_hops(row: Row) -> Found:
 
 
 def musique(row: Row) -> Found | None:
-    """A row of MuSiQue (arXiv 2108.00573) that can be answered; its id begins with the hops."""
+    """Parses a row of MuSiQue (arXiv 2108.00573); None if unanswerable. Its id begins with the
+    hops.
+    """
     if row.get("answerable") is False:
         return None
     identity = _identity(row, "id")
@@ -220,7 +224,7 @@ def musique(row: Row) -> Found | None:
 
 
 def maths(row: Row) -> Found:
-    """A row of AIME, AMC or MATH500 in the spellings of their copies."""
+    """Parses a row of AIME, AMC or MATH500, with the field names of their copies."""
     question = _text(row, "problem", "Problem", "question", "Question")
     key = next((k for k in ("answer", "Answer", "expected_answer") if k in row), None)
     gold = _text(row, key) if key else parse_boxed(_text(row, "solution", "Solution"))
@@ -232,7 +236,9 @@ def maths(row: Row) -> Found:
 
 
 def olympiadbench(row: Row) -> Found | None:
-    """A row of OlympiadBench (arXiv 2402.14008): text only, open-ended, and not for people."""
+    """Parses a row of OlympiadBench (arXiv 2402.14008); None unless text only, open-ended, not a
+    proof.
+    """
     images = any(value for key, value in row.items() if key.startswith("image_"))
     if images or str(row.get("modality") or "Text-only") != "Text-only":
         return None
@@ -253,7 +259,9 @@ def olympiadbench(row: Row) -> Found | None:
 
 
 def contest(row: Row) -> Found:
-    """A row of LiveCodeBench or CodeContests with its tests; packed ones are never executed."""
+    """Parses a row of LiveCodeBench or CodeContests with its tests; pickled tests are never
+    executed.
+    """
     names = {"difficulty": "level", "platform": "platform", "contest_date": "date"}
     metadata = {new: row[old] for old, new in names.items() if row.get(old) not in (None, "")}
     if "date" in metadata:

@@ -1,4 +1,4 @@
-"""Checks of a task when it is loaded: what cannot be graded is refused with its file and row."""
+"""Checks tasks when they are loaded: an ungradable task is rejected with its file and row."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ REWARDS = Kind(
     offers=("task", "trajectory", "trajectories", "question", "answer", "gold", "text", "graders"),
     needs=("trajectory", "trajectories", "answer", "text"),
 )
-"""A function, async or not, that gives a number or None (no verdict: the trajectory is masked).
-
-It may ask for ``task``, its ``question`` and accepted answers ``gold``; the ``trajectory`` that is
-finished, its ``answer`` ("" for none) and whole ``text``; and ``graders``, the `Graders` of the
-run.  One that asks for ``trajectories`` gets all samples of a task and gives a number for each.
-``metadata["grader"]`` of a task names one, see `coa_jax.tasks.graders`.
+"""The setting for a reward: a function, async or not, that returns a number or None (no verdict:
+the trajectory is masked). It may have the parameters ``task``, its ``question`` and accepted
+answers ``gold``; the finished ``trajectory``, its ``answer`` ("" for none) and whole ``text``; and
+``graders``, the `Graders` of the run. A function with a parameter ``trajectories`` gets all samples
+of a task and returns a number for each. ``metadata["grader"]`` of a task names a reward, see
+`coa_jax.tasks.graders`.
 """
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -48,7 +48,7 @@ _FORMULA = re.compile(r"[0-9\\+*/^=<>|]|\A\W*[A-Za-z]\W*\Z")
 
 
 def checked(task: Task) -> Task:
-    """A task of a file that names its grader where the protocol alone does not.
+    """Sets the grader of a task from a file where the protocol alone does not determine it.
 
     Raises:
         ValueError: the task cannot be graded; the message says why, and what to write.
@@ -67,21 +67,21 @@ def checked(task: Task) -> Task:
         task = dataclasses.replace(task, metadata={**task.metadata, "grader": grader})
     if grader is not None and not (isinstance(grader, str) and REWARDS.knows(grader)):
         known = ", ".join(REWARDS.names())
-        # A file of data must not say which code is imported.
+        # A data file must not decide which code is imported.
         raise ValueError(f"the grader {grader!r} is unknown; known are {known}")
     if grader == "math" and not all(map(is_expression, task.gold)):
-        raise ValueError("an accepted answer holds no expression that could be compared")
-    # Tests that are kept apart, under the id of the question, come before those of the row.
+        raise ValueError("an accepted answer contains no expression that can be compared")
+    # Private tests under the id of the question take precedence over those of the row.
     if grader == "code" and not task.metadata.get("question_id"):
         tests_of(task.gold)
     return task
 
 
 def tests_of(gold: tuple[str, ...]) -> Tests:
-    """The tests that the accepted answer of a code task holds, as JSON.
+    """Reads the tests in the accepted answer of a code task, which is JSON.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the answer contains no tests.
     """
     try:
         value = reading.parse_json(gold[0] if gold else "")
@@ -93,7 +93,7 @@ def tests_of(gold: tuple[str, ...]) -> Tests:
 
 
 def _grader_of(gold: tuple[str, ...]) -> str:
-    """The grader of a task of the protocol ``code``, by its accepted answers."""
+    """Returns the grader of a task of the protocol ``code``, by its accepted answers."""
     if gold[0].startswith("{"):
         tests_of(gold)
         return "code"
@@ -117,6 +117,7 @@ def _check_scorer(task: Task) -> None:
     wanted: dict[str, Any] = {"scorer": str, "generator": str, "generator_metadata": dict}
     for key, kind in wanted.items():
         if not isinstance(task.metadata.get(key), kind):
-            raise ValueError(f"metadata.{key} must be {'an object' if kind is dict else 'a text'}")
+            form = "an object" if kind is dict else "a string"
+            raise ValueError(f"metadata.{key} must be {form}")
     if task.metadata["scorer"] != "reasoning_gym":
         raise ValueError(f"the scorer {task.metadata['scorer']!r} is unknown: use reasoning_gym")

@@ -1,13 +1,13 @@
-"""Grading of programs: they run in the sandbox, what they print is compared outside of it.
+"""Grades programs: they run in the sandbox, and their output is compared outside of it.
 
-Forms of tests, by what a question file holds:
+Forms of tests, by the content of a question file:
 
 * input and output texts (AtCoder, CodeContests, ``stdin`` and ``expected_output`` of the release),
 * calls of a function with JSON arguments (LeetCode in LiveCodeBench's own files),
 * assertions (``functional``, and ``import_prefix`` with ``test_code``).
 
-A program passes if all of its tests do.  Limits are those of the release: 6 seconds for a test,
-min(7 n + 5, 300) for n of them.
+A program passes if all of its tests pass. Time limits are those of the release: 6 seconds per test,
+min(7 n + 5, 300) seconds for n tests.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _STAR = (
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json", "builtins"),
     "typing",
 )
-"""Modules whose names LiveCodeBench puts before a program, in this order: ``builtins`` takes back
-what those before it hide, such as ``pow`` with three arguments."""
+"""Modules that LiveCodeBench imports with ``*`` before a program, in this order: ``builtins``
+restores names that earlier modules hide, such as ``pow`` with three arguments.
+"""
 
 _PRELUDE = "".join(
     [
@@ -48,7 +49,7 @@ _PRELUDE = "".join(
         "sys.setrecursionlimit(50000)\n",
     ]
 )
-# As a text of its own: what has to stand at the head of a file may stand at the program's.
+# A separate source, so that statements required at the start of a file work at the program's start.
 _PROGRAM = "exec(compile({!r}, '<program>', 'exec'), globals())\n"
 _CALL = """
 
@@ -66,7 +67,7 @@ _main()
 
 @dataclasses.dataclass(frozen=True)
 class CodeLimits(Bounded):
-    """What a program that is graded may use.
+    """Limits of graded programs.
 
     Attributes:
         test_s: seconds of one test.
@@ -84,10 +85,10 @@ class CodeLimits(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One test: what goes in, what must come out.
+    """One test: its input and the expected output.
 
-    ``stdin`` a text and the expected output; ``call`` one JSON argument a line and the expected
-    JSON; ``assert`` statements that must run through, and nothing.
+    For ``stdin``, a text and the expected output; for ``call``, one JSON argument per line and the
+    expected JSON; for ``assert``, statements that must not fail, and no output.
     """
 
     kind: Literal["stdin", "call", "assert"]
@@ -100,10 +101,11 @@ class Tests:
     """The tests of a question.
 
     Attributes:
-        cases: in the order in which they are run.
-        entry: the function of ``call`` tests.
-        prefix: source that stands before the program.
-        compare: ``lines``, as LiveCodeBench compares output, or ``tokens``, as CodeContests.
+        cases: tests in the order in which they run.
+        entry: function that ``call`` tests call.
+        prefix: source that precedes the program.
+        compare: comparison of outputs: ``lines``, as in LiveCodeBench, or ``tokens``, as in
+            CodeContests.
     """
 
     cases: tuple[Case, ...]
@@ -114,13 +116,13 @@ class Tests:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How a program did.
+    """The result of a program.
 
     Attributes:
         passed: whether every test passed.
-        tests: how many there are.
-        done: how many passed before the first that did not.
-        why: what went wrong with that one: ``output``, ``error``, ``time``, ``limit``, or "".
+        tests: number of tests.
+        done: number of tests that passed before the first failure.
+        why: reason of the failure: ``output``, ``error``, ``time``, ``limit``, or "".
     """
 
     passed: bool
@@ -130,9 +132,10 @@ class Verdict:
 
 
 def program_of(answer: str) -> str | None:
-    """The program of an answer; None if there is none.
+    """Extracts the program from an answer; None if there is none.
 
-    Of several blocks it is the last one that is named as Python, else the last without a name.
+    Of several code blocks, the last one labelled as Python is used, else the last one without a
+    label.
     """
     parsed = parse_code(answer)
     if parsed is not None:
@@ -142,15 +145,15 @@ def program_of(answer: str) -> str | None:
         programs = [text for name, text in blocks if name in names]
         if programs:
             return programs[-1]
-    torn = _FENCED.findall(answer)  # fences that do not pair up by lines
+    torn = _FENCED.findall(answer)  # for fences that do not pair up line by line
     return torn[-1] if torn and torn[-1].strip() else None
 
 
 def _blocks(answer: str) -> list[tuple[str, str]]:
-    """(name, text) of each fenced block, whatever its name: fences pair up line by line.
+    """Returns (label, text) of each fenced block; fences are paired line by line.
 
-    A block may begin behind some words and end behind its last statement.  A fence that is
-    indented like code, as in a docstring, ends no block.
+    A block may begin after words on the same line, and end after its last statement. A fence
+    indented like code, as in a docstring, does not end a block.
     """
     blocks: list[tuple[str, str]] = []
     lines: list[str] | None = None
@@ -174,10 +177,10 @@ def _blocks(answer: str) -> list[tuple[str, str]]:
 
 
 def read_tests(gold: Mapping[str, Any]) -> Tests:
-    """The tests that a gold value of a question file means.
+    """Reads the tests in the gold value of a question file.
 
     Raises:
-        ValueError: it is in none of the known forms.
+        ValueError: the value has none of the known forms.
     """
     if "import_prefix" in gold:
         checks = _checks(_text(gold, "test_code"))
@@ -203,16 +206,17 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
 
 
 def _checks(source: str) -> list[str]:
-    """A function of nothing but assertions with each of them alone; any other source as it is.
+    """Splits a function of assertions into one source per assertion; returns other sources
+    unchanged.
 
     Raises:
-        ValueError: it is no Python, which no program could pass.
+        ValueError: the source is not valid Python, so no program could pass.
     """
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
         module = ast.parse(source).body
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"'test_code' is no Python: {error}") from error
+        raise ValueError(f"'test_code' is not Python: {error}") from error
     function = module[0] if len(module) == 1 else None
     if not isinstance(function, ast.FunctionDef):
         return [source]
@@ -243,16 +247,21 @@ def _pairs(inputs: Any, outputs: Any, entry: str) -> Tests:
 
 def _text(gold: Mapping[str, Any], key: str) -> str:
     if not isinstance(gold.get(key), str):
-        raise ValueError(f"{key!r} must be a text")
+        raise ValueError(f"{key!r} must be a string")
     return str(gold[key])
 
 
 async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
-    """Runs a program's tests until one fails; each in a fresh process that sees no other test.
+    """Runs a program's tests until one fails, each in a new process that sees no other test.
+
+    Args:
+        program: source of the program.
+        tests: tests of the question.
+        limits: limits of the program.
 
     Raises:
         SandboxError: the sandbox does not work; the program is not to blame.
-        UserError: there is none on this machine.
+        UserError: this machine has no sandbox.
     """
     total = len(tests.cases)
     budget = min((limits.test_s + 1) * total + 5, limits.total_s)
@@ -274,7 +283,7 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
 async def _run_case(
     program: str, tests: Tests, case: Case, seconds: float, limits: CodeLimits
 ) -> str:
-    """What goes wrong with one test, or ""."""
+    """Returns the reason why one test fails, or ""."""
     source, stdin, mark = _PRELUDE + tests.prefix + "\n", case.given, secrets.token_hex(16)
     source += _PROGRAM.format(program)
     if case.kind == "call":
@@ -284,7 +293,7 @@ async def _run_case(
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     keep = 2 * len(case.expected) + (1 << 16)
-    # Other work of the machine takes nothing from the time of a program that is graded.
+    # Other load on the machine does not reduce the time of a graded program.
     within = Limits(wall_s=seconds, cpu_s=seconds, memory_mb=limits.memory_mb, starved_s=seconds)
     job = _isolation().job(within, _directories(limits.libraries))
     result = await run(job, source, stdin, keep)
@@ -311,10 +320,10 @@ def _right(result: Result, tests: Tests, case: Case, mark: str) -> bool:
     printed = result.stdout
     if case.kind == "stdin":
         if printed.length > len(printed.head):
-            return False  # far longer than what is expected
+            return False  # far longer than the expected output
         same = same_lines if tests.compare == "lines" else same_tokens
         return same(printed.head, case.expected)
-    # What the program prints itself, however much, is not what is asked for.
+    # The program's own output, of any length, does not count as the result of a call.
     last = printed.tail.rstrip("\n").rpartition("\n")[2]
     if not last.startswith(mark):
         return False
@@ -329,9 +338,10 @@ def _same_json(given: str, expected: str) -> bool:
 
 
 def same_lines(given: str, expected: str) -> bool:
-    """Whether outputs agree as LiveCodeBench compares them.
+    """Compares outputs as LiveCodeBench does.
 
-    As many lines; each the same text but for blanks around it, or the same numbers.
+    The numbers of lines must be equal. Lines agree if they are the same text, apart from blanks at
+    both ends, or the same numbers.
     """
     ours, theirs = given.strip().split("\n"), expected.strip().split("\n")
     return len(ours) == len(theirs) and all(
@@ -347,10 +357,10 @@ def _same_numbers(a: str, b: str) -> bool:
 
 
 def same_tokens(given: str, expected: str) -> bool:
-    """Whether outputs agree as CodeContests compares them.
+    """Compares outputs as CodeContests does.
 
-    Neither lines nor case matter; each word is the same, or a number less than 1e-5 away from the
-    expected one.  Whole numbers have to be equal, also where a float could not tell them apart.
+    Line breaks and case are ignored. Words agree if they are equal, or if they are numbers that
+    differ by less than 1e-5. Integers must be equal, even if they are too large for a float.
     """
     ours, theirs = given.lower().split(), expected.lower().split()
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))

@@ -1,9 +1,9 @@
-"""Tasks from the rows of any data set, by a mapping of its columns.
+"""Loads tasks from the rows of any data set, with a mapping of its columns.
 
     tasks=hf:openai/gsm8k:main  task_options.columns.answer=answer  task_options.answer_after=####
 
-A mapping says from which column each part of a task comes.  A dot goes into a nested column
-(``answers.text``).  Parts without an entry come from the columns that usually hold them.
+The mapping names the column of each part of a task. A dot selects from a nested column
+(``answers.text``). Parts without an entry use the customary column names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, golds, load_release_
 from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
 
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
-"""Columns of the parts of a task that every data set has."""
+"""Customary column names of the parts of a task."""
 _PARTS = ("question", "answer", "id", "protocol", "prompt")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -34,13 +34,13 @@ class Columns:
     """How rows become tasks.
 
     Attributes:
-        columns: part of a task -> column.  Parts are ``question``, ``answer`` (a text, a number or
-            a list of accepted ones), ``id``, ``protocol`` and ``prompt`` (chat messages); every
-            other name is a field of the metadata.
-        answer_after: of an answer, only what follows the last occurrence of this text counts.
+        columns: part of a task -> column. Parts are ``question``, ``answer`` (a string, a number or
+            a list of accepted ones), ``id``, ``protocol`` and ``prompt`` (chat messages). Every
+            other name is a metadata field.
+        answer_after: separator in answers; only the text after its last occurrence is used.
         grader: how the answers are graded, see docs/grading.md; "" for the grader of the protocol.
-        protocol: of rows that name none.
-        where: the source, for errors; each task has it as its source.
+        protocol: protocol of rows without one.
+        where: name of the source, for errors; it becomes the source of each task.
     """
 
     columns: Mapping[str, str]
@@ -56,13 +56,13 @@ class Columns:
                 raise UserError(f"{self.where}: columns.{part} is {column!r}; give a column")
 
     def resolved(self, there: Iterable[str]) -> dict[str, str]:
-        """Part of a task -> column, all of which are there.
+        """Returns part of a task -> column, with columns that all exist.
 
         Args:
             there: columns of the data set.
 
         Raises:
-            UserError: a column is not there, or none has questions or answers.
+            UserError: a column does not exist, or no column has questions or answers.
         """
         there = list(there)
         for part, column in self.columns.items():
@@ -85,10 +85,10 @@ class Columns:
         return {part: column for part, column in found.items() if column}
 
     def tasks(self, rows: Iterable[Row]) -> list[Task]:
-        """The tasks of rows, in their order.
+        """Converts rows to tasks, in order.
 
         Raises:
-            UserError: a row is no task (``source: row i: why``), or there is none.
+            UserError: a row is not a task (``source: row i: why``), or there are no rows.
         """
         tasks: list[Task] = []
         names: dict[str, str] = {}
@@ -101,14 +101,14 @@ class Columns:
                 raise UserError(f"{self.where}: row {number}: {reading.reason(error)}") from error
             tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
         if not tasks:
-            raise UserError(f"{self.where}: there is no row in it")
+            raise UserError(f"{self.where}: it has no rows")
         return tasks
 
     def _task(self, row: Row, names: Mapping[str, str], number: int) -> Task:
         value = {part: _at(row, column) for part, column in names.items()}
         question = value["question"]
         if not isinstance(question, str) or not question.strip():
-            raise ValueError(f"the question ({names['question']}) must be a text")
+            raise ValueError(f"the question ({names['question']}) must be a string")
         gold = golds(value["answer"])
         if self.answer_after:
             gold = tuple(text.rpartition(self.answer_after)[2].strip() for text in gold)
@@ -125,7 +125,7 @@ class Columns:
 
 
 def _at(row: Row, column: str) -> Any:
-    """The value of a column, which may be nested."""
+    """Returns the value of a column, which may be nested."""
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -146,15 +146,15 @@ def load_file(
 ) -> list[Task]:
     """Reads tasks of a ``.jsonl``, ``.json`` or ``.parquet`` file.
 
-    Without one of the last three options the fields of a row decide, see `load_question_file` and
-    `load_release_file`.
+    If none of the last three options is set, the fields of a row decide how it is read, see
+    `load_question_file` and `load_release_file`.
 
     Args:
         source, split, n, seed, protocol: see `load_tasks`.
         columns, answer_after, grader: see `Columns`.
 
     Raises:
-        UserError: the file cannot be read, or a row is no task.
+        UserError: the file cannot be read, or a row is not a task.
     """
     if not (columns or answer_after or grader):
         plain = load_question_file if ".jsonl" in source else load_release_file

@@ -1,10 +1,10 @@
-"""Tasks from data sets of the Hugging Face hub and of TFDS.
+"""Loads tasks from data sets of the Hugging Face hub and of TFDS.
 
     hf:NAME:CONFIG:SPLIT       hf:openai/gsm8k:main:train, hf:/data/my_set
     tfds:NAME:SPLIT            tfds:gsm8k:train, tfds:/data/tfds/my_set/1.0.0:test
 
-What is left out is the data set's only configuration, and the split that is asked for.  A path is a
-local folder with data files, or a prepared TFDS folder.
+An omitted CONFIG means the data set's only configuration, an omitted SPLIT the split that the run
+requests. A path is a local folder with data files, or a prepared TFDS folder.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def load_hub(
     grader: str = "",
     revision: str = "",
 ) -> list[Task]:
-    """Reads a data set with the ``datasets`` library, which keeps what it downloads.
+    """Reads a data set with the ``datasets`` library, which caches its downloads.
 
-    ``HF_HUB_OFFLINE=1`` reads what is kept; ``HF_HOME`` says where, and ``HF_TOKEN`` opens gated
-    data sets.
+    ``HF_HUB_OFFLINE=1`` reads only the cache, ``HF_HOME`` sets its location, and ``HF_TOKEN`` gives
+    access to gated data sets.
 
     Args:
         source, split, n, seed, protocol: see `load_tasks`.
@@ -44,8 +44,8 @@ def load_hub(
         revision: branch, tag or commit of the data set; "" for the newest.
 
     Raises:
-        UserError: the library is not installed, the hub cannot be reached, or there is no such
-            data set, configuration, split or column; a row is no task.
+        UserError: the library is not installed, the hub cannot be reached, the data set,
+            configuration, split or column does not exist, or a row is not a task.
     """
     name, config, part = _parts(source, 3, "hf:NAME:CONFIG:SPLIT")
     mapped = Columns(columns or {}, answer_after, grader, protocol or "generalist", source)
@@ -57,10 +57,10 @@ def load_hub(
         found = datasets.load_dataset(
             name, config or None, split=part or split, revision=revision or None
         )
-    except Exception as error:  # of the library, its file systems and the readers of its formats
+    except Exception as error:  # errors of the library, file systems and parsers
         raise _refused(source, error) from error
     wanted = {column.partition(".")[0] for column in mapped.resolved(found.column_names).values()}
-    rows = found.select_columns(sorted(wanted))  # without it, images of others would be decoded
+    rows = found.select_columns(sorted(wanted))  # images in other columns are not decoded
     return draw(mapped.tasks(map(plain, rows)), n, seed, source)
 
 
@@ -80,11 +80,11 @@ def load_tfds(
     Args:
         source, split, n, seed, protocol: see `load_tasks`.
         columns, answer_after, grader: see `Columns`.
-        data_dir: where prepared data sets are; "" for ``TFDS_DATA_DIR``, or the library's own.
+        data_dir: folder of prepared data sets; "" for ``TFDS_DATA_DIR``, or the library's default.
 
     Raises:
-        UserError: the library is not installed, or there is no such data set, split or column;
-            a row is no task.
+        UserError: the library is not installed, the data set, split or column does not exist, or a
+            row is not a task.
     """
     name, part = _parts(source, 2, "tfds:NAME:SPLIT")
     mapped = Columns(columns or {}, answer_after, grader, protocol or "generalist", source)
@@ -102,7 +102,7 @@ def load_tfds(
             builder.download_and_prepare()
         known = list(builder.info.splits)
         rows = builder.as_data_source(split=part) if part.partition("[")[0] in known else None
-    except Exception as error:  # TFDS, ArrayRecord and protobuf each have errors of their own
+    except Exception as error:  # TFDS, ArrayRecord and protobuf have their own errors
         raise _refused(source, error) from error
     if rows is None:
         raise UserError(f"tasks={source}: there is no split {part!r}; there are {', '.join(known)}")
@@ -110,7 +110,7 @@ def load_tfds(
 
 
 def _parts(source: str, count: int, form: str) -> list[str]:
-    """What stands between the colons after the first one; "" for what is left out."""
+    """Splits a source at its colons after the first; omitted parts are ""."""
     found = source.split(":", count)[1:]
     if not found or not found[0]:
         raise UserError(f"tasks={source}: give {form}")
@@ -128,7 +128,7 @@ def _rows(source: Sequence[Any]) -> Iterator[Row]:
 
 
 def _python(value: Any) -> Any:
-    """A value of NumPy's, as JSON would have it."""
+    """Converts a NumPy value to the corresponding JSON value."""
     if isinstance(value, dict):
         return {key: _python(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,7 +1,8 @@
-"""A few questions in the published form of each benchmark, for the debug forms of configs/evaluate.
+"""Writes sample questions in the form of each benchmark, for debug runs of configs/evaluate.
 
-Writes ``NAME.jsonl`` for each benchmark of `coa_jax.tasks.benchmark_rows`, and ``tests/ID.json``
-with the private tests of the LiveCodeBench questions.  The questions are none of the benchmarks'.
+The files are ``NAME.jsonl`` for each benchmark of `coa_jax.tasks.benchmark_rows`, and
+``tests/ID.json`` with the private tests of the LiveCodeBench questions. The questions are our own,
+not those of the benchmarks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _case(given: str, expected: str) -> dict[str, str]:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    """Rows of a benchmark."""
+    """Returns rows in the form of a benchmark."""
     if name == "livecodebench":
         public = json.dumps([_case("1 2\n", "3\n")])
         return [{"question_id": f"debug_{number}", "question_content": _ADD, "platform": "debug",
@@ -60,7 +61,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def write_examples(folder: Path) -> None:
-    """Writes the files into a folder, which is made."""
+    """Writes the files into a folder, which is created."""
     (folder / "tests").mkdir(parents=True, exist_ok=True)
     for name in BENCHMARKS:
         jsonl.write_lines(folder / f"{name}.jsonl", _rows(name))

@@ -1,16 +1,16 @@
-"""Rewards of finished trajectories: which a task asks for, and how several are put together.
+"""Grades finished trajectories: selects the reward of a task, and combines several rewards.
 
 A task names its reward in ``metadata["grader"]`` (see `coa_jax.tasks.checks.REWARDS`):
 
-* ``exact_match`` (also without a name): the setting ``answer``, or a judge that judges all;
-* ``judge``: a language model where one is configured, else as ``exact_match``;
+* ``exact_match`` (also without a name): the setting ``answer``, or the judge if ``judge_all``;
+* ``judge``: a language model if one is configured, else as ``exact_match``;
 * ``math``, ``code`` and others: the reward of this name.
 
-The setting ``rewards`` takes several, with weights, in its place.
+The setting ``rewards`` replaces this by a weighted sum of several rewards.
 
-A part of ours that fails (a tool, the sandbox, the judge, a reward itself) gives the reward None,
-which masks the trajectory, with the reason; only a reward that gives what is none ends the run.
-What the policy did wrong is 0.
+If one of our components fails (a tool, the sandbox, the judge, a reward itself), the reward is None
+with a reason, and the trajectory is masked. Only a reward that returns an invalid value ends the
+run. Mistakes of the policy score 0.
 """
 
 from __future__ import annotations
@@ -43,21 +43,24 @@ from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 T = TypeVar("T")
 
 GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
-"""What graders read of a task's metadata; beside it they see its question and accepted answers."""
+"""Metadata fields that graders read, in addition to a task's question and accepted answers."""
 
 TASKS_OWN = "grader"
-"""In the setting ``rewards``: the reward that the task itself asks for."""
+"""Name, in the setting ``rewards``, of the reward that the task itself requests."""
 
 TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned")
-"""Names of metrics ``reward/...`` and of parts that no reward of the setting ``rewards`` has."""
+"""Names of metrics ``reward/...`` and of parts, which rewards in the setting ``rewards`` cannot
+have.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig(Extension):
-    """One of several rewards; ``path`` may be empty where its key is a short name, or `TASKS_OWN`.
+    """A reward of the weighted sum; ``path`` may be empty if its key is a short name, or
+    `TASKS_OWN`.
 
     Attributes:
-        weight: by which the number counts; 0 measures without counting.
+        weight: factor of the reward; 0 records the reward without counting it.
     """
 
     weight: Annotated[float, Between(-1e6, 1e6)] = 1.0
@@ -68,17 +71,19 @@ class GradersConfig(Bounded):
     """How answers are graded.
 
     Attributes:
-        answer: how answers in words are compared: ``exact_match`` (the corrected form), ``f1``, a
+        answer: how text answers are compared: ``exact_match`` (the corrected form), ``f1``, a
             reward of the release by its name (``mhqa_train``, ``mhqa_eval``, ``qa_em``,
-            ``qa_subem``), or one of your own by ``package.module:name``.
-        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`.  The
-            value of a trajectory is their weighted sum, and each is a part of it by its name.
-            ``grader`` is the reward that the task asks for.  Empty for that one alone.
-        judge_all: answers in words of all tasks go to the judge, not only where a task asks for it.
-        judge: the model that judges; without one answers are compared.
-        code: limits of programs that are graded.
-        private_tests: folder with tests by question id; "" to use those in the question file.
-        programs: programs that are graded at a time.
+            ``qa_subem``), or a custom one by ``package.module:name``.
+        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. The
+            value of a trajectory is their weighted sum, and each is recorded as a part with its
+            name. ``grader`` is the reward that the task requests. If empty, that reward alone
+            counts.
+        judge_all: whether the judge judges the text answers of all tasks, not only of tasks that
+            request it.
+        judge: model that judges; without one answers are compared.
+        code: limits of graded programs.
+        private_tests: folder with tests by question id; "" to use the tests in the question file.
+        programs: number of programs that are graded concurrently.
         maths_s: seconds to compare two expressions.
     """
 
@@ -108,7 +113,9 @@ class GradersConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class _Weighted:
-    """A reward of the setting ``rewards``; ``call`` is None for the one that the task asks for."""
+    """A reward of the setting ``rewards``; ``call`` is None for the reward that the task
+    requests.
+    """
 
     name: str
     weight: float
@@ -116,7 +123,7 @@ class _Weighted:
 
     @property
     def of_group(self) -> bool:
-        """Whether it sees all samples of a task together."""
+        """Whether the reward sees all samples of a task together."""
         return self.call is not None and "trajectories" in self.call.asks
 
 
@@ -124,16 +131,16 @@ class Graders:
     """All rewards of a run; may be called from several event loops.
 
     Attributes:
-        judge: the model that judges; None where none is configured.
-        programs: turns of programs that are graded.
+        judge: model that judges; None if none is configured.
+        programs: semaphore of programs that are graded.
     """
 
     def __init__(self, config: GradersConfig):
-        """Finds the rewards that the settings name, and opens what they keep on disk.
+        """Looks up the rewards that the settings name, and opens their files.
 
         Raises:
-            UserError: a reward is not there or does not fit, or the cache of the judge cannot be
-                used.
+            UserError: a reward does not exist or has wrong parameters, or the cache of the judge
+                cannot be used.
         """
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
@@ -151,7 +158,7 @@ class Graders:
         return _Weighted(name, reward.weight, call)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Refuses tasks for whose grading something is missing on this machine.
+        """Checks that this machine can grade the tasks.
 
         Raises:
             UserError: a reward, a package, the sandbox or the folder of private tests is missing.
@@ -162,7 +169,7 @@ class Graders:
                 NEEDS[name](self.config)
 
     def measure(self, task: Task) -> str:
-        """The name of the reward that a task asks for, as the settings have it."""
+        """Returns the name of the reward that a task requests, under the current settings."""
         if "scorer" in task.metadata:
             return str(task.metadata["scorer"])
         grader = str(task.metadata.get("grader", "exact_match"))
@@ -177,24 +184,24 @@ class Graders:
         return self._found[name]
 
     async def grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of a finished trajectory; of several, without those of the whole group.
+        """Grades a finished trajectory, without rewards of the whole group.
 
         Returns:
-            Its value, None with a reason where it cannot be judged, and parts: the name of what
-            was measured (``exact_match``, ``math``, ``code``, ``judge``, ...), and ``format``, 1 if
-            the text keeps the rules of its protocol.  ``exact_match`` is 0 for programs.  A reward
-            that fails gives no parts.
+            The reward. Its value is None, with a reason, if the trajectory cannot be judged. Its
+            parts are the name of the measure (``exact_match``, ``math``, ``code``, ``judge``, ...),
+            and ``format``, 1 if the text obeys its protocol. ``exact_match`` is 0 for programs. A
+            reward that fails has no parts.
 
         Raises:
-            UserError: a reward gave what is neither a number nor None, or the budget of the judge
-                is spent.
+            UserError: a reward returned neither a number nor None, or the budget of the judge is
+                spent.
         """
         together = [reward.name for reward in self._rewards if reward.of_group]
         if together and "alone" not in self._warned:
             self._warned.add("alone")
             logging.warning(
-                "samples that are graded alone have no part of %s: the rewards see all samples of "
-                "a task together", ", ".join(together)
+                "samples graded one by one get no part of %s: these rewards need all samples of a "
+                "task together", ", ".join(together)
             )  # fmt: skip
         return await self.grade_alone(task, trajectory)
 
@@ -203,7 +210,7 @@ class Graders:
             return await self._grade(task, trajectory)
         except (MisfitError, BudgetSpentError):
             raise
-        except Exception as error:  # a fault of ours must not cost the rollouts of a step
+        except Exception as error:  # a bug must not cost the rollouts of a step
             kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
             return self._masked(task, kind, error)
 
@@ -223,7 +230,7 @@ class Graders:
         single = [reward for reward in self._rewards if not reward.of_group]
         scores: dict[str, float | None] = {}
         if not self._rewards or any(reward.call is None for reward in single):
-            given = trajectory.metadata.get("given_reward")  # by an agent's program
+            given = trajectory.metadata.get("given_reward")  # from an agent program
             if given is not None:
                 shown = "given"
             scores[shown] = scores[TASKS_OWN] = (
@@ -250,7 +257,7 @@ class Graders:
         return Reward(sum(each.weight * parts[each.name] for each in single), parts)
 
     def _exact(self, task: Task, trajectory: Trajectory, name: str) -> float:
-        """Whether the answer is an accepted one, whatever else is measured."""
+        """Returns 1.0 if the answer is an accepted one, for any other measure of the task."""
         if name == "code":
             return 0.0
         plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
@@ -258,7 +265,7 @@ class Graders:
         return score
 
     async def _call(self, name: str, task: Task, trajectory: Trajectory) -> float | None:
-        """What the reward of a short name or path gives."""
+        """Returns the result of a reward, given by short name or path."""
         return await self._score(name, self._bound(name), task, trajectory)
 
     async def _score(
@@ -278,21 +285,21 @@ class Graders:
         }
 
     async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """`grade` of all samples of a task, with the rewards that see them together."""
+        """Grades all samples of a task like `grade`, including rewards that need them together."""
         graded = await asyncio.gather(*(self.grade_alone(task, t) for t in trajectories))
         return await self.grade_together(task, trajectories, graded)
 
     async def grade_together(
         self, task: Task, trajectories: Sequence[Trajectory], alone: Sequence[Reward]
     ) -> list[Reward]:
-        """Adds the rewards that see the samples of a task together.
+        """Adds the rewards that need the samples of a task together.
 
-        These see the samples that have a value; the others stay masked.
+        These rewards see the samples that have a value; the others stay masked.
 
         Args:
             task: the task.
             trajectories: its samples.
-            alone: what `grade_alone` gave for each.
+            alone: result of `grade_alone` for each sample.
         """
         graded = list(alone)
         for each in (reward for reward in self._rewards if reward.of_group):
@@ -322,9 +329,9 @@ class Graders:
         return graded
 
     async def grade_many(self, pairs: Iterable[tuple[Task, Trajectory]]) -> list[Reward]:
-        """Rewards of many trajectories, graded at the same time.
+        """Grades many trajectories concurrently.
 
-        Neighbours of the same task, sampled for the same prompt, are a group (`grade_group`).
+        Adjacent trajectories of the same task and the same prompt form a group (`grade_group`).
         """
 
         def group_of(pair: tuple[Task, Trajectory]) -> tuple[int, Any]:
@@ -335,11 +342,11 @@ class Graders:
         return [reward for rewards in await asyncio.gather(*graded) for reward in rewards]
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
-        """`grade` from code that does not await, inside of an event loop or not."""
+        """`grade` for synchronous code, inside or outside an event loop."""
         coroutine = self.grade(task, trajectory)
         if self._waits(task):
             return run_blocking(coroutine)
-        try:  # a comparison of texts never waits, and an event loop would cost more than it does
+        try:  # comparing texts never waits; an event loop would cost more
             coroutine.send(None)
         except StopIteration as done:
             result: Reward = done.value
@@ -350,18 +357,18 @@ class Graders:
         try:
             call = self._bound(self.measure(task))
         except UserError:
-            return False  # grading will say so
+            return False  # grading will report the error
         return bool(self._rewards) or _is_slow(call)
 
 
 def _is_slow(call: Bound) -> bool:
-    """Whether a reward waits for something: it is async, or of your own."""
+    """Returns whether a reward may wait: it is async, or custom."""
     ours = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
     return not ours or inspect.iscoroutinefunction(call.found)
 
 
 async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
-    """What a reward gives; one of your own that is not async runs in a thread."""
+    """Returns the result of a reward; a custom synchronous reward runs in a thread."""
     if _is_slow(call) and not inspect.iscoroutinefunction(call.found):
         result = await asyncio.to_thread(call, **offered)
     else:
@@ -370,7 +377,7 @@ async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
 
 
 def _number(name: str, found: Any) -> float | None:
-    """A reward's number; a truth value is one."""
+    """Validates the number of a reward; booleans count as numbers."""
     if found is None:
         return None
     try:
@@ -383,7 +390,7 @@ def _number(name: str, found: Any) -> float | None:
 
 
 def _numbers(name: str, found: Any, count: int) -> list[float | None]:
-    """The numbers of a reward of a group."""
+    """Validates the numbers of a reward of a group."""
     if isinstance(found, str) or not isinstance(found, Iterable):
         found = [found]
     numbers = list(found)
@@ -407,5 +414,5 @@ def _default() -> Graders:
 
 
 def grade(task: Task, trajectory: Trajectory) -> Reward:
-    """The reward of a finished trajectory under the default settings; see `Graders.grade`."""
+    """Grades a finished trajectory with the default settings; see `Graders.grade`."""
     return _default()(task, trajectory)

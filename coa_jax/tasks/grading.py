@@ -1,9 +1,9 @@
-"""The comparison of answers.
+"""Compares answers with accepted answers.
 
-Exact match after the usual normalisation (paper §4.1.1, eq 9), without the faults of the released
-grader: what is normalised to nothing matches itself only, a hedge with a wrong alternative is
-wrong, a list of required answers needs all of them, another name of the right answer does no harm,
-and numbers are compared by value ("1.5" is not "15", "-5" is not "5").
+The comparison is exact match after the usual normalisation (paper §4.1.1, eq 9), without the bugs
+of the released grader. A text that is empty after normalisation matches only itself. An answer that
+hedges with a wrong alternative is wrong. A list of required answers needs all of them. Another name
+of the right answer is harmless. Numbers are compared by value ("1.5" is not "15", "-5" is not "5").
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from coa_jax.protocol import split_answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Accents of Latin, Greek and Cyrillic, and the vowel points that Hebrew and Arabic may leave out.
-# Other marks make other letters: the Japanese words for Bali and Paris differ in one.
+# Accents of Latin, Greek and Cyrillic, and the vowel points that Hebrew and Arabic may omit. Other
+# marks form other letters: the Japanese words for Bali and Paris differ only in such a mark.
 _MARKS = re.compile(
     "[\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u064b-\u0652\u0670]"
 )
@@ -30,7 +30,7 @@ _TYPED = str.maketrans(
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
     }
 )
-"""Quotes, dashes and the minus sign as they are typed."""
+"""Typographic quotes, dashes and the minus sign -> the ASCII characters."""
 
 _NUMBER = re.compile(
     r"(?P<sign>[-+\u2212\u2013]?)\$?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
@@ -41,7 +41,7 @@ _GROUPED = re.compile(r"(?<![\d.,'])\d{1,3}(?:[,']\d{2,3})*[,']\d{3}(?!\d|[,']\d
 _NUMERAL = re.compile(r"(?:(?<!\w)(-?\.?))?(\d+(?:[^\w\s]+\d+)*)")
 _BESIDE_NUMBERS = str.maketrans("", "", "$£€¥%")
 _LONG_TEXT = 1000  # characters
-_LONG_NUMBER = 7  # digits: a telephone number, an ISBN, a date; marks only group them
+_LONG_NUMBER = 7  # digits of telephone numbers, ISBNs, dates; punctuation only groups them
 _ARTICLE = re.compile(r"\A\s*(?:a|an|the)\s+", re.IGNORECASE)
 _SPELLINGS = {
     "sq km": "sq km, km2, km², square km, square kilometers, square kilometres",
@@ -77,33 +77,35 @@ _SPELLINGS = {
     "grams": "grams, gram",
     "mg": "mg, milligrams, milligram",
 }
-"""Unit -> how it is written.  "5G", "4L", "8 Mile" and "98 Degrees" are names, so "g", "l",
-"mile" and "degrees" are not here."""
+"""Unit -> its spellings. "5G", "4L", "8 Mile" and "98 Degrees" are names, so "g", "l", "mile" and
+"degrees" are not included.
+"""
 
 _UNITS = {text: unit for unit, texts in _SPELLINGS.items() for text in texts.split(", ")}
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
-_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,}(?: [a-z]{3,}){0,2} ?)?")  # each letter read once
+_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,}(?: [a-z]{3,}){0,2} ?)?")  # linear time
 _NO_UNITS = frozenset(
     {"not", "nor", "and", "but", "plus", "minus", "times", "half", "maybe", "perhaps", "possibly"}
     | {"wrong", "incorrect", "false", "never", "none", "unknown", "nothing", "something", "else"}
     | {"hundred", "hundreds", "dozen", "two", "three", "four", "five", "six", "seven", "eight"}
     | {"nine", "ten", "eleven", "twelve", "fifteen", "twenty", "thirty", "forty", "fifty"}
 )
-"""Words behind a number that make it another statement."""
+"""Words after a number that change its meaning."""
 
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without accents, vowel points, punctuation, articles, doubled spaces.
+    """Converts to lower case without accents, vowel points, punctuation, articles and double
+    spaces.
 
-    Punctuation is that of ASCII, and the quotes and dashes that stand for it in print.
+    Punctuation is that of ASCII, including its typographic quotes and dashes.
     """
     return _without_punctuation(_folded(text))
 
 
 def _folded(text: str) -> str:
-    if text.isascii():  # most texts: nothing in them changes but case
+    if text.isascii():  # most texts: only case changes
         return text.lower()
     if len(text) > _LONG_TEXT:
         text = _with_few_marks(text)
@@ -112,9 +114,9 @@ def _folded(text: str) -> str:
 
 
 def _with_few_marks(text: str) -> str:
-    """A text with at most 30 marks on a letter, all that Unicode's stream-safe texts have.
+    """Removes marks beyond 30 on a letter, the maximum of Unicode's stream-safe texts.
 
-    Python sorts them in quadratic time.
+    Python sorts the marks of a letter in quadratic time.
     """
     runs = itertools.groupby(text, lambda c: c == "\u034f" or unicodedata.combining(c) > 0)
     return "".join("".join(itertools.islice(run, 30) if marks else run) for marks, run in runs)
@@ -125,10 +127,10 @@ def _without_punctuation(folded: str) -> str:
 
 
 def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
-    """Reads (value, unit) of a text that is a number and nothing else; the unit may be "".
+    """Parses (value, unit) of a text that is only a number; the unit may be "".
 
-    Thousands separators, "million" and the like, and one known unit or up to three plain words
-    behind the number are understood; "30 September 1966" and "5N" are not numbers.
+    Thousands separators, "million" and similar words, and one known unit or up to three plain words
+    after the number are accepted. "30 September 1966" and "5N" are not numbers.
     """
     found = _NUMBER.fullmatch(text.strip().rstrip("."))
     if not found:
@@ -147,7 +149,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
 
 
 def _bare(text: str) -> str:
-    """A text without what may stand around a whole answer: quotes, stars, an article, a stop."""
+    """Strips what may surround a whole answer: quotes, asterisks, an article, a full stop."""
     text = text.strip()
     inner = _ARTICLE.sub("", text.lstrip("\"'\u201c\u2018*`("))
     end = len(inner.rstrip("\"'\u201d\u2019*`)."))
@@ -155,20 +157,21 @@ def _bare(text: str) -> str:
 
 
 def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
-    """Whether one answer is one gold answer.
+    """Returns whether an answer equals a gold answer.
 
     Args:
-        answer: what was answered.
-        gold: what is accepted.
-        units: units that the accepted answers state; an answer with a unit must have one of
-            them, unless none is stated.
+        answer: the given answer.
+        gold: the accepted answer.
+        units: units of the accepted answers. An answer with a unit must have one of them, unless no
+            accepted answer has a unit.
     """
     number, given = parse_number(gold), parse_number(_bare(answer))
     if number is None:
         return _same_text(answer, gold)
     if number[1] and number[1] not in _SPELLINGS:
-        # "12 Angry Men": the words may be the better half of a name, the number alone is none.  A
-        # unit is not: who answers "30" to "How many minutes?" has said all of "30 minutes".
+        # "12 Angry Men": the words may be part of a name, so the number alone is not the answer. A
+        # unit is different: "30" fully answers "How many minutes?" with the gold answer "30
+        # minutes".
         return _same_text(answer, gold) or given == number
     if given is None or (given[1] and units and given[1] not in units):
         return False
@@ -178,16 +181,16 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
 def _same_text(answer: str, gold: str) -> bool:
     given, wanted = _folded(answer), _folded(gold)
     normal = _without_punctuation(wanted)
-    if not normal:  # "A", "The The", "!!!": what is normalised away is all there is
+    if not normal:  # "A", "The The", "!!!": normalisation removes everything
         return _bare(answer).casefold() == _bare(gold).casefold()
     return normal == _without_punctuation(given) and _numerals(given) == _numerals(wanted)
 
 
 def _numerals(folded: str) -> list[str]:
-    """The numbers in a folded text with what punctuation says of them, in one spelling.
+    """Returns the numbers in a normalised text with their punctuation, in one spelling.
 
-    That is a sign (a hyphen that follows no letter or digit), the decimal point, and where one
-    number ends and the next begins ("2-1", "1:30", "1/2"), whatever stands between them.
+    Punctuation includes the sign (a hyphen that does not follow a letter or digit), the decimal
+    point, and the separators between numbers ("2-1", "1:30", "1/2").
     """
     text = re.sub("-+", "-", folded.translate(_BESIDE_NUMBERS))
     text = _GROUPED.sub(lambda found: re.sub("[,']", "", found[0]), text)
@@ -203,18 +206,18 @@ def _numerals(folded: str) -> list[str]:
 
 def _same_value(a: decimal.Decimal, b: decimal.Decimal) -> bool:
     if a == a.to_integral_value() and b == b.to_integral_value():
-        return a == b  # however many digits: noise is of fractions
+        return a == b  # exact for integers: only fractions have noise
     return abs(a - b) <= _FLOAT_NOISE * max(abs(a), abs(b))
 
 
 def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
-    """1.0 if an answer is right, else 0.0.
+    """Returns 1.0 if an answer is right, else 0.0.
 
     Args:
-        answer: the body of the answer; several are joined by "|".  None is wrong.
-        gold: accepted answers (one string is one of them).  An answer is right if every part of it
-            is an accepted answer; for accepted answers that are sets ("A|B") if its parts are the
-            same set as one of those.
+        answer: body of the answer; several answers are joined by "|". None is wrong.
+        gold: accepted answers, or one string for a single one. An answer is right if each of its
+            parts is an accepted answer, or if its parts form the same set as an accepted answer
+            "A|B".
     """
     accepted = (gold,) if isinstance(gold, str) else tuple(gold)
     parts = [part for part in split_answers(answer or "") if part.strip()]

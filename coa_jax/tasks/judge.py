@@ -1,8 +1,9 @@
-"""A language model that says whether an answer means what the gold answer means (paper §4.1).
+"""A language model that judges whether an answer means the same as the gold answer (paper §4.1).
 
-What is judged was written by a model that may try to talk to its judge.  It is shown as a JSON
-string between marks that it cannot know, and only an object of exactly the agreed form counts as a
-verdict; anything else is asked for again and in the end is no verdict at all.
+The judged answer was written by a model that may try to influence its judge. The answer is shown as
+a JSON string between marks that its author cannot know. Only an object of exactly the specified
+form counts as a verdict. For any other reply the judge is asked again, and finally there is no
+verdict.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ Write one JSON object and nothing else: {{"rationale": "one sentence", "judgemen
 
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig(Bounded):
-    """Which model judges, and how.
+    """The judge's model, and how it is used.
 
     Attributes:
-        chat: the endpoint; without a url there is no judge.
-        attempts: how often a verdict is asked for when what comes back is none.
-        concurrency: verdicts at a time.
-        answer_chars: an answer that is longer is incorrect without being shown.
-        cache: path of an SQLite file in which verdicts are kept; "" for none.
-        patience: seconds for which an endpoint that is down or overloaded is asked again, with
-            growing pauses, before an answer is left without a verdict.  RL waits meanwhile: else it
-            would spend its steps on samples that teach nothing.
+        chat: endpoint of the model; without a url there is no judge.
+        attempts: number of requests for a verdict, if the replies are invalid.
+        concurrency: number of concurrent requests.
+        answer_chars: longer answers count as incorrect without asking the judge.
+        cache: path of an SQLite file in which verdicts are stored; "" for none.
+        patience: seconds for which a failing or overloaded endpoint is asked again, with growing
+            pauses, before an answer is left without a verdict. RL waits during this time; otherwise
+            it would spend its steps on masked samples.
     """
 
     chat: ChatConfig = dataclasses.field(
@@ -82,10 +83,10 @@ class JudgeConfig(Bounded):
 
 
 class Judge:
-    """Asks for verdicts; one may be shared by any number of event loops.
+    """Requests verdicts; any number of event loops may share it.
 
     Attributes:
-        no_verdict: why answers got no verdict -> how many.
+        no_verdict: reason of a missing verdict -> number of answers.
     """
 
     def __init__(self, config: JudgeConfig):
@@ -102,9 +103,9 @@ class Judge:
         self.no_verdict: Counter[str] = Counter()
 
     async def __call__(self, question: str, gold: Sequence[str], answer: str) -> bool | None:
-        """Whether an answer is right; None if no verdict was to be had.
+        """Returns whether an answer is right; None without a verdict.
 
-        An empty answer is wrong without being asked about.
+        An empty answer is wrong without a request.
 
         Raises:
             UserError: the key of the endpoint is not in the environment.
@@ -116,13 +117,13 @@ class Judge:
         return await self.decide(_SYSTEM, _PROMPT, data)
 
     async def decide(self, system: str, prompt: str, data: Mapping[str, object]) -> bool | None:
-        """A verdict of the agreed form (`parse_verdict`) on anything; None if none was to be had.
+        """Requests a verdict (`parse_verdict`) on any data; returns None without a verdict.
 
         Args:
-            system: what the judge is.
-            prompt: what it shall decide, with a slot ``{mark}`` around the data and one for each
-                of the data.
-            data: JSON values, which the judge is shown as JSON strings.
+            system: system message of the judge.
+            prompt: the question to decide, with a slot ``{mark}`` around the data and one slot per
+                entry of the data.
+            data: JSON values, which the judge sees as JSON strings.
 
         Raises:
             UserError: the key of the endpoint is not in the environment.
@@ -147,7 +148,7 @@ class Judge:
     async def _ask(
         self, system: str, prompt: str, data: Mapping[str, object]
     ) -> tuple[bool, str] | str:
-        """(correct, rationale), or why there is no verdict."""
+        """Returns (correct, rationale), or the reason for a missing verdict."""
         shown = {name: _quoted(value) for name, value in data.items()}
         for _ in range(self._config.attempts):
             asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
@@ -164,7 +165,7 @@ class Judge:
         return f"{self._config.chat.model} gave none in the form that was asked for"
 
     async def _reply(self, messages: list[dict[str, str]]) -> str:
-        """What the endpoint answers; a short outage is the business of `chat`, a long one ours."""
+        """Returns the endpoint's reply; `chat` retries short outages, this method long ones."""
         now = asyncio.get_running_loop().time
         end, pause = now() + self._config.patience, _FIRST_PAUSE_S
         while True:
@@ -183,14 +184,15 @@ class Judge:
 
 
 def _quoted(value: object) -> str:
-    """JSON in ASCII: no line end, no invisible character and no mark can be written in it."""
+    """Encodes as ASCII JSON, without line ends, invisible characters or the secret mark."""
     return json.dumps(value, ensure_ascii=True)
 
 
 def parse_verdict(text: str) -> tuple[bool, str] | None:
-    """(correct, rationale) of an answer in exactly the agreed form, fenced or bare; else None.
+    """Parses (correct, rationale) from a reply of exactly the specified form, fenced or bare; else
+    None.
 
-    A thought that the model wrote before it is passed over.
+    A thought before the object is skipped.
     """
     text = _THINK.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
     fenced = _FENCE.fullmatch(text)
@@ -208,5 +210,5 @@ def parse_verdict(text: str) -> tuple[bool, str] | None:
 
 def _no_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return dict(pairs)

@@ -1,5 +1,7 @@
-"""Whether two mathematical expressions are equal, by ``math-verify`` in a process that can be
-killed: an expression such as a tower of powers can keep a computer algebra system busy forever.
+"""Compares mathematical expressions with ``math-verify``.
+
+The comparison runs in a process that can be killed, because an expression such as a tower of powers
+can occupy a computer algebra system forever.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|
 
 
 class MathsUnsureError(Exception):
-    """No verdict: the comparison itself broke, for a reason that is not in the answer."""
+    """No verdict: the comparison itself failed, for a reason other than the answer."""
 
 
 def _expression(text: str) -> str:
-    r"""What is to be compared: the content of ``\boxed``, without dollar signs.
+    r"""Extracts the expression to compare: the content of ``\boxed``, without dollar signs.
 
-    Of a sentence with one formula that is the formula; formulas that are parts of a larger one or
-    of a list stay together.
+    In a sentence with a single formula, the formula is used. Formulas that are parts of a larger
+    formula or of a list stay together.
     """
     boxed = parse_boxed(text)
     text = text if boxed is None else boxed
     if len(text) > _LONGEST:
-        return text.strip()  # too long to be compared, and to be looked through for formulas
+        return text.strip()  # too long to compare or to search for formulas
     found = list(_DELIMITED.finditer(text))
     formulas = ["".join(filter(None, match.groups())) for match in found]
     if len(found) == 1:
@@ -51,13 +53,13 @@ def _expression(text: str) -> str:
 
 
 def is_expression(gold: str) -> bool:
-    """Whether a gold answer holds something that an answer can be compared with."""
+    """Returns whether a gold answer contains something that answers can be compared with."""
     wanted = _expression(gold)
     return 0 < len(wanted) <= _LONGEST
 
 
 def _balanced(text: str) -> bool:
-    """Whether braces pair up; others could close the box around the text."""
+    """Returns whether braces are balanced; otherwise they could close the box around the text."""
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(brace, 0)
@@ -77,7 +79,7 @@ def verify(gold: str, answer: str) -> bool:
 
 
 def check_installed() -> None:
-    """Raises UserError unless the package that compares expressions is installed."""
+    """Raises UserError unless the package math-verify is installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise missing("grading of maths", "math-verify", "maths")
 
@@ -89,7 +91,9 @@ def _workers() -> Workers:
 
 
 def _same_number(given: str, wanted: str) -> bool:
-    """Whether both are the same number, one of them perhaps with words for what it counts."""
+    """Returns whether both are the same number; one of them may include words for what it
+    counts.
+    """
     first, second = parse_number(given), parse_number(wanted)
     if first is None or second is None or first[0] != second[0]:
         return False
@@ -100,13 +104,13 @@ def _same_number(given: str, wanted: str) -> bool:
 
 
 def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> bool:
-    r"""Whether an answer equals a gold answer, in whatever form either is written.
+    r"""Returns whether an answer equals a gold answer, in any form of writing.
 
     Args:
-        answer: the body of an answer, with or without ``\boxed`` and dollar signs.
-        gold: likewise.
-        timeout: seconds after which the answer counts as wrong.  Those in which other
-            comparisons kept all processes busy do not count, up to six times as many.
+        answer: body of an answer, with or without ``\boxed`` and dollar signs.
+        gold: the gold answer, in the same forms.
+        timeout: seconds after which the answer counts as wrong. Time in which other comparisons
+            occupied all processes does not count, up to six times as many seconds.
 
     Raises:
         UserError: math-verify is not installed.
@@ -121,9 +125,9 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     if tight(given) == tight(wanted) or _same_number(given, wanted):
         return True
     bases = _IN_BASE.fullmatch(given), _IN_BASE.fullmatch(wanted)
-    if bases[0] and bases[1]:  # math-verify reads the digits and not their base
+    if bases[0] and bases[1]:  # math-verify ignores the base of digits
         return bases[0].groups() == bases[1].groups()
-    if _WORD.fullmatch(given) and _WORD.fullmatch(wanted):  # not a product of its letters
+    if _WORD.fullmatch(given) and _WORD.fullmatch(wanted):  # words, not products of letters
         return given.lower() == wanted.lower()
     try:
         return bool(_workers().ask(wanted, given, timeout=timeout, wait=6 * timeout))
@@ -132,4 +136,4 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     except WorkerBusyError as error:
         raise MathsUnsureError(str(error)) from error
     except WorkerError:
-        return False  # an expression that breaks the parser or takes all memory is not the answer
+        return False  # an expression that crashes the parser is not the answer

@@ -1,7 +1,7 @@
-"""Mathematics as people type it, written as LaTeX, which is what ``math-verify`` reads.
+"""Rewrites mathematics as people type it into LaTeX, the input of ``math-verify``.
 
-Policies answer ``π/6``, ``3½`` or ``2**10`` as often as they answer in LaTeX; as it stands the
-parser reads such signs as words, and some plain spellings as another value (``1 2/7`` as 3/7).
+Policies answer ``π/6``, ``3½`` or ``2**10`` as often as in LaTeX. Without this step the parser
+reads such signs as words, and some plain spellings as other values (``1 2/7`` as 3/7).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FRACTION = re.compile("([0-9]*) ?([¼½¾⅐-⅞])")
 _SPELLINGS = tuple(
     (re.compile(pattern), written)
     for pattern, written in (
-        (r"\A\*\*(?=\S)(.*\S)\*\*\Z", r"\1"),  # bold in Markdown
+        (r"\A\*\*(?=\S)(.*\S)\*\*\Z", r"\1"),  # Markdown bold
         (r"\*\*", "^"),
         (r"√ ?\(((?:[^()\\]|\\[A-Za-z])*)\)", r"\\sqrt{\1}"),
         (r"√ ?([0-9]+(?:\.[0-9]+)?|[a-z])", r"\\sqrt{\1}"),
@@ -59,7 +59,7 @@ _NEEDLESS = re.compile(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
 
 
 def in_latex(text: str) -> str:
-    """A text with its signs, roots, powers, mixed and written-out fractions as LaTeX."""
+    """Writes signs, roots, powers, mixed fractions and spelt-out fractions of a text as LaTeX."""
     text = _FRACTION.sub(_fraction, text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = text.translate(_SIGNS)
@@ -75,18 +75,18 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _as_intervals(text: str) -> str:
-    """``-2 < x \\le 7`` as ``(-2,7]``, several joined by "or" as a union; else the text."""
+    """Writes ``-2 < x \\le 7`` as ``(-2,7]``, several joined by "or" as a union; else the text."""
     pieces = [_interval(piece) for piece in _OR.split(text)]
     known = [piece for piece in pieces if piece is not None]
     variables = {variable for variable, _ in known}
-    alone = len(pieces) == 1 and not _BETWEEN.fullmatch(text)  # math-verify reads it
+    alone = len(pieces) == 1 and not _BETWEEN.fullmatch(text)  # math-verify can read it
     if len(known) < len(pieces) or len(variables) > 1 or alone:
         return text
     return r" \cup ".join(interval for _, interval in known)
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    """(variable, interval) of one inequality."""
+    """Parses (variable, interval) of one inequality."""
     if found := _BETWEEN.fullmatch(text):
         low, open_low, variable, open_high, high = found.groups()
         return variable, f"{'(' if open_low else '['}{low},{high}{')' if open_high else ']'}"
@@ -98,5 +98,5 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 
 def tight(text: str) -> str:
-    """A text without the blanks that separate nothing, for comparison alone."""
+    """Removes the blanks that separate nothing, only for comparison."""
     return _NEEDLESS.sub("", text)

@@ -21,14 +21,14 @@ from coa_jax.tasks.base import SPLITS, Task
 
 @dataclasses.dataclass(frozen=True)
 class Part(Bounded):
-    """One source of several.
+    """One source of a mixture.
 
     Attributes:
         tasks: task source, see `tasks.load_tasks`.
-        weight: how often its tasks are asked in training, in proportion to the other weights.
-        options: of the source, see `tasks.load_tasks`.
-        num_tasks: tasks that are drawn; 0 for as many as the run names.
-        split: which part of the source; "" for that which the run takes.
+        weight: relative frequency of its tasks in training.
+        options: options of the source, see `tasks.load_tasks`.
+        num_tasks: number of tasks; 0 for the number of the run.
+        split: split of the source; "" for the split of the run.
     """
 
     tasks: Place
@@ -39,11 +39,11 @@ class Part(Bounded):
 
 
 class Sources(Protocol):
-    """The settings of a run that say where its tasks come from: one source, or several by name."""
+    """The settings of a run for the source of its tasks: one source, or several by name."""
 
     @property
     def tasks(self) -> str:
-        """The source; "" where there are several."""
+        """The source; "" if there are several."""
 
     @property
     def task_options(self) -> Mapping[str, Any]:
@@ -51,14 +51,14 @@ class Sources(Protocol):
 
     @property
     def mixture(self) -> Mapping[str, Any]:
-        """Name -> settings of a `Part`; empty where there is one source."""
+        """Name -> settings of a `Part`; empty if there is one source."""
 
 
 def parts_of(sources: Sources) -> dict[str, Part]:
-    """The parts by name; one of the name "" where there is a single source.
+    """Returns the parts by name; a single source has the name "".
 
     Raises:
-        UserError: there is no source, there is one beside a mixture, or a setting is wrong.
+        UserError: there is no source, both a source and a mixture are set, or a setting is wrong.
     """
     if not sources.mixture:
         if not sources.tasks:
@@ -77,14 +77,14 @@ def parts_of(sources: Sources) -> dict[str, Part]:
 def load_parts(
     sources: Sources, split: str, n: int | None, seed: int, protocol: str = ""
 ) -> dict[str, list[Task]]:
-    """The tasks of each part by its name.
+    """Returns the tasks of each part, by its name.
 
-    A task of a mixture has the name of its part as its source (also in its metadata, by which
-    results are broken down), and before its id.
+    The name of its part becomes the source of a task (also in its metadata, by which results are
+    broken down), and a prefix of its id.
 
     Args:
         sources: the settings.
-        split, n, seed, protocol: see `load_tasks`; a part may name its own split and number.
+        split, n, seed, protocol: see `load_tasks`; a part may set its own split and number.
 
     Raises:
         UserError: see `parts_of` and `load_tasks`.
@@ -103,12 +103,12 @@ def _of_part(task: Task, name: str) -> Task:
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
-    """Tasks without end, in the order in which they are asked; see `alternate`.
+    """Returns an endless stream of tasks in training order; see `alternate`.
 
     Args:
         sources: the settings.
-        tasks: of each part, see `load_parts`.
-        seed: of the orders.
+        tasks: tasks of each part, see `load_parts`.
+        seed: seed of the orders.
     """
     parts = parts_of(sources)
     weights = [part.weight for part in parts.values()]
@@ -116,14 +116,14 @@ def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) 
 
 
 def alternate(parts: Sequence[Sequence[Any]], weights: Sequence[float], seed: int) -> Any:
-    """Items without end: each part again and again, the parts in proportion to their weights.
+    """Returns an endless stream that repeats the parts, in proportion to their weights.
 
-    A part has another order in every pass.  An index has the same item in every run.
+    A part is shuffled anew in every pass. An index gives the same item in every run.
 
     Args:
-        parts: none of them empty.
-        weights: one for each part; they have no effect where there is only one.
-        seed: of the orders.
+        parts: the parts, none of them empty.
+        weights: one weight per part; ignored if there is a single part.
+        seed: seed of the orders.
 
     Returns:
         A ``grain.MapDataset``.

@@ -1,8 +1,8 @@
-"""Tests that are kept apart from the question file, one file a question.
+"""Reads tests that are stored separately from the question file, one file per question.
 
-``ID.json`` holds what a question file would (see ``coa_jax.tasks.code_tests.read_tests``), or
-LiveCodeBench's own fields.  ``ID.pkl`` is what the release's download script writes.  Nothing in a
-pickle is run: a plain record stands for every class that it names.  Sizes are bounded.
+``ID.json`` has the same content as a question file (see ``coa_jax.tasks.code_tests.read_tests``),
+or LiveCodeBench's own fields. ``ID.pkl`` is the output of the release's download script. Code in a
+pickle never runs: a plain record replaces every class that it names. Sizes are bounded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, z
 
 
 _NODES = 1_000_000
-"""Most values in a pickle; LiveCodeBench's have a hundred tests, some of megabytes."""
+"""Maximum number of values in a pickle; LiveCodeBench has about a hundred tests, some of
+megabytes.
+"""
 _INFLATED = 1 << 30
-"""Most bytes of packed tests."""
+"""Maximum size of packed tests in bytes, after decompression."""
 
 
 class _Record:
-    """Stands for an object of any class."""
+    """Replaces objects of all classes."""
 
     def __init__(self, *arguments: Any, **fields: Any):
         self.__dict__.update(fields)
@@ -47,15 +49,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytes) -> Any:
-    """The value of a pickle, with records in place of objects.
+    """Loads a pickle, with records in place of objects.
 
     Raises:
-        ValueError, ...: it is damaged, or would take more memory than its own size explains.
+        ValueError: the pickle is damaged, or would take more memory than its own size justifies;
+            damaged pickles raise other exceptions too.
     """
     for count, (code, argument, place) in enumerate(pickletools.genops(data)):
         if count > _NODES:
             raise ValueError(f"the pickle has more than {_NODES:,} operations")
-        if "PUT" in code.name and int(argument or 0) > count:  # the memo is as large as its largest
+        if "PUT" in code.name and int(argument or 0) > count:  # memo size = largest index
             raise ValueError(f"the pickle is damaged at byte {place:,}")
         if code.name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):
             raise ValueError(f"the pickle asks for something outside of it ({code.name})")
@@ -63,11 +66,11 @@ def _unpickled(data: bytes) -> Any:
 
 
 def _inflated(data: bytes) -> bytes:
-    """What zlib packed.
+    """Decompresses zlib data.
 
     Raises:
-        ValueError: more than memory should hold.
-        zlib.error: damaged.
+        ValueError: the result is too large.
+        zlib.error: the data is damaged.
     """
     limit = min(_INFLATED, reading.whole_limit())
     inflater = zlib.decompressobj()
@@ -80,10 +83,10 @@ def _inflated(data: bytes) -> bytes:
 
 
 def check_folder(folder: str) -> Path:
-    """The folder of private tests.
+    """Returns the folder of private tests.
 
     Raises:
-        UserError: the folder is not there.
+        UserError: the folder does not exist.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
@@ -92,23 +95,24 @@ def check_folder(folder: str) -> Path:
 
 
 def find_private_tests(folder: str, question_id: str) -> Path | None:
-    """The file with the tests of a question, or None if the folder has none for it.
+    """Finds the file with the tests of a question; None if the folder has none for it.
 
     Raises:
-        UserError: the folder is not there, or the id is no file name.
+        UserError: the folder does not exist, or the id is not a valid file name.
     """
     root = check_folder(folder)
     if not question_id or Path(question_id).name != question_id or question_id.startswith("."):
-        raise UserError(f"{root}: {question_id!r} cannot name a file of tests")
+        raise UserError(f"{root}: {question_id!r} is not a valid name for a file of tests")
     paths = (root / f"{question_id}.json", root / f"{question_id}.pkl")
     return next((path for path in paths if path.is_file()), None)
 
 
 def load_private_tests(folder: str, question_id: str) -> Tests | None:
-    """The tests of a question, or None if the folder has none for it.
+    """Reads the private tests of a question; None if the folder has none for it.
 
     Raises:
-        UserError: the folder is not there, the id is no file name, or the file is malformed.
+        UserError: the folder does not exist, the id is not a valid file name, or the file is
+            malformed.
     """
     path = find_private_tests(folder, question_id)
     if path is None:
@@ -130,9 +134,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
-    """Records as dicts; the value of an enumeration is what it was made from.
+    """Converts records to dicts, and enumeration members to their values.
 
-    A list that holds another twice, which holds another twice, ... is small in a pickle only.
+    The number of values is bounded: lists that contain another list twice, nested repeatedly, are
+    small only in the pickle.
     """
     if next(seen) > _NODES or depth > reading.MAX_DEPTH:
         raise ValueError("the pickle holds too many values, or values nested too deeply")
@@ -153,10 +158,10 @@ def _is_livecodebench(value: dict[str, Any]) -> bool:
 
 
 def livecodebench_tests(row: dict[str, Any]) -> Tests:
-    """The tests of a row of LiveCodeBench, public and private.
+    """Reads the tests of a row of LiveCodeBench, public and private.
 
     Raises:
-        ValueError: a field is not in the form of the benchmark.
+        ValueError: a field does not have the form of the benchmark.
     """
     listed = _test_list(row["public_test_cases"]) + _test_list(row.get("private_test_cases") or [])
     metadata = row.get("metadata") or {}
@@ -174,14 +179,16 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
 
 
 def _test_list(value: Any) -> list[dict[str, Any]]:
-    """A list, as JSON, or as the benchmark packs private tests: base64, zlib, pickle, JSON."""
+    """Reads a list, as JSON, or as the benchmark packs private tests: base64, zlib, pickle,
+    JSON.
+    """
     if isinstance(value, str):
         try:
             value = reading.parse_json(value)
         except ValueError:
             try:
                 inner = _unpickled(_inflated(base64.b64decode(value, validate=True)))
-            except Exception as error:  # broken pickles raise what they like
+            except Exception as error:  # broken pickles raise any exception
                 why = reading.reason(error)
                 raise ValueError(f"packed tests cannot be unpacked: {why}") from error
             value = reading.parse_json(inner) if isinstance(inner, str) else inner

@@ -1,21 +1,21 @@
-"""The setting ``prompt_style``: in which words questions are put to a policy.
+"""The setting ``prompt_style``: the words in which a policy is asked questions.
 
 ==========  =======================================================================================
 value       user message
 ==========  =======================================================================================
 ``full``    our instructions, every rule of the protocol, and the question
 ``brief``   the protocol's name and the question
-``data``    the message of the question's own row, word for word; ``full`` where the row has none
-``model``   what ``agent.json`` in the model's directory names; ``full`` where the file is missing
-a path      the instructions of that file, and the question
+``data``    the message in the question's own row, unchanged; ``full`` if the row has none
+``model``   the style in ``agent.json`` of the model's directory; ``full`` if the file is missing
+a path      the instructions in that file, and the question
 ==========  =======================================================================================
 
-A path names a text file, or a data file whose rows carry one and the same instructions: parquet,
-JSON or JSON lines, such as the release's.  A text file holds instructions, which a blank line,
-``Question: `` and the question follow, or ``{question}`` where the question belongs.  The sentence
-about the packages that programs can import stands where the file has ``{libraries}``.
+A path names a text file, or a data file (parquet, JSON or JSON lines, such as the release's) whose
+rows all have the same instructions. A text file contains the instructions; a blank line,
+``Question: `` and the question follow, unless ``{question}`` marks the place of the question.
+``{libraries}`` marks the place of the sentence about the packages that programs can import.
 
-``agent.json`` is a card that training writes beside the weights: protocol, prompt and system
+``agent.json`` is a card that training writes next to the weights: protocol, prompt and system
 message with which the policy was trained.
 """
 
@@ -56,36 +56,36 @@ _LARGEST = 2**20
 
 
 def read_messages(value: Any) -> Messages:
-    """Reads the prompt of a row: a text, or chat messages that end with the user's message.
+    """Reads the prompt of a row: a string, or chat messages that end with a user message.
 
     Raises:
-        ValueError: the value is neither a text nor such a list, or a message holds no text.
+        ValueError: the value is neither a string nor such a list, or a message has no text.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     value = value or []
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
-        raise ValueError("the prompt is neither a text nor a list of messages")
+        raise ValueError("the prompt is neither a string nor a list of messages")
     turns = tuple((turn.get("role"), turn.get("content")) for turn in value)
     roles = [role for role, _ in turns]
     if roles[-1:] != ["user"] or not set(roles[1:]) <= {"user", "assistant"}:
         found = ", ".join(map(str, roles)) or "no message"
         raise ValueError(f"the prompt has {found}; expected messages that end with the user's")
     if not all(isinstance(content, str) for _, content in turns) or not turns[-1][1].strip():
-        raise ValueError("a message of the prompt holds no text")
+        raise ValueError("a message of the prompt has no text")
     return Messages(turns[-1][1], turns[:-1])
 
 
 def split_message(message: str, question: str = "") -> tuple[str, str]:
-    """Splits a user message into what stands before the question, and the question.
+    """Splits a user message into the text before the question, and the question.
 
     Args:
         message: content of the user message.
-        question: the question, where it is known; else the question begins behind ``Task:`` or
-            ``Question:`` at the beginning of a line.
+        question: the question, if known; else the question begins after ``Task:`` or ``Question:``
+            at the start of a line.
 
     Returns:
-        (text before the question, "" where the message is the question alone; question).
+        (text before the question, "" if the message is only the question; question).
     """
     message, question = message.rstrip(), question.strip()
     if question and message.endswith(question):
@@ -101,22 +101,22 @@ def split_message(message: str, question: str = "") -> tuple[str, str]:
 
 
 def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Prompt:
-    """Reads what the setting ``prompt_style`` names, once for a whole run.
+    """Reads the prompt that the setting ``prompt_style`` names, once per run.
 
     Args:
-        style: see the module.
+        style: see the module docstring.
         model: directory of the policy, or its card, for the style ``model``.
 
     Raises:
-        UserError: the style is unknown, the file cannot be read, holds no instructions, or rows
-            with instructions of several kinds.
+        UserError: the style is unknown, the file cannot be read or has no instructions, or its rows
+            have different instructions.
     """
     if style in PROMPT_STYLES:
         return Prompt(style)
     if style == "model":
         return _prompt_of_model(model)
     path = Path(style)
-    if not os.path.isfile(style):  # which is False too for what no path can be
+    if not os.path.isfile(style):  # also False for an impossible path
         raise UserError(
             f"prompt_style {style!r} is neither {', '.join(PROMPT_STYLES)}, model nor a file: give "
             "one of these words, or the path of a text, JSON or parquet file with instructions"
@@ -129,12 +129,12 @@ def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Promp
 def _prompt_of_text(path: Path) -> Prompt:
     try:
         if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path}: instructions of more than {_LARGEST} bytes are not a prompt")
+            raise UserError(f"{path}: the instructions have more than {_LARGEST} bytes")
         text = path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the instructions cannot be read: {error}") from error
     if not text:
-        raise UserError(f"{path}: the file holds no instructions")
+        raise UserError(f"{path}: the file contains no instructions")
     if text.count(QUESTION) > 1:
         raise UserError(f"{path}: {QUESTION} stands in the text more than once; leave one")
     return Prompt(text if QUESTION in text else f"{text}\n\nQuestion: {QUESTION}")
@@ -161,7 +161,9 @@ def _prompt_of_rows(path: Path) -> Prompt:
 
 
 def _asked_in(row: Row) -> tuple[Messages, str]:
-    """The messages before the assistant's turn in a row of any known form, and the question."""
+    """Returns the messages before the assistant's turn in a row of any known form, and the
+    question.
+    """
     info = row.get("extra_info")
     known = row.get("question") or (info.get("question") if isinstance(info, Mapping) else "")
     question = known if isinstance(known, str) else ""
@@ -187,12 +189,12 @@ _Kind = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def _kind(messages: Messages, question: str) -> _Kind:
-    """What stands before the question: in its message, and in the turns before."""
+    """Returns the instructions: the text before the question, and the earlier turns."""
     return split_message(messages.user, question)[0], messages.context
 
 
 def _common(kinds: Iterable[_Kind]) -> Prompt | None:
-    """The one kind of instructions as a template; None for several, none, or earlier turns."""
+    """Returns the common instructions as a template; None if they differ or need earlier turns."""
     found = list(kinds)
     if len(found) != 1:
         return None
@@ -207,15 +209,15 @@ def _common(kinds: Iterable[_Kind]) -> Prompt | None:
 
 
 def make_card(prompt: Prompt, asked: Sequence[Asked]) -> dict[str, Any]:
-    """Describes for ``agent.json`` how a policy is asked.
+    """Builds the card ``agent.json``: how a policy was asked in training.
 
     Args:
         prompt: prompt of the training run.
         asked: tasks or records of the run.
 
     Returns:
-        ``protocol`` ("" for several), ``prompt_style`` (a style, or a template; "" where the rows
-        of the style ``data`` have several kinds of instructions) and ``system``.
+        ``protocol`` ("" for several), ``prompt_style`` (a style, or a template; "" if the rows of
+        the style ``data`` have different instructions) and ``system``.
     """
     protocols = {one.protocol for one in asked}
     chosen: Prompt | None = prompt
@@ -229,7 +231,7 @@ def make_card(prompt: Prompt, asked: Sequence[Asked]) -> dict[str, Any]:
 
 
 def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
-    """Returns the protocol that the card of a model names; "" where there is none.
+    """Returns the protocol that the card of a model names; "" if there is none.
 
     Raises:
         UserError: the card cannot be read.
@@ -237,12 +239,12 @@ def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
     card, path = _card_of(model)
     name = card.get("protocol", "")
     if not isinstance(name, str):
-        raise UserError(f"{path}: the field 'protocol' must be a text")
+        raise UserError(f"{path}: the field 'protocol' must be a string")
     return name
 
 
 def _card_of(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:
-    """A card that is given, or read from the directory of a model, and its path."""
+    """Returns a given card, or the card of a model's directory, and its path."""
     if isinstance(model, Mapping):
         return model, Path(CARD)
     return read_card(model) if model else {}, Path(model) / CARD
@@ -251,9 +253,9 @@ def _card_of(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], 
 def _prompt_of_model(model: str | Path | Mapping[str, Any]) -> Prompt:
     card, path = _card_of(model)
     if not card.get("prompt_style"):
-        if model and path.parent.exists():  # or it is refused when it is loaded
+        if model and path.parent.exists():  # otherwise loading the model fails later
             logging.warning(
-                "%s has no %s that names its prompt: prompt_style=full is taken", path.parent, CARD
+                "%s has no %s that names its prompt: using prompt_style=full", path.parent, CARD
             )
         return Prompt("full")
     return _prompt_of_card(card, path)
@@ -262,41 +264,41 @@ def _prompt_of_model(model: str | Path | Mapping[str, Any]) -> Prompt:
 def _prompt_of_card(card: Mapping[str, Any], path: Path) -> Prompt:
     style, system = card.get("prompt_style"), card.get("system")
     if not isinstance(style, str) or not isinstance(system, str | None):
-        raise UserError(f"{path}: the fields 'prompt_style' and 'system' must be texts")
+        raise UserError(f"{path}: the fields 'prompt_style' and 'system' must be strings")
     try:
         return Prompt(style, system)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-# --- what a run should know ----------------------------------------------------------------------
+# --- warnings of a run ---------------------------------------------------------------------------
 
 
 def warn_of_prompts(asked: Sequence[Asked], prompt: Prompt, what: str, setting: str) -> None:
-    """Logs where a prompt replaces instructions that rows carry, or rows lack those it asks for,
-    and where a prompt from a file tells nothing of the packages that programs can import.
+    """Warns if a prompt replaces instructions of rows, if rows lack the prompt that the style
+    requires, or if a prompt from a file does not mention the packages that programs can import.
 
     Args:
         asked: tasks or records.
-        prompt: prompt that was chosen for them.
-        what: names them, for example ``tasks``.
-        setting: names the setting, for example ``config.rollout.prompt_style``.
+        prompt: prompt of the run.
+        what: plural noun for them, for example ``tasks``.
+        setting: name of the setting, for example ``config.rollout.prompt_style``.
     """
     notes = {note for one in asked for note in get_protocol(one.protocol).notes.values() if note}
     if notes and prompt.is_template and LIBRARIES not in prompt.style:
         logging.warning(
-            "%s: its prompt does not name the packages of code_libraries; write %s where the "
+            "%s: the prompt does not name the packages of code_libraries; write %s where the "
             "sentence about them belongs", setting, LIBRARIES,
         )  # fmt: skip
     own = [one for one in asked if one.prompt.strip() not in ("", one.question.strip())]
     without = sum(not one.prompt for one in asked)
     if prompt.style == "data" and without:
         logging.warning(
-            "%d of %d %s carry no prompt of their own: %s=data asks them with our instructions",
+            "%d of %d %s have no prompt of their own: %s=data uses our instructions for them",
             without, len(asked), what, setting,
         )  # fmt: skip
     elif own and messages_of(own[0], prompt).user.strip() != own[0].prompt.strip():
         logging.warning(
-            "%d of %d %s carry instructions of their own, which %s replaces; %s=data keeps them",
+            "%d of %d %s have instructions of their own, which %s replaces; %s=data keeps them",
             len(own), len(asked), what, setting, setting,
         )  # fmt: skip

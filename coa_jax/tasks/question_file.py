@@ -1,6 +1,6 @@
-"""Tasks from a file of one JSON object a line with a question and its answer (docs/data.md).
+"""Loads tasks from a file with one JSON object, a question and its answer, per line (docs/data.md).
 
-A line without a split belongs to each of them: the file is then the split.
+A line without a split belongs to every split: the file itself is then one split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _gold(row: dict[str, Any]) -> tuple[str, ...]:
     key = next((key for key in _ANSWER_KEYS if key in row), None)
     if key is None:
         raise ValueError("there is no field 'answer'")
-    if isinstance(row[key], dict):  # tests of a program
+    if isinstance(row[key], dict):  # the tests of a program
         return (json.dumps(row[key], ensure_ascii=False),)
     values = row[key] if isinstance(row[key], list) else [row[key]]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
@@ -38,12 +38,14 @@ def _gold(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
-    """(split or None, task) of a line; ValueError says what is wrong with it."""
+    """Parses (split or None, task) of a line; raises ValueError with the reason for an invalid
+    line.
+    """
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, found {type(row).__name__}")
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise ValueError("the field 'question' must be a text")
+        raise ValueError("the field 'question' must be a string")
     split, metadata = row.get("split"), row.get("metadata", {})
     if split is not None and split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")
@@ -52,14 +54,14 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     digest = hashlib.sha256(question.strip().encode(errors="replace")).hexdigest()[:16]
     name = row.get("protocol", protocol)
     if not isinstance(name, str):
-        raise ValueError("the field 'protocol' must be a text")
+        raise ValueError("the field 'protocol' must be a string")
     try:
         get_protocol(name)
     except UserError as error:
         raise ValueError(str(error)) from None
     identity = row.get("id", digest)
     if not isinstance(identity, str | int):
-        raise ValueError("the field 'id' must be a text or a whole number")
+        raise ValueError("the field 'id' must be a string or a whole number")
     asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
     gold = _gold(row)
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
@@ -69,18 +71,19 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
 def load_question_file(
     source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
 ) -> list[Task]:
-    """Reads tasks; with ``n`` a fixed sample of that many, in an order that depends on the seed.
+    """Reads tasks; with ``n``, a fixed sample in an order that depends on the seed.
 
     Args:
-        source: path, and after a colon ``protocol=NAME`` for lines that name none.
-        split: lines of this split and lines without one are read.
-        n: how many; None for all in the order of the file.
-        seed: which sample.
-        protocol: of lines that name none, where the source names none either; "" for generalist.
+        source: path, and optionally after a colon ``protocol=NAME`` for lines without a protocol.
+        split: lines of this split and lines without a split are read.
+        n: number of tasks; None for all in the order of the file.
+        seed: seed of the sample.
+        protocol: protocol of lines for which neither the line nor the source names one; "" for
+            generalist.
 
     Raises:
-        UserError: the file cannot be read, has no task of the split, or repeats an id;
-            ``path:line: why`` for a malformed line.
+        UserError: the file cannot be read, has no task of the split, or repeats an id; for a
+            malformed line, ``path:line: why``.
     """
     path, extension, rest = source.rpartition(".jsonl")
     path += extension
@@ -94,12 +97,12 @@ def load_question_file(
     tasks = [task for found, task in rows if found in (None, split)]
     if not tasks:
         raise UserError(
-            f"{path}: there is no task of the split {split!r}; add lines or use another"
+            f"{path}: the file has no task of the split {split!r}; add lines or use another split"
         )
     others = [task.protocol for task in tasks if task.protocol != protocol]
     if rest and others:
         logging.warning(
-            "%s: %d of %d lines name a protocol of their own (%s), which is used for them",
+            "%s: %d of %d lines have a protocol of their own (%s), which is used for them",
             source,
             len(others),
             len(tasks),
@@ -108,6 +111,6 @@ def load_question_file(
     seen: set[str] = set()
     for task in tasks:
         if task.id in seen:
-            raise UserError(f"{path}: the id {task.id!r} is there twice; give every line its own")
+            raise UserError(f"{path}: the id {task.id!r} occurs twice; give every line its own id")
         seen.add(task.id)
     return draw(tasks, n, seed, path)

@@ -1,6 +1,6 @@
-"""Whether the judge, tests and servers of a run are there, found out before the first sample.
+"""Checks the judge, tests and servers of a run before the first sample.
 
-A run that only finds out with its first answer has sampled for hours by then.
+Otherwise a run might sample for hours before its first answer reveals that one is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.reach import Finding, chat_answers, finding, findings
 
 _NAMED = 3
-"""Questions without tests that a message names."""
+"""Number of questions without tests that a message lists."""
 
 
 def check_ready(
@@ -30,18 +30,19 @@ def check_ready(
     answered: Collection[str] = (),
     chats: Mapping[str, ChatConfig] | None = None,
 ) -> None:
-    """Asks everything that a run depends on, at the same time, and refuses a run without it.
+    """Checks everything that a run depends on, concurrently, and raises an error if something is
+    missing.
 
     Args:
-        seconds: that each server has to answer; 0 asks nothing.
-        tasks: that will be run or graded; without them a judge that is configured is needed.
-        graders: who grades; None where nothing is left to grade.
-        tools: that were made for the run; None where nothing is left to run.
+        seconds: time limit of each server's answer; 0 checks nothing.
+        tasks: tasks to run or grade; if empty, a configured judge is always checked.
+        graders: settings of the graders; None if nothing is left to grade.
+        tools: settings of the run's tools, already created; None if nothing is left to run.
         answered: tags that an environment answers.
-        chats: further chat endpoints by the setting that names them.
+        chats: further chat endpoints, by the setting that names them.
 
     Raises:
-        UserError: something is missing; the one line lists all of it.
+        UserError: something is missing; the one-line message lists everything.
     """
     if not seconds:
         return
@@ -59,13 +60,11 @@ def check_ready(
     missing = [each for each in (*found, *asyncio.run(ask())) if not each.ok]
     if missing:
         listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
-        raise UserError(
-            f"not ready: {listed}; mend this, or begin all the same with --config.probe_s=0"
-        )
+        raise UserError(f"not ready: {listed}; fix this, or start anyway with --config.probe_s=0")
 
 
 def asks_judge(graders: GradersConfig, task: Task) -> bool:
-    """Whether the answers to a task go to the judge where one is configured."""
+    """Returns whether a configured judge grades the answers to a task."""
     grader = task.metadata.get("grader", "exact_match")
     words = grader in ("exact_match", "judge") and task.metadata.get("scorer") != "reasoning_gym"
     return words and (grader == "judge" or graders.judge_all)
@@ -74,7 +73,7 @@ def asks_judge(graders: GradersConfig, task: Task) -> bool:
 def _protocols(
     tasks: Sequence[Task], tools: ToolsConfig | None, answered: Collection[str]
 ) -> list[Finding]:
-    """Protocols whose tools the run has none of: each of their calls would fail."""
+    """Finds protocols for which the run has no tools, so that each of their calls would fail."""
     if tools is None:
         return []
     wanted = {name: get_protocol(name).tools for name in dict.fromkeys(t.protocol for t in tasks)}
@@ -87,7 +86,7 @@ def _protocols(
 
 
 def _tests(tasks: Sequence[Task], graders: GradersConfig | None) -> list[Finding]:
-    """Private tests that are not there: the public samples would be taken in their place."""
+    """Finds missing private tests, which public sample tests would silently replace."""
     if graders is None or not graders.private_tests:
         return []
     ids = [str(task.metadata.get("question_id") or "") for task in tasks]

@@ -1,14 +1,14 @@
-"""Tasks from the files of the AFM release and from the benchmarks' own: JSON lists and parquet.
+"""Loads tasks from files of the AFM release and of benchmarks: JSON lists and parquet.
 
-What a row is follows from its fields:
+The fields of a row determine its kind:
 
 * ``reward_model`` and ``prompt``: a row of the release's parquet files, for training or evaluation;
 * ``public_test_cases``: LiveCodeBench; ``public_tests``: CodeContests;
 * a question (``question``, ``problem``, ``Question``) and an answer (``answer``, ``answers``,
   ``golden_answers``, ``Final answer``): GAIA, BrowseComp, HLE, WebWalker, QA sets, MATH, AIME.
 
-``metadata["grader"]`` says how answers are graded (see ``coa_jax.tasks.graders``).  The messages in
-the field ``prompt`` are kept word for word in ``Task.prompt`` and ``Task.context``.
+``metadata["grader"]`` says how answers are graded (see ``coa_jax.tasks.graders``). The messages in
+the field ``prompt`` are copied unchanged to ``Task.prompt`` and ``Task.context``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUFFIXES = (".json", ".parquet")
 
 QUESTIONS = ("question", "problem", "Question", "Problem")
 ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
-_KEPT = {  # fields that results are broken down by
+_KEPT = {  # fields by which results are broken down
     "Level": "level", "level": "level", "topic": "topic", "category": "topic", "subject": "topic",
     "answer_type": "answer_type", "data_source": "data_source", "difficulty": "level",
     "platform": "platform", "contest_date": "date", "root_url": "root_url",
@@ -46,18 +46,19 @@ _MATHS = ("math", "aime", "amc", "olympiad")
 def load_release_file(
     source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
 ) -> list[Task]:
-    """Reads tasks; with ``n`` a fixed sample of ``n`` tasks, in an order that depends on the seed.
+    """Reads tasks; with ``n``, a fixed sample of ``n`` tasks in an order that depends on the seed.
 
     Args:
-        source: path, and after a colon ``protocol=NAME`` to set the protocol of all tasks.
-        split: not used: such a file names no splits.
+        source: path, and optionally after a colon ``protocol=NAME`` to set the protocol of all
+            tasks.
+        split: not used, since such a file has no splits.
         n: number of tasks; None for all, in the order of the file.
         seed: seed of the sample.
-        protocol: of rows whose fields do not tell it; "" for ``mhqa``.
+        protocol: protocol of rows whose fields do not determine it; "" for ``mhqa``.
 
     Raises:
-        UserError: the file cannot be read, holds no tasks, or a row is no task; the message is
-            then ``path: row i: why``.
+        UserError: the file cannot be read, contains no tasks, or a row is not a task; the message
+            is then ``path: row i: why``.
     """
     path, wanted = _options(source)
     tasks: list[Task] = []
@@ -65,14 +66,14 @@ def load_release_file(
     for number, row in enumerate(read_rows(path), 1):
         try:
             task = _task(row, number, wanted, source, protocol or "mhqa")
-            # Tests of programs, which may have megabytes, were read on the way.
+            # Tests of programs, which may have megabytes, have been removed while reading.
             task = task if task.metadata.get("grader") == "code" else checked(task)
         except reading.MALFORMED as error:
             raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
         # The release counts rows in some files and repeats ids in others.
         tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
     if not tasks:
-        raise UserError(f"{path}: there is no row in it")
+        raise UserError(f"{path}: it has no rows")
     return draw(tasks, n, seed, path)
 
 
@@ -107,10 +108,10 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
     gold, web = golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
     name = protocol or ("code" if maths else "web" if web else default)
-    if maths or web or name != "code":  # else `checked` finds out what the answers are
+    if maths or web or name != "code":  # otherwise `checked` determines the kind of answers
         metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
-    chat = row.get("prompt")  # a text of that name may be anything
+    chat = row.get("prompt")  # a string with that name may be anything
     asked = read_messages(chat) if chat and isinstance(chat, list) else Messages("")
     return Task(str(identity), question, name, gold, source, metadata, *asked[:2])
 
@@ -120,19 +121,19 @@ def _question(row: Mapping[str, Any]) -> str:
     if key is None:
         raise ValueError("there is no question")
     if not isinstance(row[key], str) or not row[key].strip():
-        raise ValueError(f"the field {key!r} must be a text")
+        raise ValueError(f"the field {key!r} must be a string")
     return str(row[key]).strip()
 
 
 def golds(value: Any) -> tuple[str, ...]:
-    """Accepted answers of a row: a text, a number or a list of them.
+    """Returns the accepted answers of a row: a string, a number or a list of them.
 
     Raises:
-        ValueError: it is something else, or empty.
+        ValueError: the value is something else, or empty.
     """
     values = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
-        raise ValueError("an answer must be a text, a number or a list of them")
+        raise ValueError("an answer must be a string, a number or a list of them")
     gold = tuple(str(v).strip() for v in values)
     if not gold or not all(gold):
         raise ValueError("an answer is empty")
@@ -147,7 +148,7 @@ def _verl_task(
     metadata: dict[str, Any],
     default: str,
 ) -> Task:
-    """A row of the release's training and benchmark files (verl's schema)."""
+    """Parses a row of the release's training and benchmark files (verl's schema)."""
     extra = row.get("extra_info") or {}
     data_source = str(row.get("data_source") or "")
     truth = _ground_truth(row["reward_model"]["ground_truth"])
@@ -159,7 +160,7 @@ def _verl_task(
         question = str(truth.get("question") or extra.get("question") or question)
         gold, grader = golds(truth["target"]), "exact_match"
     elif isinstance(truth, dict):
-        read_tests(truth)  # a row whose tests are in no known form is found now, not when graded
+        read_tests(truth)  # an unknown form of tests must fail now, not during grading
         gold, grader = (json.dumps(truth, ensure_ascii=False),), "code"
         metadata["question_id"] = str(truth.get("question_id") or "")
     else:
@@ -183,7 +184,7 @@ def _by_tools(extra: Mapping[str, Any]) -> str:
 
 
 def _ground_truth(value: Any) -> Any:
-    """The gold value: often JSON, or Python's spelling of it, inside of a text."""
+    """Parses the gold value, which is often JSON or a Python literal inside a string."""
     if not isinstance(value, str):
         return value
     for read in (reading.parse_json, ast.literal_eval):
@@ -199,7 +200,15 @@ def _ground_truth(value: Any) -> Any:
 def contest_task(
     row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
 ) -> Task:
-    """A row of LiveCodeBench or CodeContests as their authors publish them."""
+    """Parses a row of LiveCodeBench or CodeContests in the form of their authors.
+
+    Args:
+        row: the row.
+        number: number of the row.
+        protocol: protocol of the task.
+        source: source of the task.
+        metadata: metadata of the task.
+    """
     if "public_test_cases" in row:
         tests = livecodebench_tests(dict(row))
         question = str(row["question_content"]).strip()

@@ -1,8 +1,8 @@
-"""The rewards of the authors' release, under their names and with their semantics.
+"""The rewards of the authors' release, with the same names and results.
 
-They are for those who compare with its figures (``verl/utils/reward_score`` of the release).
-They read the whole text of an episode, tags included.  ``coa_jax.tasks.grade_answer`` is the
-corrected form and the default; ``docs/grading.md`` lists where the two differ.
+They allow a comparison with the release's figures (``verl/utils/reward_score`` of the release).
+They read the whole text of an episode, including tags. ``coa_jax.tasks.grade_answer`` is the
+corrected form and the default; ``docs/grading.md`` lists the differences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _CODE_BODY = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and doubled blanks; accents stay."""
+    """Converts to lower case without ASCII punctuation, articles and double blanks; accents
+    stay.
+    """
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -43,10 +45,10 @@ def _last_answer(text: str) -> str | None:
 
 
 def _pairs(text: str, only: str = "") -> list[tuple[str, str]]:
-    r"""(name, body) of each tag and the next closing one of its name; ``only`` those of one name.
+    r"""Returns (name, body) of each tag and its next closing tag; ``only`` selects one name.
 
-    What ``<(\w+)>(.*?)</\1>`` finds, which would search the rest of the text for each tag that
-    is not closed.
+    The result is that of the pattern ``<(\w+)>(.*?)</\1>``, which would search the rest of the text
+    for each unclosed tag.
     """
     closings: dict[str, list[int]] = {}
     for found in _CLOSED.finditer(text):
@@ -70,25 +72,27 @@ def _predictions(text: str) -> list[str]:
 
 
 def mhqa_train(text: str, gold: Sequence[str] | str) -> float:
-    """1 if each part of the last answer is some gold answer (training of the MHQA agent)."""
+    """Returns 1 if each part of the last answer is a gold answer (training of the MHQA agent)."""
     parts, golds = _predictions(text), _golds(gold)
     return float(bool(parts) and all(normalize_answer(part) in golds for part in parts))
 
 
 def mhqa_eval(text: str, gold: Sequence[str] | str) -> float:
-    """1 if the first part of the last answer is some gold answer (its evaluation)."""
+    """Returns 1 if the first part of the last answer is a gold answer (evaluation of the MHQA
+    agent).
+    """
     parts = _predictions(text)
     return float(bool(parts) and normalize_answer(parts[0]) in _golds(gold))
 
 
 def qa_em(text: str, gold: Sequence[str] | str) -> float:
-    """1 if the last answer as a whole is some gold answer."""
+    """Returns 1 if the last answer as a whole is a gold answer."""
     answer = _last_answer(text)
     return float(answer is not None and normalize_answer(answer.strip()) in _golds(gold))
 
 
 def qa_subem(text: str, gold: Sequence[str] | str) -> float:
-    """1 if some gold answer is a part of the last answer."""
+    """Returns 1 if a gold answer is a substring of the last answer."""
     answer = _last_answer(text)
     if answer is None:
         return 0.0
@@ -96,7 +100,7 @@ def qa_subem(text: str, gold: Sequence[str] | str) -> float:
 
 
 def f1(answer: str, gold: Sequence[str] | str) -> float:
-    """Best F1 of words between an answer and a gold answer (as SQuAD counts it)."""
+    """Returns the best word F1 between an answer and a gold answer (as in SQuAD)."""
     given = Counter(normalize_answer(answer).split())
     best = 0.0
     for text in _golds(gold):
@@ -111,23 +115,25 @@ def f1(answer: str, gold: Sequence[str] | str) -> float:
 
 
 def verify_format_simple(text: str) -> bool:
-    """The i-th opening tag has the name of the i-th closing one; the last is ``answer``.
+    """Returns whether the i-th opening tag matches the i-th closing tag, and the last is
+    ``answer``.
 
-    Tags in observations count too, so a page with HTML in it breaks the format.
+    Tags in observations count too, so an HTML page breaks the format.
     """
     opened, closed = _OPENED.findall(text), _CLOSED.findall(text)
     return bool(opened) and opened == closed and opened[-1] == "answer"
 
 
 def verify_format_repetition(text: str) -> bool:
-    """No two tags but answers have the same body, whatever their names."""
+    """Returns whether no two tags other than answers have the same body, whatever their names."""
     bodies = [body for name, body in _pairs(text) if name not in ("answer", "suggested_answer")]
     return len(set(bodies)) == len(bodies)
 
 
 def validate_format(text: str) -> bool:
-    """Known tags only, balanced and not nested, no body empty, no tag twice in a row, one answer,
-    which comes last."""
+    """Checks the format: known tags only, balanced and not nested, no empty body, no tag twice in a
+    row, one answer at the end.
+    """
     names: list[str] = []
     open_tag, start = "", 0
     for found in _TAG.finditer(text):
@@ -147,8 +153,10 @@ def validate_format(text: str) -> bool:
 
 
 def check_code_format_correctness(text: str) -> bool:
-    """Tags of the code agent are balanced, there is a ``code``, and each one holds one ``py``
-    block and at most one ``sh`` block after it.  ``python`` as the name of a block is refused."""
+    """Checks the tags of the code agent: they are balanced, and there is at least one ``code``,
+    each with one ``py`` block and at most one ``sh`` block after it. The block label ``python`` is
+    rejected.
+    """
     if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _CODE_TAGS):
         return False
     bodies = [body for _, body in _pairs(text, "code")]
@@ -156,7 +164,7 @@ def check_code_format_correctness(text: str) -> bool:
 
 
 def calculate_reward(text: str) -> float:
-    """A quarter each for: all six tags are there; their order; pairs; bodies with content.
+    """Sums four scores of a quarter each: all six tags exist; their order; pairs; nonempty bodies.
 
     The order is checked from the second transition on, as in the release.
     """
@@ -181,28 +189,48 @@ def calculate_reward(text: str) -> float:
 
 
 def overlong_penalty(length: int, max_length: int) -> float:
-    """0 up to 7/8 of the most, then falling in a line to -1 at the most, and on below it."""
+    """Returns 0 up to 7/8 of the maximum, then decreases linearly: -1 at the maximum, and further
+    beyond.
+    """
     buffer = max_length / 8
     return min(0.0, -(length - (max_length - buffer)) / buffer)
 
 
 def no_penalty(score: float, text: str, length: int, max_length: int) -> float:
-    """The score as it is; what the release runs with."""
+    """Returns the unchanged score, the release's default.
+
+    Args:
+        score: score of the answer.
+        text: text of the episode.
+        length, max_length: tokens of the response and their maximum.
+    """
     return score
 
 
 def overlong_buffer(score: float, text: str, length: int, max_length: int) -> float:
-    """The score and the penalty of length."""
+    """Adds the length penalty to the score.
+
+    Args:
+        score, text, length, max_length: see `no_penalty`.
+    """
     return score + overlong_penalty(length, max_length)
 
 
 def overlong_buffer_toolstar(score: float, text: str, length: int, max_length: int) -> float:
-    """As `overlong_buffer`; -1 where the tags are malformed."""
+    """Like `overlong_buffer`, but -1 if the tags are malformed.
+
+    Args:
+        score, text, length, max_length: see `no_penalty`.
+    """
     return overlong_buffer(score, text, length, max_length) if verify_format_simple(text) else -1.0
 
 
 def overlong_buffer_codetag(score: float, text: str, length: int, max_length: int) -> float:
-    """As `overlong_buffer`; 0 where the tags of the code agent are malformed, however long."""
+    """Like `overlong_buffer`, but 0 if the tags of the code agent are malformed, for any length.
+
+    Args:
+        score, text, length, max_length: see `no_penalty`.
+    """
     good = check_code_format_correctness(text)
     return overlong_buffer(score, text, length, max_length) if good else 0.0
 
@@ -213,7 +241,7 @@ QA: Mapping[str, Callable[[str, Sequence[str] | str], float]] = {
     "qa_em": qa_em,
     "qa_subem": qa_subem,
 }
-"""Answer rewards by the names of the release."""
+"""Answer rewards by their names in the release."""
 
 FORMAT: Mapping[str, Callable[[float, str, int, int], float]] = {
     "no_penalty": no_penalty,

@@ -1,7 +1,7 @@
-"""What the built-in graders measure, one function each, called as those of your own are.
+"""The built-in rewards, one function each, called in the same way as custom ones.
 
-A function asks for what it needs by the names of its parameters, see `coa_jax.tasks.checks.REWARDS`
-and docs/extending.md.
+The names of a function's parameters determine its arguments, see `coa_jax.tasks.checks.REWARDS` and
+docs/extending.md.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
-    """1.0 if an answer in words is an accepted one; "" is no answer."""
+    """Returns 1.0 if a text answer is an accepted one; "" means no answer."""
     return grade_answer(answer, gold)
 
 
 def obeyed_format(trajectory: Trajectory) -> float:
-    """1.0 if a trajectory keeps the rules of its protocol."""
+    """Returns 1.0 if a trajectory obeys the rules of its protocol."""
     return float(format_valid(trajectory))
 
 
 def environment(trajectory: Trajectory) -> float:
-    """Sum of the rewards that the environment of a trajectory gave for its turns."""
+    """Returns the sum of the rewards that the environment of a trajectory gave for its turns."""
     return float(sum(call.reward or 0.0 for call in trajectory.tool_calls))
 
 
 async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Graders) -> float | None:
-    """1.0 if a model says that an answer is right; None without a verdict."""
+    """Returns 1.0 if a model judges an answer as right; None without a verdict."""
     if graders.judge is None:
         raise UserError("there is no judge: graders.judge.chat.url is empty")
     if trajectory.answer is None:
@@ -54,7 +54,7 @@ async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Grader
 
 
 async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
-    """1.0 if an answer equals an accepted expression; None if none can be compared."""
+    """Returns 1.0 if an answer equals an accepted expression; None if none can be compared."""
     seconds = graders.config.maths_s
     try:
         for gold in task.gold:
@@ -66,7 +66,7 @@ async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
 
 
 async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
-    """1.0 if the program of an answer passes every test; None if the sandbox fails."""
+    """Returns 1.0 if the program of an answer passes every test; None if the sandbox fails."""
     tests = _tests(task, graders.config)
     program = program_of(trajectory.answer) if trajectory.answer is not None else None
     if program is None:
@@ -88,10 +88,10 @@ def _tests(task: Task, config: GradersConfig) -> Tests:
 
 
 def generator(task: Task, trajectory: Trajectory) -> float:
-    """1.0 if the generator of a reasoning-gym task fully accepts the answer.
+    """Returns 1.0 if the generator of a reasoning-gym task fully accepts the answer.
 
     Raises:
-        UserError: the package that generated the task and checks it is gone.
+        UserError: the package that generated and checks the task is not installed.
     """
     answer = opened(task, trajectory.answer)
     if answer is None:
@@ -108,18 +108,18 @@ def generator(task: Task, trajectory: Trajectory) -> float:
     }
     try:
         return float(scorer(answer.strip(), entry) >= 1.0)
-    except Exception:  # some of its scorers choke on an answer that they cannot read: it is wrong
+    except Exception:  # some scorers crash on unreadable answers, which are wrong
         return 0.0
 
 
 def opened(task: Task, answer: str | None) -> str | None:
-    """The answer; of the code protocol, what is in the box."""
+    """Returns the answer; in the code protocol, the content of its box."""
     if answer is not None and split_level(task.protocol)[0] == "code":
         return parse_boxed(answer) or answer
     return answer
 
 
-# --- what they need on this machine ---------------------------------------------------------
+# --- requirements on this machine -------------------------------------------------------------
 
 
 def _generator_needs(config: GradersConfig) -> None:
@@ -142,4 +142,4 @@ NEEDS: Mapping[str, Callable[[GradersConfig], None]] = {
     "math": lambda config: check_installed(),
     "code": _code_needs,
 }
-"""Reward -> what raises UserError where something that it needs is not there."""
+"""Reward -> function that raises UserError if a requirement is missing."""

@@ -1,4 +1,4 @@
-"""Rows of data files, whatever they are stored in: JSON, JSON lines, parquet, CSV, TSV."""
+"""Reads rows of data files in any format: JSON, JSON lines, parquet, CSV, TSV."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from coa_jax.tasks.base import Task
 Row = Mapping[str, Any]
 
 _MOST_ROWS = 100_000_000
-_LISTS = ("data", "Data", "rows")  # keys under which JSON files keep their list of rows
+_LISTS = ("data", "Data", "rows")  # keys of the list of rows in JSON files
 
 
 def find_files(pattern: str) -> list[Path]:
-    """The files that a path means, which may hold ``*``; sorted by name.
+    """Returns the files that match a path, which may contain ``*``, sorted by name.
 
     Raises:
         UserError: there is none.
@@ -33,7 +33,7 @@ def find_files(pattern: str) -> list[Path]:
     found = [Path(name) for name in sorted(glob.glob(pattern))] if "*" in pattern else []
     found = found or [Path(pattern)]
     if not found[0].exists():
-        raise UserError(f"{pattern}: there is no such file; download it or mend the path")
+        raise UserError(f"{pattern}: there is no such file; download it or correct the path")
     return found
 
 
@@ -41,11 +41,11 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
     """Yields the rows of a file.
 
     Args:
-        path: a file; its suffix says what it is, JSON for an unknown one.
-        columns: fields that are wanted; a parquet file is read without its other ones.
+        path: a file; its suffix determines the format, JSON for an unknown suffix.
+        columns: wanted fields; the other columns of a parquet file are not read.
 
     Raises:
-        UserError: the file cannot be read, or holds something else than rows.
+        UserError: the file cannot be read, or contains something other than rows.
     """
     number = 0
     parquet = functools.partial(_parquet, columns=columns)
@@ -80,7 +80,7 @@ def _table(path: Path) -> Iterator[Any]:
     rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     for row in rows:
         if None in row or None in row.values():
-            raise ValueError(f"line {rows.line_num} has not as many fields as the first")
+            raise ValueError(f"line {rows.line_num} has not as many fields as line 1")
         yield row
 
 
@@ -91,21 +91,23 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
         raise missing(f"{path}: reading parquet", "pyarrow", "tasks") from None
     with reading.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
         if file.metadata.num_rows > _MOST_ROWS:
-            raise ValueError(f"it says that it has {file.metadata.num_rows:,} rows")
+            raise ValueError(f"it claims to have {file.metadata.num_rows:,} rows")
         there = file.schema_arrow.names
         wanted = None if columns is None else [name for name in columns if name in there]
-        # A row of tests may have megabytes.
+        # A row with tests may have megabytes.
         for batch in file.iter_batches(batch_size=64, columns=wanted):
             yield from map(plain, batch.to_pylist())
 
 
 def plain(value: Any) -> Any:
-    """A value as the same row would have it in JSON: dates, exact decimals, bytes are texts."""
+    """Converts a value to the JSON value of the same row: dates, exact decimals and bytes become
+    strings.
+    """
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [plain(item) for item in value]
-    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+    if isinstance(value, datetime.date | datetime.time):  # includes datetime
         return value.isoformat()
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
@@ -113,9 +115,14 @@ def plain(value: Any) -> Any:
 
 
 def distinct(identity: str, number: int, seen: set[str]) -> str:
-    """An id that no row before has, which is noted: the row's own, or with the number of its row.
+    """Returns a unique id and records it: the row's own id, or one with the row number appended.
 
-    Rows of several files may have the same number too; those are counted.
+    Rows of several files may have the same number; a counter then distinguishes them.
+
+    Args:
+        identity: the row's own id.
+        number: number of the row.
+        seen: ids of the rows before.
     """
     found, copies = identity, 1
     while found in seen:
@@ -126,7 +133,13 @@ def distinct(identity: str, number: int, seen: set[str]) -> str:
 
 
 def draw(tasks: Sequence[Task], n: int | None, seed: int, where: object) -> list[Task]:
-    """All tasks in their order; with ``n`` a fixed sample of that many, in an order of the seed.
+    """Returns all tasks in order; with ``n``, a fixed sample in an order that depends on the seed.
+
+    Args:
+        tasks: the tasks.
+        n: number of tasks in the sample; None for all.
+        seed: seed of the sample.
+        where: source of the tasks, for the message.
 
     Raises:
         UserError: n is negative.

@@ -1,4 +1,4 @@
-"""The contract between the agent loop and a tool."""
+"""The contract between the rollout loop and a tool."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from coa_jax.tools.net.secrets import redact_all
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
 """How a call ended.
 
-``ok`` the tool did its work; ``error`` the tool ran and reports a failure that the model can
-act on (an exception in its program, no results); ``timeout`` the deadline passed; ``bad_call``
-the arguments could not be understood; ``limit`` a budget was used up; ``fault`` the tool itself
-is broken or unreachable, which is nobody's mistake and masks the reward.
+- ``ok``: the tool did its work.
+- ``error``: the tool ran and reports a failure that the model can act on (an exception in its
+  program, no results).
+- ``timeout``: the deadline passed.
+- ``bad_call``: the arguments could not be parsed.
+- ``limit``: a budget is exhausted.
+- ``fault``: the tool itself is broken or unreachable. The policy is not to blame, so the reward is
+  masked.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolContext:
-    """What a call may know about the trajectory that makes it.
+    """What a tool may know about the trajectory that calls it.
 
     Attributes:
-        trajectory_id: unique for a trajectory in a run.
+        trajectory_id: unique id of the trajectory in its run.
         call_index: number of earlier tool calls in the trajectory.
-        deadline: seconds that this call may take, or None for the tool's own limit.
+        deadline: seconds that this call may take; None for the tool's own limit.
         history: (tool, arguments) of the earlier calls, oldest first.
-        outcomes: how those ended; shorter where that is not known.
-        question: what the trajectory is asked.
-        think: what the policy wrote in the last ``think`` before the call.
+        outcomes: outcomes of the earlier calls; shorter than ``history`` where unknown.
+        question: question of the trajectory.
+        think: text of the policy's last ``think`` before the call.
     """
 
     trajectory_id: str = ""
@@ -46,16 +50,16 @@ class ToolContext:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What a tool call gave back.
+    """The result of a tool call.
 
     Attributes:
-        text: what the model reads; untrusted, and encoded as plain text only.
-        ok: whether the call did what was asked.
+        text: text that the model reads; untrusted, and encoded as plain text only.
+        ok: whether the call succeeded.
         outcome: how the call ended.
         seconds: wall time of the call.
-        detail: figures for logs and traces (exit code, scores); JSON values only.  ``incomplete``
-            is true where a part failed that may come next time: no cache keeps the answer.
-        reward: of the turn that ends with the call; None for none.
+        detail: data for logs and traces (exit code, scores); JSON values only. If ``incomplete`` is
+            true, a part failed that may succeed next time, and no cache stores the answer.
+        reward: reward of the turn that ends with the call; None for none.
         done: whether the episode is over.
     """
 
@@ -70,13 +74,13 @@ class Observation:
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool agent: pure text in and out, with a deadline; never raises to the loop.
+    """A tool: maps text to text within a deadline, and never raises into the rollout loop.
 
-    One that has state may have ``begin()``, which gives the tool of one trajectory, and that
-    ``async close()``, which is called at its end.
+    A stateful tool may define ``begin()``, which returns the tool of one trajectory. That tool's
+    ``async close()`` is called at the end of the trajectory.
 
     Attributes:
-        name: the tag that calls it, e.g. ``wiki_search``.
+        name: tag that calls the tool, e.g. ``wiki_search``.
         deadline: seconds after which a call is abandoned.
     """
 
@@ -89,13 +93,19 @@ class Tool(Protocol):
 
 
 def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
-    """Whether the trajectory has made this call of a tool before; blanks do not count."""
+    """Returns whether the trajectory has made this call before, ignoring differences in blanks.
+
+    Args:
+        name: tag of the tool.
+        arguments: text of the call.
+        context: context of the call.
+    """
     words = arguments.split()
     return any(tool == name and earlier.split() == words for tool, earlier in context.history)
 
 
 def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
-    """(arguments, outcome) of the trajectory's earlier calls of a tool; "ok" where not known."""
+    """Returns (arguments, outcome) of the trajectory's earlier calls of a tool; "ok" if unknown."""
     unknown = len(context.history) - len(context.outcomes)
     outcomes = (*context.outcomes, *("ok",) * unknown)
     pairs = zip(context.history, outcomes, strict=True)
@@ -103,7 +113,7 @@ def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
 
 
 def time_for(limit: float, context: ToolContext) -> float:
-    """Seconds that a tool may take, so that its own words about a timeout come in time."""
+    """Returns the seconds that a tool may use so that it can still report a timeout itself."""
     if context.deadline is None:
         return limit
     margin = min(0.5, 0.05 + 0.1 * context.deadline)
@@ -111,12 +121,17 @@ def time_for(limit: float, context: ToolContext) -> float:
 
 
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
-    """Calls a tool so that nothing it does can hurt the loop.
+    """Calls a tool so that no failure of the tool reaches the rollout loop.
 
-    A deadline that passes becomes ``timeout``, also where the tool does not heed its cancellation.
-    An exception becomes ``fault``, whatever its kind, and so do an observation that is none and the
-    cancellation of what a tool waits for.  Only cancellation of the caller itself is let through.
-    No key is in the observation, whatever tool gave it (`redact_all`).
+    A passed deadline becomes ``timeout``, even if the tool ignores its cancellation. An exception
+    becomes ``fault``, whatever its type, and so does an invalid observation or the cancellation of
+    something the tool waits for. Only the cancellation of the caller itself propagates. Keys are
+    removed from the observation, whichever tool returned it (`redact_all`).
+
+    Args:
+        tool: the tool.
+        arguments: text of the call.
+        context: context of the call.
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
     start = time.monotonic()
@@ -129,7 +144,7 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
         return Observation(text, False, "timeout", seconds)
-    except (Exception, asyncio.CancelledError) as error:  # a broken tool is a value, not a crash
+    except (Exception, asyncio.CancelledError) as error:  # a broken tool gives a value, not a crash
         if isinstance(error, asyncio.CancelledError) and _being_cancelled():
             await _end(task)
             raise
@@ -140,17 +155,17 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
 
 
 async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Observation:
-    """What a tool returns, checked: it goes into texts, sums and files.
+    """Runs the tool and validates its observation, which goes into texts, sums and files.
 
     Raises:
-        TypeError, ValueError: it is not what a tool has to return.
+        TypeError, ValueError: the tool returned something else than a valid observation.
     """
     try:
         seen = await tool(arguments, context)
-    except SystemExit as error:  # which would end the event loop
+    except SystemExit as error:  # it would end the event loop
         raise RuntimeError(f"SystemExit: {error}") from error
     if not isinstance(seen, Observation) or not isinstance(seen.text, str):
-        raise TypeError(f"the tool returned {seen!r:.200}, which is no Observation of text")
+        raise TypeError(f"the tool returned {seen!r:.200}, which is not an Observation with text")
     if seen.outcome not in get_args(Outcome) or not math.isfinite(seen.seconds):
         raise ValueError(f"outcome {seen.outcome!r} or seconds {seen.seconds!r} of an Observation")
     if seen.reward is not None and not math.isfinite(seen.reward):
@@ -160,12 +175,12 @@ async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Obse
 
 
 _PATIENCE_S = 5.0
-"""How long a cancelled tool may take to put away what it has, before nobody waits for it."""
-_left_behind: set[asyncio.Task[Observation]] = set()  # an event loop holds tasks weakly
+"""Seconds for which a cancelled tool may clean up before the loop stops waiting for it."""
+_left_behind: set[asyncio.Task[Observation]] = set()  # event loops hold tasks weakly
 
 
 async def _end(task: asyncio.Task[Observation]) -> None:
-    """Cancels a call, and waits for its end within bounds."""
+    """Cancels a call, and waits for a bounded time until it has ended."""
     _left_behind.add(task)
     task.add_done_callback(_forget)
     task.cancel()
@@ -175,15 +190,15 @@ async def _end(task: asyncio.Task[Observation]) -> None:
 def _forget(task: asyncio.Task[Observation]) -> None:
     _left_behind.discard(task)
     if not task.cancelled():
-        task.exception()  # else it is told as never retrieved
+        task.exception()  # retrieved, so that asyncio does not log it
 
 
 def _being_cancelled() -> bool:
-    """Whether somebody has asked the current task itself to end."""
+    """Returns whether the current task itself is being cancelled."""
     task = asyncio.current_task()
     return task is None or bool(task.cancelling())
 
 
 def unavailable(name: str) -> Observation:
-    """What a call of a tool that is not there gives: the tag is of the protocol, not of the run."""
+    """Returns the observation of a call to a tool that the run does not have."""
     return Observation(f"The {name} tool is not available.", False, "bad_call", 0.0)

@@ -27,22 +27,22 @@ BAD_CALL = (
 )
 _NO_OUTPUT = "(no output; print what you want to see)"
 _MARGIN_S = 0.5
-"""Time kept for killing and reporting before a deadline of the caller."""
+"""Seconds before the caller's deadline that are reserved to kill the program and report."""
 
 
 class CodeTool:
-    """A ``Tool`` that runs python programs of a model in real isolation.
+    """A ``Tool`` that runs Python programs of a model in a real sandbox.
 
-    Each call is a fresh process that sees the interpreter, its input and an empty directory.
-    What it printed comes back, deterministic for a deterministic program: neither times nor
-    temporary names occur in the text.
+    Each call is a new process that sees only the interpreter, its input and an empty directory. The
+    observation is the program's output. It is deterministic for a deterministic program: the text
+    contains neither times nor temporary names.
 
     Attributes:
         name: "code".
         deadline: seconds for waiting, running and cleaning up; the tool's own limits come first.
-        isolation: what confines the programs.
-        libraries: packages that programs may import beside the standard library.
-        settings: what answers depend on besides the program.
+        isolation: sandbox of the programs.
+        libraries: packages that programs may import besides the standard library.
+        settings: settings on which answers depend, besides the program.
         remembers: whether an answer depends on the earlier calls.
     """
 
@@ -63,29 +63,29 @@ class CodeTool:
         unsafe: bool = False,
         session: bool = False,
     ) -> None:
-        """Finds the isolation and tries it.
+        """Finds a sandbox back end and tests it.
 
         Args:
-            timeout_s: wall seconds of a program (paper's release: 7).  On a busy machine up to as
-                many again are added for the time in which it could have run, had a processor
-                been free.
-            cpu_s: processor seconds of each of its processes (paper App A: 5).
+            timeout_s: wall seconds of a program (paper's release: 7). On a busy machine, the time
+                in which the program waited for a processor is added, up to the same number of
+                seconds.
+            cpu_s: processor seconds of each process of the program (paper App A: 5).
             memory_mb: MiB of memory (paper App A: 5 GB).
             max_output_chars: characters of output in an observation (release: 1,536).
-            concurrency: programs at a time, by default two for each processor.
-            queue_s: seconds that a call may wait for its turn.
+            concurrency: programs that run at the same time; by default two per processor.
+            queue_s: seconds that a call may wait before it runs.
             disk_mb: MiB of scratch space.
             processes: processes and threads of a program.
             libraries: packages that programs may import, see `find_libraries`.
             backend: "auto", "bubblewrap" or "landlock".
-            unsafe: run without isolation; has an effect only together with the environment
+            unsafe: whether to run without isolation; effective only together with the environment
                 variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
-            session: programs continue the earlier ones of their trajectory, see
-                ``coa_jax.tools.code_session``; else each is alone.
+            session: whether programs continue the earlier programs of their trajectory, see
+                ``coa_jax.tools.code_session``.
 
         Raises:
-            UserError: no isolation holds on this machine, a limit makes no sense, or a package
-                cannot be installed.
+            UserError: no isolation works on this machine, a limit is invalid, or a package cannot
+                be installed.
         """
         limits = {
             "timeout_s": timeout_s,
@@ -121,7 +121,7 @@ class CodeTool:
                 *(self.isolation.backend, python.path, python.version),
             ]
         )
-        # A semaphore belongs to one event loop, a tool may live through several.
+        # A semaphore belongs to one event loop, but a tool may be used in several.
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
@@ -141,7 +141,7 @@ class CodeTool:
         try:
             await asyncio.wait_for(turn.acquire(), patience)
         except TimeoutError:
-            if hurried and not turn.locked():  # the trajectory has no time left: no fault of ours
+            if hurried and not turn.locked():  # the trajectory has no time left: not a fault
                 text = "[FAILED] No time was left to run the program."
                 return Observation(text, False, "timeout", time.monotonic() - start)
             return self._fault(f"no free sandbox within {patience:g} s", start)
@@ -185,10 +185,16 @@ class CodeTool:
 
 
 def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Outcome, str]:
-    """How a call ended, and the text of its observation.
+    """Returns the outcome of a call and the text of its observation.
 
-    ``[EXECUTED]`` or ``[FAILED]`` with a reason, then what was printed, named STDOUT and STDERR
-    where it is not simply the output of a program that went well.
+    The text is ``[EXECUTED]``, or ``[FAILED]`` with a reason, followed by the program's output. The
+    streams are labelled STDOUT and STDERR, except for a successful program that wrote only to
+    stdout.
+
+    Args:
+        result: result of the program.
+        limits: limits of the program.
+        max_output_chars: characters of output in the text.
     """
     outcome, verdict = _verdict(result, limits)
     out_room, error_room = _share(result.stdout.length, result.stderr.length, max_output_chars)
@@ -234,6 +240,8 @@ def _verdict(result: Result, limits: Limits) -> tuple[Outcome, str]:
 
 
 def _share(out: int, error: int, room: int) -> tuple[int, int]:
-    """Characters for stdout and stderr: what one does not need the other may have."""
+    """Splits the room for output between stdout and stderr; either may use what the other
+    leaves.
+    """
     error_room = min(error, max(room // 2, room - out))
     return min(out, room - error_room), error_room

@@ -1,9 +1,9 @@
 """Python packages that programs of the code tool can import.
 
-``python -m coa_jax.tools.code_libraries numpy sympy`` installs them now, which a run with
-``--config.tools.code_libraries=numpy,sympy`` otherwise does on first use, and prints where they
-are.  pip installs into a directory of its own; programs can read that directory and not change it.
-A directory of installed packages can stand in place of names, for machines without a network.
+``python -m coa_jax.tools.code_libraries numpy sympy`` installs packages and prints their directory.
+A run with ``--config.tools.code_libraries=numpy,sympy`` installs them on first use. pip installs
+into a separate directory, which programs can read but not change. On machines without a network, a
+directory of installed packages can replace the names.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Package:
     """An installed package.
 
     Attributes:
-        name: name of the distribution, as in "scikit-learn".
-        version: as in "1.7.2".
-        module: what programs import, as in "sklearn".
+        name: name of the distribution, e.g. "scikit-learn".
+        version: version, e.g. "1.7.2".
+        module: import name, e.g. "sklearn".
     """
 
     name: str
@@ -76,35 +76,35 @@ class Libraries:
     """Packages for programs.
 
     Attributes:
-        directories: where they are installed; ``sys.path`` of programs gets these.
-        packages: those that were asked for, or all where only directories were named.
+        directories: directories of the packages, which are added to ``sys.path`` of programs.
+        packages: the requested packages; all installed packages if only directories were given.
     """
 
     directories: tuple[str, ...] = ()
     packages: tuple[Package, ...] = ()
 
     def __str__(self) -> str:
-        """As in "numpy 2.4.6, sympy 1.14.0"."""
+        """Lists names and versions, e.g. "numpy 2.4.6, sympy 1.14.0"."""
         told = [f"{package.name} {package.version}" for package in self.packages[:_TOLD]]
         return ", ".join(told)
 
     def note(self) -> str:
-        """The sentence of the prompt about them; "" without packages."""
+        """The sentence about the packages for the prompt; "" without packages."""
         if not self.packages:
             return ""
         return f"It can import the standard library and these packages: {self}."
 
 
 def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None) -> Libraries:
-    """The packages, installed first where they are not there yet.
+    """Finds the packages, and installs missing ones first.
 
     Args:
         wanted: names ("numpy"), requirements ("numpy>=2") or existing directories with installed
-            packages.  A name that one of the directories has is not installed again.
-        interpreter: the python that will import them; by default the sandbox's.
+            packages. A package in one of the directories is not installed again.
+        interpreter: the Python that will import them; by default the sandbox's.
 
     Raises:
-        UserError: an entry is neither, a directory cannot be read by programs, or pip fails.
+        UserError: an entry is neither, programs cannot read a directory, or pip fails.
     """
     if not wanted:
         return Libraries()
@@ -132,7 +132,15 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
 async def try_imports(
     isolation: Isolation, limits: Limits, libraries: Libraries
 ) -> list[tuple[bool, str]]:
-    """Imports each package in a program of its own: (it went well, what there is to say).
+    """Imports each package in a program of its own.
+
+    Args:
+        isolation: the sandbox.
+        limits: limits of each program.
+        libraries: the packages.
+
+    Returns:
+        (whether the import succeeded, message) of each package.
 
     Raises:
         SandboxError: the sandbox does not work.
@@ -181,7 +189,7 @@ def _normal(name: str) -> str:
 
 
 def _installed(requirements: list[str], interpreter: Interpreter) -> str:
-    """The directory with the requirements, made by pip if it is not there."""
+    """Returns the directory with the requirements; runs pip if the directory does not exist."""
     python = [interpreter.path, interpreter.version, platform.machine(), *requirements]
     key = hashlib.sha256(json.dumps(python).encode()).hexdigest()[:16]
     cache = _cache()
@@ -196,7 +204,7 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
         _pip(requirements, interpreter, fresh)
         for path in (fresh, *fresh.rglob("*")):
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process has created it
             fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -207,14 +215,14 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
 
 
 def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> None:
-    # Settings of this python are not for another one.
+    # The settings of this Python must not affect the other one.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }
     options = ["install", "--target", str(target), "--quiet", "--no-input", "--prefer-binary"]
     options += ["--disable-pip-version-check", "--no-warn-script-location", *requirements]
     said = "no pip was found"
-    # The pip of the interpreter, or ours working for that interpreter.
+    # Use the interpreter's own pip, or our pip on behalf of that interpreter.
     for pip in (
         [interpreter.path, "-m", "pip"],
         [sys.executable, "-m", "pip", "--python", interpreter.path],
@@ -244,7 +252,7 @@ def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> Non
 
 
 def _cache() -> Path:
-    """A directory that this process may write and that programs can read."""
+    """Returns a directory that this process can write and programs can read."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     places = [home, Path("/var/cache"), Path("/var/tmp")]
@@ -256,7 +264,7 @@ def _cache() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         for path in (cache, cache.parent):
             path.chmod(0o755)
-        if cache.stat().st_uid == os.geteuid():  # nobody else can put packages there
+        if cache.stat().st_uid == os.geteuid():  # other users cannot add packages there
             return cache
     raise UserError(
         f"tools.code_libraries: none of {', '.join(map(str, places))} can hold packages that"
@@ -265,7 +273,7 @@ def _cache() -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
     parser.add_argument("wanted", nargs="+", help="packages or directories")
     options = parser.parse_args(arguments)
@@ -285,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def split_libraries(text: str) -> list[str]:
-    """Entries that are joined by commas; a comma before a comparison belongs to its requirement."""
+    """Splits entries at commas; a comma before a version comparison belongs to its requirement."""
     return [entry for entry in re.split(r",(?![\s=~!<>])", text) if entry]
 
 

@@ -1,10 +1,10 @@
-"""Programs of a trajectory that go on where the earlier ones ended: variables survive.
+"""Code sessions: programs of a trajectory continue the earlier ones, so variables survive.
 
-Nothing is kept alive for that.  Each call runs the earlier programs of its trajectory again, their
-output thrown away, and then its own, all in one fresh sandbox.  So isolation and limits are those
-of any program, nothing is left when a trajectory ends or a run is killed, and a trajectory that is
-sampled again, elsewhere or after a restart, sees the same.  What that asks of programs is that they
-do the same again: `random` is seeded for it, the clock is not.
+No process is kept alive. Each call first reruns the earlier programs of its trajectory, without
+their output, and then its own program, all in one new sandbox. So isolation and limits are those of
+any program. Nothing remains when a trajectory ends or a run is killed. A trajectory that is sampled
+again, on another machine or after a restart, gets the same results. For this, programs must be
+deterministic: `random` is seeded, but the clock is not fixed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from coa_jax.tools.sandbox.run import Result
 FORGOTTEN = "What this program did is not remembered; variables are those of before it."
 
 _LONGEST_S = 60.0
-"""Wall seconds of a call with all that it runs again, unless one program may take longer."""
+"""Wall seconds of a call including the reruns, unless a single program may take longer."""
 
-# Runs in the sandbox, on whatever python is there.  The programs lie in a module of their own, so
-# that they do not see this one; each is its own file to whoever reads a traceback.
+# This source runs in the sandbox, on any Python version. The programs run in a separate module, so
+# that they do not see this code; tracebacks name each program as its own file.
 _DRIVER = """\
 import sys
 
@@ -131,12 +131,12 @@ def run(programs, cpu_s, wall_s):
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """A program behind those that it continues.
+    """A program together with the earlier programs that it continues.
 
     Attributes:
-        source: what to run.
-        limits: for all of them together.
-        remembered: how many are run again.
+        source: source to run.
+        limits: limits of all programs together.
+        remembered: number of earlier programs that are rerun.
     """
 
     source: str
@@ -145,14 +145,14 @@ class Continued:
 
 
 def continued(source: str, name: str, context: ToolContext, limits: Limits) -> Continued:
-    """What to run for a program that continues those of its trajectory.
+    """Builds the source that runs a program after the earlier programs of its trajectory.
 
     Args:
         source: the program.
-        name: of the tool.
-        context: of the call; programs that came to an end, with an exception too, are continued,
-            those that were stopped are not.
-        limits: of each program.
+        name: name of the tool.
+        context: context of the call. Programs that ended by themselves, even with an exception, are
+            rerun; programs that were stopped are not.
+        limits: limits of each program.
     """
     earlier = []
     for arguments, outcome in own_calls(name, context):
@@ -169,22 +169,30 @@ def continued(source: str, name: str, context: ToolContext, limits: Limits) -> C
 
 
 def longest_s(wall_s: float) -> float:
-    """Wall seconds of a call at most, where a program may take ``wall_s``."""
+    """Returns the maximum wall seconds of a call, if one program may take ``wall_s``."""
     return max(wall_s, _LONGEST_S)
 
 
 def own_result(result: Result) -> Result:
-    """How the last program ended, where its alarm has stopped it at its own limit of time."""
+    """Returns the result of the last program, corrected if its own time limit stopped it."""
     if result.code == 128 + signal.SIGALRM:
         return dataclasses.replace(result, reason="wall", code=None)
     return result
 
 
 def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, str]:
-    """Outcome and text of an observation, which say whether the program will be run again.
+    """Adds to an observation whether later calls will rerun the program.
 
-    One that a signal has ended (no stack left, an allocation that failed) would end those behind it
-    too: it counts as one that was stopped.
+    A program ended by a signal (stack overflow, failed allocation) would end later programs too, so
+    it counts as stopped.
+
+    Args:
+        outcome: outcome of the call.
+        text: text of the observation.
+        result: result of the program.
+
+    Returns:
+        Outcome and text of the observation.
     """
     if outcome == "error" and result.code is not None and result.code > 128:
         outcome = "limit"

@@ -1,4 +1,4 @@
-"""Corpora in JSONL, in the forms in which they are passed around."""
+"""Reads corpora in the common JSONL forms."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from coa_jax.tools.factbook_pages import Passage
 
 
 def read_corpus(path: str) -> tuple[Passage, ...]:
-    """Passages of a file with one JSON object a line.
+    """Reads the passages of a file with one JSON object per line.
 
-    ``title`` and ``text``, or ``contents`` as Search-R1 has it: the title in quotation marks on the
-    first line, the text below.
+    An object has ``title`` and ``text``, or ``contents`` in the form of Search-R1: the title in
+    quotation marks on the first line, then the text.
 
     Raises:
-        UserError: the file cannot be read or is empty; ``path:line: why`` for a malformed line.
+        UserError: the file cannot be read or is empty, or a line is malformed (``path:line: why``).
     """
     passages = tuple(jsonl.read_lines(Path(path).expanduser(), _passage))
     if not passages:
-        raise UserError(f"{path}: there is no passage in it")
+        raise UserError(f"{path}: the file has no passages")
     return passages
 
 
@@ -37,11 +37,11 @@ def _passage(row: Any) -> Passage:
 
 
 def split_contents(contents: str) -> Passage:
-    """Title and text of a document in Search-R1's form."""
+    """Splits a document in Search-R1's form into title and text."""
     title, _, text = contents.partition("\n")
     return Passage(title.strip().strip('"'), text)
 
 
 def join_contents(passage: Passage) -> str:
-    """What `split_contents` reads."""
+    """Writes a passage in Search-R1's form, the inverse of `split_contents`."""
     return f'"{passage.title}"\n{passage.text}'

@@ -1,8 +1,8 @@
-"""The ``crawl_page`` tool: addresses joined by ``|`` become the text, or a summary, of their pages.
+"""The ``crawl_page`` tool: returns the text, or a summary, of pages whose URLs are joined by ``|``.
 
-An observation has, for each page and with blank lines between them, ``Page i [address] Summary:``
-and the text below it, or ``Page i [address]: [Page content not accessible: why]`` (the surface
-form of the release).
+The pages of an observation are separated by blank lines. A page is ``Page i [address] Summary:``
+and the text below, or ``Page i [address]: [Page content not accessible: why]`` (the format of the
+release).
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class CrawlConfig(Bounded):
     """How pages are read.
 
     Attributes:
-        max_pages: pages of a call; further addresses are named and left out.
-        page_chars: characters of a page in an observation, and of its text that the summariser
-            reads times eight.
-        timeout_s: seconds of a call, with summaries.
-        page_timeout_s: seconds to fetch one page, with all attempts.
-        max_bytes: bytes of a page, decompressed.
-        attempts: tries for a page.
-        robots: whether what sites say about robots is respected.
-        allow_hosts: hosts and networks besides the public ones, as in `Guard.allow`.
-        blocked: hosts and beginnings of paths that are not opened, as in `Guard.block`.
-        concurrency: pages at a time, over all calls.
-        summarizer: the model that summarises; without one the text itself is shown.
+        max_pages: pages per call; further addresses are listed but not opened.
+        page_chars: characters of a page in an observation. The summariser reads up to eight times
+            as many characters of its text.
+        timeout_s: seconds of a call, including summaries.
+        page_timeout_s: seconds to fetch one page, including all attempts.
+        max_bytes: maximum size of a page in bytes, decompressed.
+        attempts: maximum number of attempts per page.
+        robots: whether the robots.txt of sites is respected.
+        allow_hosts: hosts and networks allowed besides the public ones, as in `Guard.allow`.
+        blocked: hosts and path prefixes that are not opened, as in `Guard.block`.
+        concurrency: pages that are read concurrently, over all calls.
+        summarizer: model that writes the summaries; without one the text itself is returned.
     """
 
     max_pages: Times = 5
@@ -76,13 +76,13 @@ class CrawlConfig(Bounded):
 
 
 class CrawlPage:
-    """Tool agent that reads web pages.
+    """The tool that reads web pages.
 
     Attributes:
         name: "crawl_page".
         deadline: seconds a call may take.
-        settings: what answers depend on besides the addresses.
-        tailored: whether an answer is made for what `depends_on` gives.
+        settings: settings on which answers depend, besides the addresses.
+        tailored: whether answers depend on the result of `depends_on`.
     """
 
     name = "crawl_page"
@@ -92,7 +92,7 @@ class CrawlPage:
 
         Args:
             config: see `CrawlConfig`.
-            index: gives the local index, for the pages behind the links of the local search.
+            index: returns the local index, for links from the local search.
 
         Raises:
             UserError: a package is missing, or a setting is wrong.
@@ -126,11 +126,11 @@ class CrawlPage:
         )
 
     def depends_on(self, context: ToolContext) -> list[str]:
-        """What of the trajectory a summary depends on besides the addresses."""
+        """Returns the texts of the trajectory on which a summary depends, besides the addresses."""
         return [context.question, last_query(context), context.think.strip()]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Reads the pages between the tags, all at a time."""
+        """Reads the pages whose addresses stand between the tags, concurrently."""
         start = time.monotonic()
         urls = list(dict.fromkeys(parse_urls(arguments)))
         if not urls:
@@ -167,11 +167,11 @@ class CrawlPage:
     def local_page(self, url: str) -> str:
         """Returns the text behind a link of the local search, made by `local_link`.
 
-        The text is all passages of one page.  A section that the link names comes first, so that
-        it is seen however short `CrawlConfig.page_chars` is.
+        The text consists of all passages of one page. If the link names a section, that section
+        comes first, so that it is visible for any `CrawlConfig.page_chars`.
 
         Raises:
-            FetchError: there is no such page.
+            FetchError: the page does not exist.
         """
         parts = urllib.parse.urlsplit(url)
         title, section = (
@@ -187,7 +187,7 @@ class CrawlPage:
 
 @dataclasses.dataclass
 class _Call:
-    """One call of the tool: its pages share its deadline and its intent."""
+    """One call of the tool: its pages share a deadline and a click intent."""
 
     tool: CrawlPage
     context: ToolContext
@@ -199,7 +199,7 @@ class _Call:
         return max(self.end - time.monotonic(), 0.001)
 
     async def page(self, number: int, url: str) -> tuple[str, str | None]:
-        """(text of one page in the observation, kind of its failure or None)."""
+        """Returns (text of one page in the observation, kind of its failure or None)."""
         try:
             async with asyncio.timeout(self.left()), self.tool._turns.here():
                 text = await self.read(url)
@@ -211,17 +211,17 @@ class _Call:
         except TimeoutError:
             why = "it took too long"
             return f"Page {number} [{url}]: [Page content not accessible: {why}]", "timeout"
-        except Exception:  # a fault of ours costs this page, not the others of the call
+        except Exception:  # a bug costs this page only, not the whole call
             _log.exception("crawl_page cannot read %s", url)
             return f"Page {number} [{url}]: [Page content not accessible: it failed]", "fault"
         return f"Page {number} [{url}] Summary:\n{await self.shorten(text)}", None
 
     async def read(self, url: str) -> str:
-        """The text of a page.
+        """Returns the text of a page.
 
         Raises:
-            FetchError: it cannot be had.
-            WorkerBusyError: no process is free to read it, which is a fault of ours.
+            FetchError: the page cannot be fetched or read.
+            WorkerBusyError: no process is free to parse the page, which is a fault of the tool.
         """
         tool, most = self.tool, 8 * self.tool._config.page_chars
         parsed = parse_url(url)
@@ -233,7 +233,7 @@ class _Call:
                 raise FetchError("refused", why)
         request = Request(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
-        half = self.left() / 2  # for its turn, so that waiting in vain is told from a slow page
+        half = self.left() / 2  # to wait, so that a busy tool is distinguished from a slow page
         ask = functools.partial(
             tool._workers.ask,
             response.body,
@@ -257,7 +257,7 @@ class _Call:
         )
 
     async def shorten(self, text: str) -> str:
-        """The summary, or the beginning of the text where there is no summariser or it failed."""
+        """Returns the summary, or the start of the text if there is no summariser or it failed."""
         config = self.tool._config
         if not config.summarizer:
             return clip(text, config.page_chars)
@@ -274,7 +274,9 @@ class _Call:
             return f"[No summary: {why}. The page begins:]\n{clip(text, config.page_chars)}"
 
     async def aim(self) -> str:
-        """The click intent, asked for once; a summary can do without."""
+        """Returns the click intent, computed once; None if it failed, since a summary can do
+        without.
+        """
         if self.intent is None:
             config = self.tool._config.summarizer
             self.intent = asyncio.ensure_future(click_intent(config, self.context, self.left() / 2))

@@ -1,7 +1,7 @@
-"""Dense and hybrid retrieval: an exact search over the vectors of an encoder, fused with BM25.
+"""Dense and hybrid retrieval: exact search over an encoder's vectors, and fusion with BM25.
 
-The vectors of a corpus are computed once and kept on disk, named by the encoder and the text; they
-are mapped into memory, so that the processes of a machine share them.
+The vectors of a corpus are computed once and stored on disk, named by encoder and text. They are
+memory-mapped, so the processes of a machine share them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coa_jax.tools.wiki_search import Hit, Index, best_rows, default_cache_dir, 
 _log = logging.getLogger(__name__)
 
 Retrieval = Literal["bm25", "dense", "hybrid"]
-"""``bm25`` by words, ``dense`` by vectors, ``hybrid`` both, fused by their ranks."""
+"""Kind of retrieval: ``bm25`` by words, ``dense`` by vectors, ``hybrid`` by both, fused by rank."""
 
 RETRIEVALS: tuple[Retrieval, ...] = get_args(Retrieval)
 
@@ -36,40 +36,40 @@ FUSION_K = 60
 """The constant of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
 
 FUSION_DEPTH = 100
-"""Ranks of each search that are fused."""
+"""Number of top results of each search that are fused."""
 
 _ROWS = 1 << 16
-"""Vectors of a block: 192 MiB at a width of 768."""
+"""Vectors in a block of the search; 192 MiB at a width of 768."""
 
 _CHUNK = 4096
-"""Passages that are encoded between two reports of progress."""
+"""Passages that are encoded between two progress reports."""
 
 _VECTORS = "vectors.npy"
 
 
 def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[tuple[int, float]]]:
-    """The rows with the largest inner products, exactly; of equal ones the first.
+    """Returns the rows with the largest inner products, exactly; ties go to the lower row.
 
     Args:
-        vectors: float32 [rows, width]; may be a file that is mapped into memory.
+        vectors: float32 [rows, width]; may be memory-mapped.
         queries: float32 [number, width].
-        top_k: rows for each query, at most.
+        top_k: maximum number of rows per query.
 
     Returns:
-        For each query (row, product), best first.
+        For each query a list of (row, inner product), best first.
     """
     best: list[list[tuple[int, float]]] = [[] for _ in queries]
     for start in range(0, len(vectors), _ROWS):
         block = queries @ vectors[start : start + _ROWS].T
         for i, scores in enumerate(block):
             found = [(start + row, float(scores[row])) for row in best_rows(scores, top_k)]
-            # Rows only grow, and a sort is stable, so the first of equal ones stays first.
+            # Row numbers ascend and the sort is stable, so the first of equal products stays first.
             best[i] = sorted(best[i] + found, key=lambda item: -item[1])[:top_k]
     return best
 
 
 class DenseIndex:
-    """Passages by the cosine between their vectors and the query's."""
+    """A search index by the cosine between the vectors of passages and query."""
 
     def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
         self._passages, self._vectors, self._encoder = passages, vectors, encoder
@@ -83,7 +83,7 @@ class DenseIndex:
         return self._passages
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`; a score is a cosine, and there is always a best passage."""
+        """See `Index`; the score is a cosine, and there is always a best passage."""
         return nearest(self._vectors, self._encoder.queries([query]), top_k)[0]
 
     def search(self, query: str, top_k: int) -> list[Hit]:
@@ -92,7 +92,7 @@ class DenseIndex:
 
 
 class HybridIndex:
-    """Several searches over the same passages, fused by their ranks."""
+    """Several indexes over the same passages, fused by rank."""
 
     def __init__(self, indexes: Sequence[Index]):
         self._indexes = indexes
@@ -106,7 +106,9 @@ class HybridIndex:
         return self._indexes[0].passages
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`; a score is the sum of 1 / (60 + rank) over the searches that found it."""
+        """See `Index`; the score is the sum of 1 / (60 + rank) over the searches that found the
+        passage.
+        """
         depth = max(FUSION_DEPTH, top_k)
         return fuse([index.rank(query, depth) for index in self._indexes])[:top_k]
 
@@ -116,7 +118,7 @@ class HybridIndex:
 
 
 def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Reciprocal rank fusion; equal ones in the order of the passages."""
+    """Fuses rankings by reciprocal rank; ties are ordered by passage number."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, (number, _) in enumerate(ranking, 1):
@@ -131,11 +133,11 @@ def load_retriever(
     passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
 ) -> Index:
-    """The index of a kind of retrieval, from the cache or built and kept there.
+    """Loads the index of a kind of retrieval from the cache, or builds and stores it.
 
     Args:
-        retrieval: the kind.
-        encoder: the model of dense and hybrid retrieval.
+        retrieval: kind of retrieval.
+        encoder: model for dense and hybrid retrieval.
         cache_dir, passage_chars, passages: see `coa_jax.tools.wiki_search.load_index`.
 
     Raises:
@@ -158,7 +160,7 @@ def load_retriever(
 
 
 def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
-    """Raises UserError unless the kind is known and has what it needs."""
+    """Raises UserError unless the kind of retrieval is known and has the settings it needs."""
     if retrieval not in RETRIEVALS:
         known = ", ".join(RETRIEVALS)
         raise UserError(f"wiki_search: retrieval {retrieval!r} is unknown; known are {known}")
@@ -186,9 +188,9 @@ def _load_vectors(
     try:
         _write_vectors(encoder, corpus, fresh / _VECTORS, shape)
         try:
-            os.rename(fresh, folder)  # a reader sees a whole index or none
+            os.rename(fresh, folder)  # readers see a complete index or none
         except OSError:
-            if not folder.is_dir():  # else another process was faster: use its
+            if not folder.is_dir():  # otherwise use the one of another process
                 raise
         return _opened(folder, shape)
     finally:

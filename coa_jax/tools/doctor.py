@@ -1,14 +1,14 @@
-"""Shows how programs are isolated on this machine, and proves it.
+"""Shows how programs are isolated on this machine, and tests the isolation.
 
-``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs one hostile program for
-each thing that must not happen.  Exit code 0: all were contained; 1: one was not; 2: there is
-no isolation.
+``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs one hostile program for each
+forbidden action. Exit code 0: all programs were contained; 1: one was not; 2: there is no
+isolation.
 
-``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` says instead of each tool
-how it is configured and whether the servers behind it answer; without a file, with the default
-settings.  Exit code 0: all can be called; 1: one cannot; 2: the file cannot be read.
+``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` instead reports for each
+tool its configuration and whether its server answers; without a file, for the default settings.
+Exit code 0: all tools can be called; 1: one cannot; 2: the file cannot be read.
 
-Both warn first if this Python or JAX lies outside of the tested versions.
+Both commands first warn if the version of Python or JAX is outside the tested range.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _TIMED_CALLS = 15
 
 
 async def overhead(job: Job) -> tuple[float, str]:
-    """Milliseconds of a call that does nothing (median of some, after one to warm up), and who
-    enforced its totals."""
+    """Measures an empty call in milliseconds: the median of several, after one warm-up.
+
+    Returns:
+        The time, and the mechanism that enforced the limits on memory and files.
+    """
     seconds = []
     for _ in range(_TIMED_CALLS + 1):
         start = time.monotonic()
@@ -43,7 +46,12 @@ async def overhead(job: Job) -> tuple[float, str]:
 
 
 async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = True) -> bool:
-    """Runs the hostile programs, prints a line for each; True if all were contained."""
+    """Runs the hostile programs and prints a line for each; returns whether all were contained.
+
+    Args:
+        isolation: the sandbox.
+        namespaces, cgroup: whether Landlock may use namespaces and a control group.
+    """
     job = isolation.job(trial.TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
     contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
     with trial.scene() as around:
@@ -85,7 +93,7 @@ def _print_facts(isolation: Isolation) -> None:
 
 
 def _show_tools(path: str) -> int:
-    # Imported here: the proof of isolation needs nothing but the standard library.
+    # Imported here: the test of the isolation needs only the standard library.
     from coa_jax.cli import load_config
     from coa_jax.settings import build
     from coa_jax.tools.make import ToolsConfig
@@ -110,7 +118,7 @@ def _show_tools(path: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     parser.add_argument("--tools", action="store_true", help="what is configured and reachable")

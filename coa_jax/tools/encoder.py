@@ -1,8 +1,8 @@
 """Text encoders of the BERT family (E5, BGE, MiniLM, ...) in JAX, from Hugging Face directories.
 
 A text becomes one unit vector: the mean of its last hidden states (Sentence-BERT, arXiv 1908.10084
-§3), or the first of them where the directory says so.  E5 (arXiv 2212.03533 §4.1) was trained
-with "query: " and "passage: " in front of its texts, which is the default.
+§3), or the first hidden state if the directory's pooling configuration says so. E5 (arXiv
+2212.03533 §4.1) was trained with the prefixes "query: " and "passage: ", which are the default.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import Checkpoint
 
 _SHORTEST = 16
-"""Tokens of the smallest shape that is compiled; the others double from there."""
+"""Length of the smallest compiled shape in tokens; further shapes double from there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig(Bounded):
-    """Which model turns texts into vectors.
+    """The model that encodes texts as vectors.
 
     Attributes:
         path: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``) of a BERT or
             XLM-RoBERTa; "" for none.
-        query_prefix: stands before each query; E5's. Models that know none want "".
-        passage_prefix: stands before each passage.
-        max_tokens: longest text, if the model takes as many; the rest of it is left out.
-        batch_size: texts of a product, at most.
-        device: backend that computes, "cpu" to leave the accelerator to the policy; "" for the
-            default one.
+        query_prefix: prefix of each query, by default E5's. Models trained without prefixes need
+            "".
+        passage_prefix: prefix of each passage.
+        max_tokens: length to which texts are truncated, at most the model's maximum.
+        batch_size: maximum number of texts in a batch.
+        device: backend of the encoder, e.g. "cpu" to leave the accelerator to the policy; "" for
+            the default backend.
     """
 
     path: Place = ""
@@ -63,7 +64,7 @@ class EncoderConfig(Bounded):
 def _embed(
     params: Params, tokens: jax.Array, lengths: jax.Array, *, config: BertConfig, pooling: str
 ) -> jax.Array:
-    """Unit vectors, float32 [batch, width], of texts as `model.encoder.Encoder` takes them."""
+    """Computes unit vectors, float32 [batch, width]; arguments as for `model.encoder.Encoder`."""
     hidden = bind(config, params)(tokens, lengths, REFERENCE)
     if pooling == "cls":
         pooled = hidden[:, 0]
@@ -74,30 +75,30 @@ def _embed(
 
 
 class Encoder:
-    """A loaded encoder; safe to use from many threads.
+    """A loaded encoder; safe to use from several threads.
 
     Attributes:
-        config: its settings.
-        width: numbers of a vector.
-        fingerprint: names the model by its files and settings: equal ones give equal vectors.
+        config: settings of the encoder.
+        width: length of a vector.
+        fingerprint: hash of the model's files and settings: equal fingerprints give equal vectors.
     """
 
     def __init__(self, config: EncoderConfig):
-        """Reads the directory.
+        """Loads the encoder from its directory.
 
         Raises:
-            UserError: a file is missing or not of a model that is known; the message names it.
+            UserError: a file is missing, or the model is not supported; the message names the file.
         """
         folder = Path(config.path).expanduser()
         try:
             self._load(folder, config)
-            # Ids beyond the vocabulary show in the use only.
+            # Ids outside the vocabulary are only detected by running the model.
             vector = self.queries(["capital of Peru"])
         except UserError as error:
             raise UserError(f"encoder: {error}") from None
         except reading.MALFORMED as error:
             why = reading.reason(error)
-            raise UserError(f"encoder: {folder} is no model that can be used: {why}") from error
+            raise UserError(f"encoder: {folder} is not a usable model: {why}") from error
         if not np.isfinite(vector).all():
             raise UserError(f"encoder: {folder} computes a vector that holds NaN; use another")
 
@@ -116,17 +117,17 @@ class Encoder:
         self.fingerprint = _fingerprint(files, config, self._longest, pooling)
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors of queries, float32 [number, width]."""
+        """Encodes queries as vectors, float32 [number, width]."""
         return self._encode([self.config.query_prefix + text for text in texts])
 
     def passages(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors of passages, float32 [number, width]."""
+        """Encodes passages as vectors, float32 [number, width]."""
         return self._encode([self.config.passage_prefix + text for text in texts])
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         vectors = np.zeros((len(rows), self.width), np.float32)
-        # Texts of like length go together, so that little is computed on padding.
+        # Texts of similar length form a batch, so that little padding is computed.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         for start in range(0, len(order), self.config.batch_size):
             chosen = order[start : start + self.config.batch_size]
@@ -141,7 +142,7 @@ class Encoder:
 
 
 def _power_of_2(number: int) -> int:
-    """The smallest power of 2 that is not below ``number``."""
+    """Returns the smallest power of 2 that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
@@ -150,36 +151,38 @@ def _device(name: str) -> jax.Device:
         return jax.local_devices(backend=name or None)[0]
     except RuntimeError as error:
         raise UserError(
-            f"the backend {name!r} is not there: {error} (a JAX_PLATFORMS that names one"
-            " backend leaves out the others)"
+            f"the backend {name!r} is not available: {error} (if JAX_PLATFORMS is set, only"
+            " the backends that it names are available)"
         ) from None
 
 
 def _pooling(folder: Path) -> str:
-    """How a text's states become one vector: ``mean`` or ``cls``."""
+    """Returns how the hidden states of a text become one vector: ``mean`` or ``cls``."""
     file = folder / "1_Pooling" / "config.json"
     values = read_json_object(file) if file.is_file() else {"pooling_mode_mean_tokens": True}
     modes = [key for key, on in values.items() if key.startswith("pooling_mode_") and on is True]
     if modes not in (["pooling_mode_mean_tokens"], ["pooling_mode_cls_token"]):
-        raise UserError(f"{file}: only one of mean and cls is known")
+        raise UserError(f"{file}: the pooling must be either mean or cls")
     return "cls" if modes == ["pooling_mode_cls_token"] else "mean"
 
 
 def _longest(folder: Path, positions: int) -> int:
-    """Tokens for which there are positions, or fewer where the model was trained with fewer."""
+    """Returns the maximum length of a text: the number of positions, or the smaller trained
+    length.
+    """
     file = folder / "sentence_bert_config.json"
     trained = read_json_object(file).get("max_seq_length") if file.is_file() else None
     return min(positions, int(trained or positions))
 
 
 def _tokenizer(path: Path, longest: int) -> Any:
-    # Its own library and not transformers', whose tokenizers may not be used by several threads.
+    # The tokenizers library is used instead of transformers, whose tokenizers are not thread-safe.
     from tokenizers import Tokenizer
 
     try:
         reading.read_json(path, 256 << 20)
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # its errors have no class of their own
+    except Exception as error:  # the library raises bare exceptions
         raise UserError(
             f"{path} cannot be read: {error}; AutoTokenizer.from_pretrained(FOLDER)"
             ".save_pretrained(FOLDER) of transformers writes one"

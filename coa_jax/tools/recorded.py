@@ -1,7 +1,7 @@
-"""Answers of tools that are kept: a cache that saves calls, a recording that replays them.
+"""Stored answers of tools: a cache that saves calls, or a recording that can be replayed.
 
-Entries are named by (tool, arguments) and by whether the trajectory has made the call before,
-which tools answer in their own way; those of a tool that remembers, by its earlier calls too.
+An entry is keyed by (tool, arguments) and by whether the trajectory has made the same call before,
+since tools answer repeats differently. For tools that remember, the key includes the earlier calls.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from coa_jax.tools.net.store import Store, key_of
 _log = logging.getLogger(__name__)
 
 Mode = Literal["cache", "record", "replay"]
-"""What a store is for.
-
-``cache`` answers again what went well as a whole and is young enough; ``record`` calls always and
-keeps every answer, failures too; ``replay`` never calls: what is not in the recording is a fault.
+"""Mode of a store. ``cache`` reuses answers that succeeded completely and are recent enough.
+``record`` always calls the tool and stores every answer, including failures. ``replay`` never calls
+the tool: a missing entry is a fault.
 """
 
 _MARGIN_S = 1.0
@@ -33,11 +32,11 @@ MODES: tuple[Mode, ...] = ("cache", "record", "replay")
 
 
 class Recorded:
-    """A tool whose answers are kept in a store.
+    """A tool whose answers are stored.
 
     Attributes:
-        name: that of the tool.
-        deadline: that of the tool, and the moment in which its answer is stored.
+        name: name of the tool.
+        deadline: deadline of the tool plus the time to store its answer.
     """
 
     def __init__(
@@ -51,15 +50,15 @@ class Recorded:
         """Wraps a tool.
 
         Args:
-            tool: the tool; settings on which its answers depend are in its attribute
-                ``settings``, if it has one, and name the entries of a cache too.  One whose
-                answers depend on the earlier calls has ``remembers``.  One that can tailor them
-                to texts of the trajectory gives these by ``depends_on(context)``, and says in
-                ``tailored`` whether it does as it is configured.
-            store: where answers are kept.
+            tool: the tool. Its attribute ``settings``, if any, holds the settings on which its
+                answers depend; they are part of a cache's keys. The attribute ``remembers`` means
+                that answers depend on earlier calls. A tool that can adapt answers to texts of the
+                trajectory returns these texts from ``depends_on(context)``; its attribute
+                ``tailored`` says whether it does so now.
+            store: storage of the answers.
             mode: see `Mode`.
-            max_age_s: seconds after which a cache calls again; None for never.
-            source: names the text that the tool searches, where that is not in its settings.
+            max_age_s: age in seconds after which a cache calls the tool again; None for no limit.
+            source: name of the text that the tool searches, if its settings do not contain it.
 
         Raises:
             UserError: the mode is unknown.
@@ -68,14 +67,14 @@ class Recorded:
             raise UserError(f"the mode {mode!r} of stored answers is not one of {', '.join(MODES)}")
         self.tool, self.store, self.mode = tool, store, mode
         self.name = tool.name
-        # The tool's own deadline comes first, so that a recording holds its timeouts too.
+        # The tool's own deadline passes first, so that a recording contains its timeouts too.
         self.deadline = tool.deadline + _MARGIN_S
         self._max_age_s = max_age_s if mode == "cache" else None
         self._settings = f"{getattr(tool, 'settings', '')}{source}" if mode == "cache" else ""
         self._warned = False
 
     def begin(self) -> Recorded:
-        """The tool for one trajectory, where the tool has state; the store is the same."""
+        """Returns the tool of one trajectory, if the tool has state; the store is shared."""
         begin = getattr(self.tool, "begin", None)
         inner = self.tool if begin is None else begin()
         if inner is self.tool:
@@ -89,7 +88,7 @@ class Recorded:
         await self.tool.close()  # type: ignore[attr-defined]
 
     def key(self, arguments: str, context: ToolContext) -> str:
-        """The name of a call's entry, by the settings of the tool."""
+        """Returns the key of a call's entry."""
         return self._key(arguments, context, getattr(self.tool, "tailored", False))
 
     def _key(self, arguments: str, context: ToolContext, tailored: bool) -> str:
@@ -107,7 +106,8 @@ class Recorded:
         if self.mode != "record":
             kept = await self._get(key)
             if kept is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
-                # Settings do not name recordings: this one may have been made with the other.
+                # Settings are not part of a recording's keys: the recording may come from another
+                # configuration.
                 kept = await self._get(self._key(arguments, context, not self.tool.tailored))
             if kept is not None:
                 detail = {**kept.detail, "stored": True}
@@ -135,7 +135,7 @@ class Recorded:
             await asyncio.to_thread(self.store.put, key, self.name, arguments, observation)
         except (sqlite3.Error, OSError) as error:
             if self.mode == "record":
-                raise  # a recording with holes is none
+                raise  # an incomplete recording is useless
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:

@@ -1,6 +1,6 @@
-"""Tools that run elsewhere: a retrieval server, and a sandbox for machines that may not have one.
+"""Tools on other machines: a retrieval server, and a sandbox server.
 
-``coa_jax.tools.tool_server`` is a server for both.
+``coa_jax.tools.tool_server`` implements both servers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ async def _post(
 
 
 class RemoteSearch:
-    """``wiki_search`` by a server that speaks Search-R1's ``/retrieve``.
+    """``wiki_search`` over a server with Search-R1's ``/retrieve`` API.
 
     Attributes:
         name: "wiki_search".
         deadline: seconds a call may take.
-        settings: what answers depend on besides the query.
+        settings: settings on which answers depend, besides the query.
     """
 
     name = "wiki_search"
@@ -51,8 +51,14 @@ class RemoteSearch:
     def __init__(self, url: str, top_k: int = 3, timeout_s: float = 30.0, key_env: str = ""):
         """Sets up the client.
 
+        Args:
+            url: URL of ``/retrieve``.
+            top_k: number of passages in an observation.
+            timeout_s: seconds of a call.
+            key_env: environment variable with a bearer token; "" for none.
+
         Raises:
-            UserError: the address is none, or a number is out of range.
+            UserError: the URL is invalid, or a number is out of range.
         """
         if top_k < 1:
             raise UserError(f"wiki_search: top_k is {top_k}; give 1 or more")
@@ -92,7 +98,7 @@ class RemoteSearch:
 
 
 def _hits(answer: Any) -> list[Hit]:
-    """The documents for the one query, with or without scores."""
+    """Returns the documents of the single query, with or without scores."""
     try:
         (rows,) = answer["result"]
         hits = []
@@ -105,18 +111,18 @@ def _hits(answer: Any) -> list[Hit]:
             hits.append(Hit(passage, float(row.get("score", 0.0))))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FetchError(
-            "malformed", "the answer of the search server is not in its form"
+            "malformed", "the answer of the search server has the wrong form"
         ) from error
     return hits
 
 
 class RemoteCode:
-    """``code`` by a server that speaks Sandbox Fusion's ``/run_code``.
+    """``code`` over a server with Sandbox Fusion's ``/run_code`` API.
 
     Attributes:
         name: "code".
         deadline: seconds a call may take.
-        settings: what answers depend on besides the program.
+        settings: settings on which answers depend, besides the program.
         remembers: whether an answer depends on the earlier calls.
     """
 
@@ -135,17 +141,17 @@ class RemoteCode:
         """Sets up the client.
 
         Args:
-            url: of ``/run_code``.
+            url: URL of ``/run_code``.
             timeout_s: wall seconds of a program.
             memory_mb: MiB of memory of a program.
             max_output_chars: characters of output in an observation.
-            queue_s: seconds that a call may wait there.
-            key_env: environment variable with a bearer token.
-            session: programs continue the earlier ones of their trajectory, see
+            queue_s: seconds that a call may wait at the server.
+            key_env: environment variable with a bearer token; "" for none.
+            session: whether programs continue the earlier programs of their trajectory, see
                 ``coa_jax.tools.code_session``.
 
         Raises:
-            UserError: the address is none.
+            UserError: the URL is invalid.
         """
         trusting(url)
         self._url, self._key_env, self.remembers = url, key_env, session
@@ -203,5 +209,5 @@ def _result(answer: Any) -> Result:
         code = None if late else int(ran["return_code"])
         reason = "wall" if late else "exit"
     except (KeyError, TypeError, ValueError) as error:
-        raise FetchError("malformed", "the answer of the sandbox is not in its form") from error
+        raise FetchError("malformed", "the answer of the sandbox has the wrong form") from error
     return Result(streams[0], streams[1], reason, code, 0.0, 0)

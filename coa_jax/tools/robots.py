@@ -1,4 +1,4 @@
-"""What sites allow robots to read (RFC 9309)."""
+"""Checks which pages of a site robots may read (robots.txt, RFC 9309)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT, _KEPT_S, _MAX_BYTES = 1000, 3600.0, 512 << 10
 
 
 class Robots:
-    """The rules of sites, each read once an hour."""
+    """The robots.txt rules of sites, cached for an hour."""
 
     def __init__(self, limits: Limits, guard: Guard):
         self._limits = dataclasses.replace(limits, max_bytes=_MAX_BYTES, attempts=1)
@@ -28,10 +28,11 @@ class Robots:
         self._rules: OrderedDict[str, tuple[float, Any]] = OrderedDict()
 
     async def why_not(self, url: httpx2.URL) -> str | None:
-        """Why a page may not be read, or None if it may.
+        """Returns why a page may not be read, or None if it may.
 
-        A site whose rules cannot be read because it fails (5xx) allows nothing, one without rules
-        (4xx) everything; where no connection comes about, the page itself will tell.
+        If the rules of a site cannot be read because of a server error (5xx), nothing is allowed.
+        If there are no rules (4xx), everything is allowed. If the connection fails, the request of
+        the page itself will fail too.
         """
         site = str(url.copy_with(path="/", query=None)).rstrip("/")
         known = self._rules.get(site)
@@ -58,6 +59,6 @@ class Robots:
                 return "the site's rules for robots cannot be read"
             return None
         text = decode(response.body, response.headers)
-        # Halves of surrogate pairs, which some encodings can hide, are no text to the parser.
+        # Surrogate halves, which some encodings can hide, are invalid text for the parser.
         text = text.encode("utf-8", "replace").decode()
         return await asyncio.to_thread(Protego.parse, text)

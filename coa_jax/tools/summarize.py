@@ -1,7 +1,7 @@
-"""Summaries of pages by a language model, with the policy's aim in view (paper App A).
+"""Summarises pages with a language model, guided by the policy's aim (paper App A).
 
-First, once for a call, the model says what the policy hopes to find (the click intent) from its
-last thought; then it extracts from each page what serves the query and that intent.
+First, once per call, the model infers from the policy's last thought what the policy hopes to find
+(the click intent). Then it extracts from each page what is relevant to the query and the intent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ Leave out what the page does not say. If nothing on it serves the aim, write onl
 
 
 async def click_intent(config: ChatConfig, context: ToolContext, seconds: float) -> str:
-    """What the policy hopes to find, from its last thought.
+    """Infers from the policy's last thought what the policy hopes to find.
+
+    Args:
+        config: the model.
+        context: context of the tool call.
+        seconds: time limit.
 
     Raises:
         FetchError: the model gave no answer.
@@ -55,7 +60,14 @@ async def click_intent(config: ChatConfig, context: ToolContext, seconds: float)
 async def summarize(
     config: ChatConfig, page: str, intent: str, context: ToolContext, seconds: float
 ) -> str:
-    """What of a page serves the intent.
+    """Extracts from a page what is relevant to the intent.
+
+    Args:
+        config: the model.
+        page: text of the page.
+        intent: result of `click_intent`.
+        context: context of the tool call.
+        seconds: time limit.
 
     Raises:
         FetchError: the model gave no answer.
@@ -70,6 +82,6 @@ async def summarize(
 
 
 def last_query(context: ToolContext) -> str:
-    """The query of the last search of the trajectory, or ""."""
+    """Returns the query of the last search of the trajectory, or ""."""
     searches = [arguments for tool, arguments in context.history if tool.endswith("_search")]
     return " ".join(searches[-1].split()) if searches else ""

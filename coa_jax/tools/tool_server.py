@@ -3,15 +3,15 @@
 ``python -m coa_jax.tools.tool_server [--port 8000] [--corpus FILE.jsonl]
 [--retrieval hybrid --encoder DIRECTORY] [--libraries numpy,sympy]``
 
-* ``POST /retrieve`` in the form of Search-R1: ``{"queries": [...], "topk": 3,
+* ``POST /retrieve`` with the API of Search-R1: ``{"queries": [...], "topk": 3,
   "return_scores": true}`` ->
   ``{"result": [[{"document": {"id", "title", "contents"}, "score"}]]}``;
-* ``POST /run_code`` in the form of Sandbox Fusion: ``{"code", "stdin", "run_timeout"}`` ->
+* ``POST /run_code`` with the API of Sandbox Fusion: ``{"code", "stdin", "run_timeout"}`` ->
   ``{"status", "run_result": {"status", "return_code", "stdout", "stderr", "execution_time"}}``;
 * ``GET /health``.
 
 With ``--key_env NAME`` clients must send the value of that environment variable as a bearer token.
-Without a key the server listens on this machine only, and answers no page of a web site.
+Without a key the server listens on this machine only, and rejects requests from web pages.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
     """Answers ``/retrieve``.
 
     Args:
-        index: passages that are searched.
+        index: index of the passages.
         body: parsed JSON of the request.
-        threads: where searches run, one query at a time.
+        threads: threads for the searches, which run one query at a time.
 
     Returns:
         The JSON text of the answer.
@@ -70,9 +70,9 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
     queries, top_k = _field(body, "queries", list, None), _field(body, "topk", int, 3)
     scores = _field(body, "return_scores", bool, False)
     if not 0 < len(queries) <= _MAX_QUERIES or not all(isinstance(q, str) for q in queries):
-        raise BadRequestError(f"'queries' must be 1 to {_MAX_QUERIES} texts")
+        raise BadRequestError(f"'queries' must be 1 to {_MAX_QUERIES} strings")
     if max(map(len, queries)) > _MAX_QUERY_CHARS:
-        raise BadRequestError(f"'queries' must be texts of at most {_MAX_QUERY_CHARS} characters")
+        raise BadRequestError(f"'queries' must be strings of at most {_MAX_QUERY_CHARS} characters")
     if not 1 <= top_k <= _MAX_TOP_K:
         raise BadRequestError(f"'topk' must be 1 to {_MAX_TOP_K}")
     if len(queries) * top_k > _MAX_RESULTS:
@@ -90,8 +90,8 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
         return json.dumps(rows)
 
     loop = asyncio.get_running_loop()
-    # One query after another: other clients' searches run in between, and a client that leaves
-    # ends its own.
+    # The queries of a request run one after another, so that searches of other clients run in
+    # between, and a client that disconnects stops its own searches.
     found = [await loop.run_in_executor(threads, search, query) for query in queries]
     return f'{{"result": [{", ".join(found)}]}}'.encode()
 
@@ -162,15 +162,15 @@ def make_app(
     log: RefusalLog,
     libraries: tuple[str, ...] = (),
 ) -> ASGIApp:
-    """The application.
+    """Creates the ASGI application.
 
     Args:
-        index: answers ``/retrieve``.
-        isolation: runs the programs of ``/run_code``; None to leave that path out.
-        key: bearer token that clients must send; None to serve anybody.
+        index: index that answers ``/retrieve``.
+        isolation: sandbox of ``/run_code``; None to leave that path out.
+        key: bearer token that clients must send; None to serve everybody.
         local: whether the server listens on this machine only.
-        limits: of connections.
-        log: takes a line for each refused request.
+        limits: limits of connections.
+        log: receives a line for each rejected request.
         libraries: directories with packages that programs may import.
     """
     from coa_jax.web.errors import Refused
@@ -242,7 +242,7 @@ def _serve(options: argparse.Namespace) -> None:
     if isolation is not None:
         libraries = find_libraries(split_libraries(options.libraries), isolation.interpreter)
     elif options.libraries:
-        raise UserError("--libraries are for programs, which --no_code refuses; leave one out")
+        raise UserError("--libraries needs programs, which --no_code disables; leave one out")
     listener = listen(options.host, options.port, "choose another --port or --host")
     allow_connections(limits)
     encoder = EncoderConfig(
@@ -258,14 +258,14 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     options = _options(arguments)
     try:
         _serve(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before it serves; then it ends in order
+    except KeyboardInterrupt:  # before the server runs; later it shuts down itself
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""Work and event loops: how many calls run at a time, and what needs a loop of its own."""
+"""Helpers for event loops: limits on concurrent calls, and blocking calls of coroutines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A semaphore for each event loop: one belongs to a loop, a tool may live through several."""
+    """A semaphore per event loop, since a semaphore belongs to one loop and a tool may live
+    longer.
+    """
 
     def __init__(self, count: int):
         self._count = count
@@ -23,15 +25,15 @@ class Turns:
         )
 
     def here(self) -> asyncio.Semaphore:
-        """The semaphore of the running loop."""
+        """Returns the semaphore of the running loop."""
         loop = asyncio.get_running_loop()
         return self._by_loop.setdefault(loop, asyncio.Semaphore(self._count))
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Does what runs event loops of its own: in a thread if one runs here already, as in Jupyter.
+    """Runs a function that starts event loops; uses a thread if a loop runs here, as in Jupyter.
 
-    Ctrl-C ends the work there, too.
+    Ctrl-C ends the function there too.
     """
     try:
         asyncio.get_running_loop()
@@ -49,5 +51,5 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, whether or not an event loop runs in this thread."""
+    """Runs a coroutine to completion, whether or not an event loop runs in this thread."""
     return apart(lambda: asyncio.run(coroutine))

@@ -1,9 +1,9 @@
-"""The ``visual_inspector`` tool: what an image shows, told by a vision model behind any
-OpenAI-compatible endpoint.
+"""The ``visual_inspector`` tool: a vision model behind an OpenAI-compatible endpoint describes
+images.
 
-The body is a JSON object with ``file_path``, a file in the allowed folder or an address, and
-perhaps ``question``.  With a question the model is asked to describe what bears on it, not to
-answer it: answering is the policy's work.
+The body is a JSON object with ``file_path``, a file in the allowed folder or a URL, and optionally
+``question``. With a question the model is asked to describe what is relevant to it, not to answer
+it: answering is the policy's task.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _WITH_QUESTION = (
 
 @dataclasses.dataclass(frozen=True)
 class VisualConfig(Bounded):
-    """Which model looks at images, and at which.
+    """The vision model, and the images that it may see.
 
     Attributes:
-        chat: the endpoint; without a url every call says that there is none.
-        folder: files in it may be looked at; "" for no files at all.
-        allow_hosts: hosts besides the public ones, as in `Guard.allow`.
-        max_bytes: bytes of an image.
+        chat: endpoint of the model; without a url every call fails with an explanation.
+        folder: folder whose files may be opened; "" for no files.
+        allow_hosts: hosts allowed besides the public ones, as in `Guard.allow`.
+        max_bytes: maximum size of an image in bytes.
         max_chars: characters of an observation.
     """
 
@@ -66,12 +66,12 @@ class VisualConfig(Bounded):
 
 
 class VisualInspector:
-    """Tool agent that describes images.
+    """The tool that describes images.
 
     Attributes:
         name: "visual_inspector".
         deadline: seconds a call may take.
-        settings: what answers depend on besides the call.
+        settings: settings on which answers depend, besides the call.
     """
 
     name = "visual_inspector"
@@ -80,7 +80,7 @@ class VisualInspector:
         """Resolves the folder.
 
         Raises:
-            UserError: the folder is not there, or openai is not installed.
+            UserError: the folder does not exist, or openai is not installed.
         """
         if config.chat:
             check_client()
@@ -142,10 +142,10 @@ class VisualInspector:
         return await asyncio.to_thread(self._read, path)
 
     def _read(self, name: str) -> bytes:
-        """A file below the folder, whatever links and dots its path has.
+        """Reads a file below the folder; links and dots in the path cannot leave the folder.
 
         Raises:
-            FetchError: it is elsewhere, missing, too large, or no plain file.
+            FetchError: the file is outside, missing, too large, or not a regular file.
         """
         nowhere = FetchError("refused", "there is no such file where files may be read")
         if self._folder is None or "\0" in name or "://" in name:
@@ -155,7 +155,7 @@ class VisualInspector:
             if not path.is_relative_to(self._folder):
                 raise nowhere
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (OSError, RuntimeError, ValueError) as error:  # also names that cannot be one
+        except (OSError, RuntimeError, ValueError) as error:  # also for invalid file names
             raise nowhere from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -172,7 +172,7 @@ def _outcome(error: FetchError) -> Outcome:
 
 
 def image_type(content: bytes) -> str | None:
-    """Media type of an image by its first bytes; names and headers are not believed."""
+    """Returns the media type of an image by its first bytes, ignoring names and headers."""
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"
     if content.startswith(b"\xff\xd8\xff"):

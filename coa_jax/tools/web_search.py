@@ -1,8 +1,8 @@
-"""The ``web_search`` tool: a query to a search service, in the surface form of the release.
+"""The ``web_search`` tool: sends a query to a search service; output in the format of the release.
 
 An observation is "Found N results:", a blank line, "## Web Results" and the numbered results with
-blank lines between them, each ``[title](link)``, the date and source where known, the link and
-the snippet.
+blank lines between them. A result has ``[title](link)``, date and source if known, the link and the
+snippet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.wiki_search import Index
 
 _LONGEST_QUERY = 2000
-"""Characters of a query as it is sent; in an address a sign of another script is nine of them."""
+"""Characters to which a query is truncated; in a URL a non-Latin character takes up to nine."""
 
 LOCAL_HOST = "wiki.local"
 """Host of the links into the local index; ``crawl_page`` opens them without a network."""
@@ -43,7 +43,7 @@ MIRRORS = (
     "paperswithcode.com",
     "kaggle.com/datasets",
 )
-"""Addresses under which copies of benchmarks are found; a model of the paper (App C) found one."""
+"""Addresses that host copies of benchmarks; a model of the paper (App C) found such a copy."""
 
 PROVIDERS = Kind(
     "search service",
@@ -56,7 +56,9 @@ PROVIDERS = Kind(
     offers=("query", "count", "limits", "config", "index"),
     needs=("query", "config", "index"),
 )
-"""A `Provider`, or a function that makes one of ``config`` (WebSearchConfig) and ``index``."""
+"""The setting for a search service: a `Provider`, or a function of ``config`` (WebSearchConfig) and
+``index`` that returns one.
+"""
 
 _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
@@ -73,29 +75,28 @@ class Result:
 
 
 Provider = Callable[[str, int, Limits], Awaitable[Sequence[Result]]]
-"""A search service: (query, number of results, limits) -> results, best first.
-
-Raises FetchError where there is no answer.
+"""A search service: (query, number of results, limits) -> results, best first. It raises FetchError
+if there is no answer.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class WebSearchConfig(Bounded):
-    """Where ``web_search`` looks.
+    """The search service of ``web_search``.
 
     Attributes:
-        provider: ``serper`` (its HTTP interface, which proxies offer too), ``searxng`` (a
-            metasearch server), ``local`` (the index of ``wiki_search``), one of your own (see
-            `PROVIDERS` and docs/extending.md), or ``auto``: serper if there is a key, else local.
-        options: settings of a provider of your own.
-        url: of the service.
-        key_env: environment variable with the key of serper; results of any provider are shown
-            without its value.
-        top_k: results in an observation, 20 at most (release: 10).
+        provider: ``serper`` (its HTTP API, which proxies offer too), ``searxng`` (a metasearch
+            server), ``local`` (the index of ``wiki_search``), a custom provider (see `PROVIDERS`
+            and docs/extending.md), or ``auto``: serper if its key is set, else local.
+        options: settings of a custom provider.
+        url: address of the service.
+        key_env: environment variable with the key of serper. Its value is removed from the results
+            of every provider.
+        top_k: number of results in an observation, at most 20 (release: 10).
         snippet_chars: characters of a snippet.
-        timeout_s: seconds of a call, with all attempts.
-        attempts: tries.
-        blocked: hosts and beginnings of paths that are never shown, as in `Guard.block`.
+        timeout_s: seconds of a call, including all attempts.
+        attempts: maximum number of attempts.
+        blocked: hosts and path prefixes that are never shown, as in `Guard.block`.
     """
 
     provider: Annotated[str, Named(PROVIDERS, "auto")] = "auto"
@@ -111,21 +112,21 @@ class WebSearchConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.url:
-            trusting(self.url)  # before a setting is written anywhere
+            trusting(self.url)  # before any setting is written to a file
 
 
 def choose(config: WebSearchConfig) -> str:
-    """The provider that a configuration means on this machine."""
+    """Returns the provider that a configuration selects on this machine."""
     if config.provider != "auto":
         return config.provider
     return "serper" if Secret(config.key_env) else "local"
 
 
 def serper(url: str, secret: Secret) -> Provider:
-    """Serper's interface: POST ``{q, num}`` with ``X-API-KEY``, answered by ``organic``.
+    """Serper's API: POST ``{q, num}`` with ``X-API-KEY``; the answer has ``organic``.
 
     Raises:
-        UserError: the key is not set, or the address is none.
+        UserError: the key is not set, or the URL is invalid.
     """
     secret.reveal()
     guard = trusting(url)
@@ -140,10 +141,10 @@ def serper(url: str, secret: Secret) -> Provider:
 
 
 def searxng(url: str) -> Provider:
-    """A SearXNG server: GET ``?q=...&format=json``, answered by ``results``.
+    """A SearXNG server: GET ``?q=...&format=json``; the answer has ``results``.
 
     Raises:
-        UserError: the address is none.
+        UserError: the URL is invalid.
     """
     guard = trusting(url)
 
@@ -158,7 +159,7 @@ def searxng(url: str) -> Provider:
 
 
 def local(index: Callable[[], Index]) -> Provider:
-    """The index of ``wiki_search``; its links lead to `LOCAL_HOST`."""
+    """The index of ``wiki_search``; its links have the host `LOCAL_HOST`."""
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
@@ -171,7 +172,7 @@ def local(index: Callable[[], Index]) -> Provider:
 
 
 def local_link(title: str) -> str:
-    """Returns the address of a passage: its page and, behind ``#``, its section.
+    """Returns the URL of a passage: its page and, after ``#``, its section.
 
     >>> local_link("Burkina Faso: Longest border")
     "http://wiki.local/Burkina_Faso#Longest_border"
@@ -183,7 +184,7 @@ def local_link(title: str) -> str:
 
 def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
     if not isinstance(answer, dict) or not isinstance(answer.get(key, []), list):
-        raise FetchError("malformed", "the answer of the search service is not in its form")
+        raise FetchError("malformed", "the answer of the search service has the wrong form")
     found = []
     for row in answer.get(key, []):
         if isinstance(row, dict) and isinstance(row.get(link), str):
@@ -193,20 +194,20 @@ def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
 
 
 def configured_serper(config: WebSearchConfig) -> Provider:
-    """`serper` with its settings."""
+    """Creates `serper` from its settings."""
     return serper(config.url, Secret(config.key_env))
 
 
 def configured_searxng(config: WebSearchConfig) -> Provider:
-    """`searxng` with its settings."""
+    """Creates `searxng` from its settings."""
     return searxng(config.url)
 
 
 def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:
-    """The provider that a configuration means on this machine.
+    """Creates the provider that a configuration selects on this machine.
 
     Raises:
-        UserError: there is none of the name, or a setting or its key is missing.
+        UserError: the name is unknown, or a setting or its key is missing.
     """
     found = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
     if "query" not in found.asks:
@@ -222,13 +223,13 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
 
 
 class WebSearch:
-    """Tool agent that searches the web.
+    """The tool that searches the web.
 
     Attributes:
         name: "web_search".
         deadline: seconds a call may take.
-        provider: which service answers.
-        settings: what answers depend on besides the query.
+        provider: name of the service.
+        settings: settings on which answers depend, besides the query.
     """
 
     name = "web_search"
@@ -237,8 +238,8 @@ class WebSearch:
         """Sets up the provider.
 
         Args:
-            config: which.
-            index: gives the local index when it is first needed.
+            config: settings of the service.
+            index: returns the local index when it is first needed.
 
         Raises:
             UserError: a setting is wrong, or the key is not in the environment.
@@ -298,11 +299,17 @@ class WebSearch:
         try:
             return self._guard.blocks(parse_url(link))
         except FetchError:
-            return False  # shown as it is; opening it will say what is wrong
+            return False  # shown unchanged; opening it reports the error
 
 
 def format_results(results: Sequence[Result], query: str, snippet_chars: int = 600) -> str:
-    """Observation text in the form of the release; control characters become blanks."""
+    """Formats results as in the release; control characters become blanks.
+
+    Args:
+        results: the results.
+        query: query of the search.
+        snippet_chars: characters of a snippet.
+    """
     if not results:
         return f"No results found for query: '{query}'. Use a less specific query."
     entries = []

@@ -1,10 +1,11 @@
-"""The ``wiki_search`` tool: BM25 over the World Factbook, embedded, nothing to start or download.
+"""The ``wiki_search`` tool: embedded BM25 search over the World Factbook, without server or
+download.
 
-``coa_jax.tools.dense`` has the searches by vectors that can take its place.
+``coa_jax.tools.dense`` has searches by vectors as alternatives.
 
-Observations have the form of the authors' wiki server: ``Doc k (Title: t)``, the passage on the
-next line, a blank line between documents.  The index is built once (seconds) and kept on disk;
-where several passages score the same, the earlier one in the corpus comes first.
+Observations have the format of the authors' wiki server: ``Doc k (Title: t)``, the passage on the
+next line, a blank line between documents. The index is built once (in seconds) and stored on disk.
+Of passages with the same score, the earlier one in the corpus comes first.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from coa_jax.tools.base import Observation, ToolContext, is_repeat
 from coa_jax.tools.factbook_pages import Passage, fold
 
 if TYPE_CHECKING:
-    # Imported where it is used: it computes something with JAX at once, and the processes of a pod
-    # can only be joined before that.
+    # Imported where it is used: on import it computes something with JAX, before which the
+    # processes of a pod must have been joined.
     import bm25s
 
 _log = logging.getLogger(__name__)
 
 TITLE_WEIGHT = 2
-"""How often a title counts among the words of its passage."""
+"""Number of times that the words of a title count in its passage."""
 
 _K1, _B = 1.2, 0.75
 _STOP_WORDS = frozenset(
@@ -52,42 +53,46 @@ _WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|{words.WORD}")
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A passage that answers a query and its score; those of different searches do not compare."""
+    """A passage that answers a query, and its score; scores of different searches are not
+    comparable.
+    """
 
     passage: Passage
     score: float
 
 
 class Index(Protocol):
-    """What searches a fixed list of passages; safe to use from many threads."""
+    """A search index over a fixed list of passages; safe to use from several threads."""
 
     def __len__(self) -> int: ...
 
     @property
     def passages(self) -> Sequence[Passage]:
-        """What was indexed, in its order."""
+        """The indexed passages, in order."""
         ...
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """(number of a passage, its score), best first, at most ``top_k``."""
+        """Returns (number of a passage, its score), best first, at most ``top_k``."""
         ...
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """The passages of `rank`."""
+        """Returns the passages of `rank`."""
         ...
 
 
 def tokenize(text: str) -> list[str]:
-    """Words of a passage or query: lower case, no accents, no stop words, "1,234" as one number.
+    """Splits a passage or query into words: lower case, no accents, no stop words, "1,234" as one
+    number.
 
-    An internet code keeps its dot (".is"), which tells it from the word; else see `words.WORD`.
+    An internet country code keeps its dot (".is"), to distinguish it from the word; see
+    `words.WORD`.
     """
     text = re.sub(r"(?<=\d),(?=\d{3})", "", fold(text).lower())
     return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
 
 
 class WikiIndex:
-    """BM25 scores of a fixed list of passages; safe to use from many threads."""
+    """A BM25 index over a fixed list of passages; safe to use from several threads."""
 
     def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25):
         self._passages = passages
@@ -98,15 +103,15 @@ class WikiIndex:
 
     @property
     def passages(self) -> Sequence[Passage]:
-        """What was indexed, in its order."""
+        """The indexed passages, in order."""
         return self._passages
 
     @classmethod
     def build(cls, passages: Sequence[Passage]) -> WikiIndex:
-        """Indexes the passages, titles with `TITLE_WEIGHT`.
+        """Indexes the passages; words of titles count `TITLE_WEIGHT` times.
 
         Raises:
-            UserError: there is no passage with a word in it.
+            UserError: no passage contains a word.
         """
         indexed = [tokenize(p.title) * TITLE_WEIGHT + tokenize(p.text) for p in passages]
         if not any(indexed):
@@ -118,7 +123,7 @@ class WikiIndex:
         return cls(tuple(passages), scorer)
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`; only passages that share a word with the query."""
+        """See `Index`; returns only passages that share a word with the query."""
         known = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
         if not known:
             return []
@@ -139,10 +144,10 @@ class WikiIndex:
 
     @classmethod
     def load(cls, folder: Path) -> WikiIndex:
-        """Reads what `save` wrote.
+        """Reads an index written by `save`.
 
         Raises:
-            OSError, ValueError: a file is missing or not what was written.
+            OSError, ValueError: a file is missing or damaged.
         """
         sums = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if not isinstance(sums, dict) or "passages.jsonl" not in sums:
@@ -159,7 +164,7 @@ class WikiIndex:
 
 
 def best_rows(scores: np.ndarray, top_k: int) -> list[int]:
-    """Where the largest of some numbers are, best first, of equal ones the first."""
+    """Returns the indices of the largest scores, best first; ties go to the lower index."""
     top_k = min(top_k, len(scores))
     least = np.partition(scores, -top_k)[-top_k]
     candidates = np.flatnonzero(scores >= least)
@@ -172,14 +177,14 @@ def _checksum(file: Path) -> str:
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/coa_jax/wiki`` or ``~/.cache/coa_jax/wiki``."""
+    """Returns ``$XDG_CACHE_HOME/coa_jax/wiki`` or ``~/.cache/coa_jax/wiki``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "coa_jax" / "wiki"
 
 
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
-    """Names an index by all that shapes it: the text, the settings and the code."""
+    """Returns the name of an index, a hash of its text, settings and code."""
     import bm25s
 
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
@@ -200,14 +205,14 @@ def load_index(
     passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
 ) -> WikiIndex:
-    """The index from the cache; built and stored there when absent or damaged.
+    """Loads the index from the cache; builds and stores it if it is absent or damaged.
 
-    A cache that cannot be written costs the time of building and nothing else.
+    If the cache cannot be written, the index is built every time.
 
     Args:
-        cache_dir: folder of indexes; `default_cache_dir` when None.
-        passage_chars: longest passage of free text.
-        passages: another corpus than the Factbook.
+        cache_dir: folder of indexes; `default_cache_dir` if None.
+        passage_chars: maximum length of a passage of free text, in characters.
+        passages: a corpus that replaces the Factbook.
 
     Raises:
         UserError: the Factbook is not installed, or the corpus is empty.
@@ -229,16 +234,16 @@ def load_index(
 
 
 def _store(index: WikiIndex, folder: Path) -> None:
-    """Puts a complete index in place by rename, so that no reader ever sees half of one."""
+    """Moves a complete index into place by rename, so that readers never see a partial one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         index.save(fresh)
-        if folder.exists():  # damaged: move it aside first, a folder cannot be renamed over
+        if folder.exists():  # damaged: move it away, since rename cannot replace a folder
             os.rename(folder, fresh.with_name(fresh.name + ".old"))
         os.rename(fresh, folder)
     except OSError:
-        if not (folder / "manifest.json").exists():  # else another process was faster: use its
+        if not (folder / "manifest.json").exists():  # otherwise use the one of another process
             raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -246,10 +251,10 @@ def _store(index: WikiIndex, folder: Path) -> None:
 
 
 class WikiSearch:
-    """Tool agent that answers a query with the best passages of a corpus, by default the Factbook.
+    """The tool that answers a query with the best passages of a corpus, by default the Factbook.
 
-    Calls run in threads, so a search never holds up the event loop, and any number may run at
-    a time.  A query that the trajectory has made before is not searched again.
+    Calls run in threads, so a search never blocks the event loop, and any number of calls may run
+    concurrently. A query that the trajectory has made before is not searched again.
     """
 
     name = "wiki_search"
@@ -267,11 +272,11 @@ class WikiSearch:
 
         Args:
             top_k: number of passages in an observation.
-            passage_chars: longest passage of free text, in characters.
-            cache_dir: where to keep the index; the user's cache folder when None.
-            passages: another corpus than the Factbook.
+            passage_chars: maximum length of a passage of free text, in characters.
+            cache_dir: folder for the index; the user's cache folder if None.
+            passages: a corpus that replaces the Factbook.
             deadline: seconds a call may take.
-            load: what loads or builds the index, from the three settings before.
+            load: loads or builds the index from the previous three settings.
 
         Raises:
             UserError: a number is out of range.
@@ -294,7 +299,7 @@ class WikiSearch:
             return self._index
 
     def search(self, query: str) -> list[Hit]:
-        """The passages that a call with this query shows."""
+        """Returns the passages that a call with this query shows."""
         return self.warm_up().search(query, self.top_k)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
@@ -322,7 +327,9 @@ class WikiSearch:
 
 
 def format_hits(hits: Sequence[Hit]) -> str:
-    """Observation text: "Doc k (Title: t)", the passage below it, a blank line between."""
+    """Formats hits as an observation: "Doc k (Title: t)", the passage, a blank line between
+    hits.
+    """
     documents = (
         f"Doc {k} (Title: {hit.passage.title})\n{hit.passage.text}" for k, hit in enumerate(hits, 1)
     )

@@ -1,4 +1,4 @@
-"""What a word is, in any script: for search by words and for comparing texts by them."""
+"""Defines words in any script, for keyword search and for comparing texts by words."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import unicodedata
 
 
 def _ranges(codes: list[int]) -> str:
-    """Ascending code points as the inside of a class of characters."""
+    """Returns ascending code points as the content of a regular-expression character class."""
     starts = [c for c, before in zip(codes, [-1, *codes], strict=False) if c != before + 1]
     ends = [c for c, after in zip(codes, [*codes[1:], -1], strict=True) if c != after - 1]
     return "".join(f"{chr(a)}-{chr(b)}" for a, b in zip(starts, ends, strict=True))
 
 
-# The vowels of Hindi and Thai and the points of Hebrew and Arabic, which ``\w`` does not hold.
+# The vowel signs of Hindi and Thai and the points of Hebrew and Arabic, which ``\w`` does not
+# match.
 _MARKS = _ranges([c for c in range(0x20000) if unicodedata.category(chr(c)).startswith("M")])
 
 # Thai and Lao, Burmese, Khmer, Japanese, Chinese: scripts without blanks between words.
@@ -25,12 +26,12 @@ _LETTER = rf"[^\W_{_SIGNS}]"
 WORD = rf"(?=\w)[{_SIGNS}][{_MARKS}]*|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*"
 """Pattern of a word: letters and digits with their combining marks.
 
-Where a script has no blanks between words, they are its single signs.
+In scripts without blanks between words, every character is a word.
 """
 
 _WORD = re.compile(WORD)
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case."""
+    """Returns the words of a text in lower case."""
     return _WORD.findall(text.lower())

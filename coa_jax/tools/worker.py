@@ -1,8 +1,8 @@
-"""Processes that can be killed, for work that may not end: parsers and algebra on foreign input.
+"""Killable worker processes for work that may not end: parsing and algebra on untrusted input.
 
-A worker is started once and answers many calls, for what it imports takes a second.  A call that
-takes too long, or a library that crashes, costs the worker and nothing else.  A worker whose
-parent died ends by itself: its input ends, or the alarm that goes with every call kills it.
+A worker starts once and answers many calls, because its imports take a second. A call that takes
+too long, or a crash of a library, costs only the worker. A worker whose parent has died ends by
+itself: its input ends, or the alarm that is set with every call kills it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 _HEAD = struct.Struct(">Q")
 _START = "from coa_jax.tools import worker; worker.serve()"
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-"""What parsers may know: any other variable may be a key."""
+"""Environment variables that workers get; any other variable may be a key."""
 
 _START_S = 30.0
-"""Seconds that a worker may take to start and import what it needs."""
+"""Seconds that a worker may take to start and import its modules."""
 
 
 class WorkerError(Exception):
-    """The function raised, or the process died."""
+    """The function raised an exception, or the process died."""
 
 
 class WorkerTimeoutError(WorkerError):
@@ -42,19 +42,19 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerBusyError(WorkerError):
-    """No process was free, or a new one did not start: the call was never made."""
+    """No process was free, or a new one did not start: the call was not made."""
 
 
 class Workers:
-    """Some processes that run one function, each one call at a time; safe to use from threads."""
+    """Processes that run one function, each one call at a time; thread-safe."""
 
     def __init__(self, function: str, count: int | None = None, memory_mb: int = 4096):
         """Names the function; processes start when they are needed.
 
         Args:
-            function: ``module:name``; its arguments can be pickled, its result is JSON.
-            count: processes at most, by default one for each processor and four at most.
-            memory_mb: MiB of address space of each.
+            function: ``module:name``; its arguments must be picklable, its result must be JSON.
+            count: maximum number of processes; by default one per processor and at most four.
+            memory_mb: MiB of address space of each process.
         """
         self._function, self._memory_mb = function, memory_mb
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
@@ -62,17 +62,18 @@ class Workers:
             self._free.put(None)
 
     def ask(self, *arguments: Any, timeout: float, wait: float | None = None) -> Any:
-        """Calls the function in a process and waits.
+        """Calls the function in a process and waits for the result.
 
         Args:
-            arguments: of the function.
+            arguments: arguments of the function.
             timeout: seconds for the call.
-            wait: seconds for waiting for a free process; None if both have ``timeout`` together.
+            wait: seconds to wait for a free process; None if ``timeout`` covers waiting and the
+                call.
 
         Raises:
             WorkerBusyError: no process was free in time, or none can be started.
             WorkerTimeoutError: the call took longer.
-            WorkerError: the function raised, or the process died.
+            WorkerError: the function raised an exception, or the process died.
         """
         end = time.monotonic() + timeout
         try:
@@ -105,7 +106,7 @@ class _Process:
         )
         self._kill = weakref.finalize(self, _kill, self._process)
         try:
-            self._read(_START_S)  # that it is ready
+            self._read(_START_S)  # its message that it is ready
         except WorkerError as error:
             raise WorkerBusyError(f"the process for {function} did not start: {error}") from error
         self.start_s = time.monotonic() - start
@@ -131,7 +132,7 @@ class _Process:
         return answer["value"]
 
     def _read(self, timeout: float) -> Any:
-        """One answer; the process writes nothing but answers."""
+        """Reads one answer; the process writes nothing else."""
         assert self._process.stdout is not None
         end, data, size = time.monotonic() + timeout, b"", _HEAD.size
         while len(data) < size:
@@ -153,13 +154,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not flushed has no reader any more
+            with contextlib.suppress(OSError):  # unflushed data has no reader any more
                 pipe.close()
     process.wait()
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process, whatever it is at, once the one that started it is gone."""
+    """Ends this process at any point as soon as its parent process has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -169,7 +170,7 @@ def serve() -> None:
     """Answers calls on standard input until it ends: the main function of a worker."""
     function, memory_mb = sys.argv[1:3]
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries is not an answer
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     limit = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -184,7 +185,7 @@ def serve() -> None:
     reply({"ready": True})
     while head := requests.read(_HEAD.size):
         timeout, arguments = pickle.loads(requests.read(_HEAD.unpack(head)[0]))
-        signal.setitimer(signal.ITIMER_REAL, timeout + 1.0)  # its default action kills
+        signal.setitimer(signal.ITIMER_REAL, timeout + 1.0)  # by default the signal kills
         try:
             answer = {"value": call(*arguments)}
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer

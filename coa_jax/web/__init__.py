@@ -1,4 +1,4 @@
-"""HTTP for the servers of this package: limits and checks that hold for every request.
+"""HTTP servers of this package: limits and checks that apply to every request.
 
-`serve` and `tools.tool_server` build on it.  It knows no model and no tool.
+`serve` and `tools.tool_server` use it. It does not depend on models or tools.
 """

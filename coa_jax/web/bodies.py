@@ -1,4 +1,4 @@
-"""JSON bodies: parsed in bounded time, checked against a schema, explained in plain words."""
+"""JSON bodies: parsed in bounded time, validated against a schema, with readable errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _MOST_DIGITS = 1000
 _NOT_JSON = "the body is not valid JSON"
-# A string, closed or not (possessive, so that no text takes quadratic time), or one that counts.
+# A string, closed or not (possessive, so that no text takes quadratic time), or a character that
+# counts.
 _STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)
 
 _WHOLE = "must be a whole number"
@@ -35,29 +36,30 @@ _WORDS = {
     "literal_error": "must be {expected}; this server supports no other value",
     "none_required": "must be null; this server supports no other value",
     "finite_number": "must be a finite number",
-    "string_type": "must be a text",
+    "string_type": "must be a string",
     "list_type": "must be a list",
     "int_type": _WHOLE, "int_parsing": _WHOLE, "int_from_float": _WHOLE, "int_parsing_size": _WHOLE,
     "float_type": _NUMBER, "float_parsing": _NUMBER,
     "bool_type": _BOOL, "bool_parsing": _BOOL,
     "dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT,
 }  # fmt: skip
-"""What an error says, by pydantic's type of the error."""
+"""Messages by pydantic's type of the error."""
 
 
 def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
-    """Parses a JSON text that holds a bounded number of values.
+    """Parses a JSON text with a bounded number of values.
 
-    The number is checked before the text is parsed: parsing megabytes of tiny values holds Python's
-    global lock for seconds, megabytes of strings take milliseconds.
+    The number is checked before parsing: parsing megabytes of tiny values would hold Python's GIL
+    for seconds, while megabytes of strings take milliseconds.
 
     Args:
         body: UTF-8.
-        values: most values, roughly: separators and opening brackets outside of strings.
-        containers: most lists and objects.
+        values: maximum number of values, approximately: separators and opening brackets outside of
+            strings.
+        containers: maximum number of lists and objects.
 
     Raises:
-        Refused: 400, the text is not JSON or holds more values.
+        Refused: 400, the text is not JSON or contains more values.
     """
     try:
         text = body.decode("utf-8")
@@ -72,12 +74,12 @@ def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
         raise Refused(400, f"{_NOT_JSON} (line {error.lineno}, column {error.colno})") from None
     except RecursionError:
         raise Refused(400, f"{_NOT_JSON} that this server reads: it is nested too deeply") from None
-    except ValueError:  # from `_whole_number`
+    except ValueError:  # raised by `_whole_number`
         raise Refused(400, f"{_NOT_JSON} that this server reads: a number is too long") from None
 
 
 def _whole_number(digits: str) -> int:
-    """Refuses long numbers, whose conversion takes quadratic time."""
+    """Rejects long numbers, whose conversion takes quadratic time."""
     if len(digits) > _MOST_DIGITS:
         raise ValueError
     return int(digits)
@@ -97,10 +99,10 @@ def _count(text: str, values: int, containers: int) -> None:
 
 
 def validated(model: type[M], value: Any) -> M:
-    """The request that a JSON value describes.
+    """Validates a JSON value against the schema of a request.
 
     Raises:
-        Refused: 400, with the first mistake: the field and what it must be.
+        Refused: 400, with the first error: the field and its requirement.
     """
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object")
@@ -121,5 +123,5 @@ def validated(model: type[M], value: Any) -> M:
     words = _WORDS.get(first["type"], "has a value that this server does not take")
     words = words.format(**context)
     message = f"{name}: {words}"
-    # The name of an unknown field is the client's text, so the log does not have it.
+    # The name of an unknown field is text of the client, so it is not logged.
     raise Refused(400, message, name, words if first["type"] == "extra_forbidden" else message)

@@ -1,16 +1,16 @@
-"""Why a request is not answered."""
+"""Exceptions for requests that are not answered."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """A request that the server does not serve.
+    """A request that the server rejects.
 
     Attributes:
         status: HTTP status.
-        message: what the client reads.
-        param: the field of the request that is wrong, if it is one.
-        reason: what the log says; it holds no text of the client.
+        message: message for the client.
+        param: the invalid field of the request, if there is one.
+        reason: text for the log; it contains no text of the client.
     """
 
     def __init__(

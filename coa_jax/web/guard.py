@@ -1,4 +1,4 @@
-"""Checks of every request: its names, its key, its size, its time."""
+"""Checks of every request: host and origin, key, size, time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRAINED, _DRAIN_S = 64 << 20, 2.0
 
 
 def is_local(name: str) -> bool:
-    """Whether a host name or address can only be this machine."""
+    """Returns whether a host name or address always means this machine."""
     try:
         return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -35,12 +35,12 @@ def is_local(name: str) -> bool:
 
 
 def check_exposure(host: str, key: str | None, mend: str) -> None:
-    """Refuses to serve other machines without a key.
+    """Rejects an address that other machines can reach without a key.
 
     Args:
         host: address to listen on.
-        key: that clients must send.
-        mend: what the user can do about it.
+        key: key that clients must send.
+        mend: advice for the user, in the error message.
 
     Raises:
         UserError: other machines can reach the address, and there is no key.
@@ -51,17 +51,18 @@ def check_exposure(host: str, key: str | None, mend: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What the guard of a server checks.
+    """The checks of a server's guard.
 
     Attributes:
-        api_key: key that clients send as a bearer token, or what says whether a key is known; None
-            to serve anybody.
-        local: whether requests must name this machine as their host and come from no other site's
-            page.  A name that a web site owns may be made to lead here (DNS rebinding).
-        max_body: bytes of a body.
-        routes: paths that the server has; others are logged and counted as "other".
+        api_key: key that clients send as a bearer token, or a function that tells whether a key is
+            known; None to serve everybody.
+        local: whether requests must name this machine as their host and must not come from a page
+            of another site. A web site could make its own name resolve to this machine (DNS
+            rebinding).
+        max_body: maximum size of a body in bytes.
+        routes: paths of the server; other paths are logged and counted as "other".
         open: paths that need no key.
-        limits: times.
+        limits: time limits.
     """
 
     api_key: str | Callable[[str], bool] | None
@@ -73,7 +74,7 @@ class Rules:
 
 
 class Guard:
-    """ASGI middleware that refuses requests before they cost anything, and logs refusals.
+    """ASGI middleware that rejects requests at low cost, and logs the rejections.
 
     The application sees a POST request only after its whole body has arrived, see `body_of`.
     """
@@ -86,14 +87,14 @@ class Guard:
         log: RefusalLog,
         count: Callable[[str, int], None],
     ):
-        """Puts a guard before an application.
+        """Puts a guard in front of an application.
 
         Args:
             app: the application.
-            rules: what is checked.
-            answer: makes the response for a refused request.
-            log: takes a line for each refused request.
-            count: called with path and status of every answer.
+            rules: the checks.
+            answer: makes the response for a rejected request.
+            log: receives a line for each rejected request.
+            count: called with path and status of every response.
         """
         self._app, self._rules, self._answer = app, rules, answer
         self._log, self._count = log, count
@@ -133,12 +134,13 @@ class Guard:
                 reasons.append(ending.reason)
                 await self._answer(ending)(scope, receive, watched)
         except Exception:
-            status = status or 500  # which is answered further out
+            status = status or 500  # an outer layer sends this response
             raise
         finally:
             path = scope["path"] if scope["path"] in self._rules.routes else "other"
             self._count(path, status)
-            # A client that left (499) was not refused; a fault of the server has its traceback.
+            # A client that disconnected (499) was not rejected; a fault of the server has its
+            # traceback.
             if 400 <= status < 499 or status == 503:
                 method = scope["method"] if scope["method"] in _METHODS else "-"
                 client = scope["client"][0] if scope.get("client") else "-"
@@ -181,7 +183,7 @@ class Guard:
 
 
 class _Bodies:
-    """Bodies that are being read.  Those that take memory for longest go first."""
+    """Bodies that are being read. When memory is short, the oldest is dropped first."""
 
     def __init__(self, rules: Rules):
         self._rules = rules
@@ -218,7 +220,7 @@ class _Bodies:
         return body
 
     def _make_room(self) -> None:
-        """Ends the reading that began first while all bodies together take too much memory."""
+        """Stops reading the oldest body while all bodies together take too much memory."""
         if sum(len(body) for _, body in self._reading.values()) > self._most:
             oldest, (limit, _) = next(iter(self._reading.items()))
             self._reading.pop(oldest)
@@ -227,9 +229,9 @@ class _Bodies:
 
 
 async def _drained(scope: Scope, receive: Receive, status: int) -> bool:
-    """Drops the rest of a body, for a while; whether that was all of it.
+    """Reads and drops the rest of a body for a limited time; returns whether it reached the end.
 
-    Many clients read no answer before they have sent the whole body.
+    Many clients read no response before they have sent the whole body.
     """
     left = (
         0 if status == 408 or any(name == b"expect" for name, _ in scope["headers"]) else _DRAINED
@@ -252,28 +254,28 @@ STATUS_WORDS = {
     404: "there is no such path",
     405: "the path does not take this method",
 }
-"""Why the router of an application refuses a request, by HTTP status."""
+"""Reasons for which an application's router rejects a request, by HTTP status."""
 
 
 def body_of(scope: Scope) -> bytearray:
-    """The body of a POST request behind a guard."""
+    """Returns the body of a POST request behind a guard."""
     return scope[_BODY]
 
 
 def give_reason(scope: Scope, reason: str) -> None:
-    """Tells the guard why the application refuses a request; the log shows it."""
+    """Tells the guard why the application rejects a request; the log shows the reason."""
     scope.setdefault(_REASON, []).append(reason)
 
 
 async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
-    """The result of some work, which is cancelled when the client closes its connection.
+    """Returns the result of some work, which is cancelled if the client closes its connection.
 
     Args:
-        receive: of a request whose body has been read.
+        receive: ASGI receive function of a request whose body has been read.
         work: coroutine or future.
 
     Raises:
-        ClientGone: the client closed its connection before.
+        ClientGone: the client closed its connection before the work was done.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""An application whose routes take JSON and give JSON, each in its own bounded number."""
+"""An application whose routes accept and return JSON, each with its own limit on concurrency."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from coa_jax.web.refusals import RefusalLog
 
 
 class Room:
-    """Places for requests of one route: some run, some wait, further ones are refused."""
+    """Limits the requests of one route: some run, some wait, further ones are rejected."""
 
     def __init__(self, running: int, waiting: int):
-        """Makes it empty.
+        """Creates an empty room.
 
         Args:
-            running: requests that run at a time.
-            waiting: requests that may wait for that.
+            running: maximum number of running requests.
+            waiting: maximum number of waiting requests.
         """
         self._places = asyncio.Semaphore(running)
         self._left = running + waiting
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """A place, for as long as the context lasts.
+        """Takes a place for the duration of the context.
 
         Raises:
-            Refused: 429, too many requests wait.
+            Refused: 429, too many requests are waiting.
         """
         if self._left < 1:
             raise Refused(429, "too many requests wait for this path; try again later")
@@ -52,7 +52,7 @@ class Room:
 
 
 class JsonRoute:
-    """A path that answers a JSON object with JSON."""
+    """A route that answers a JSON object with JSON."""
 
     def __init__(
         self,
@@ -65,22 +65,22 @@ class JsonRoute:
         """Describes a route.
 
         Args:
-            answer: from the parsed body to a JSON text; cancelled when the client leaves.
-            values: most JSON values of a body, see `parse_json`.
-            running: requests that run at a time.
-            waiting: further requests that may wait.
+            answer: maps the parsed body to a JSON text; cancelled if the client disconnects.
+            values: maximum number of JSON values of a body, see `parse_json`.
+            running: maximum number of running requests.
+            waiting: maximum number of waiting requests.
         """
         self.answer, self.values = answer, values
         self.room = Room(running, waiting)
 
 
 def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> ASGIApp:
-    """The application of some routes and ``GET /health``, behind a guard.
+    """Creates the application with some routes and ``GET /health``, behind a guard.
 
     Args:
-        routes: by path.
-        rules: of the guard.
-        log: of refused requests.
+        routes: routes by path.
+        rules: checks of the guard.
+        log: receives a line for each rejected request.
     """
     parsing = ThreadPoolExecutor(1, "parse")
 
@@ -109,7 +109,7 @@ def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> 
         return error_response(error)
 
     async def gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has left
 
     async def broken(_: Request, error: Exception) -> Response:
         return error_response(Refused(500, "the server failed; its log has the reason"))
@@ -138,14 +138,18 @@ def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> 
 
 
 def error_response(error: Refused) -> Response:
-    """An error in the form ``{"error": "..."}``."""
+    """Returns an error response of the form ``{"error": "..."}``."""
     return JSONResponse({"error": error.message}, error.status)
 
 
 def dumps(value: Any, depth: int = 4) -> str:
-    """JSON of a large value, written part by part so that other threads run in between.
+    """Serialises a large value to JSON part by part, so that other threads can run in between.
 
-    `json.dumps` holds Python's global lock from its first byte to its last.
+    `json.dumps` holds Python's GIL from its first byte to its last.
+
+    Args:
+        value: the value.
+        depth: nesting depth up to which containers are split into parts.
     """
     if depth and isinstance(value, dict):
         parts = (f"{json.dumps(key)}: {dumps(item, depth - 1)}" for key, item in value.items())

@@ -1,4 +1,4 @@
-"""Time and number limits of connections."""
+"""Limits on times and numbers of connections."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from coa_jax.bounds import Between, Bounded, Seconds
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits(Bounded):
-    """Limits that hold before a request reaches the application.
+    """Limits that apply before a request reaches the application.
 
     Attributes:
-        connections: open connections.  A further one closes the connection that has waited longest
-            without a complete request.
+        connections: maximum number of open connections. A further one closes the connection that
+            has waited longest without a complete request.
         header_seconds: time for the headers of a request, from its first byte (from the start of
             the connection for the first request).
         body_seconds: time for the body of a request, from the end of its headers.
         idle_seconds: time between two requests of a connection.
-        write_seconds: time in which a client must take some bytes of an answer.
+        write_seconds: time within which a client must accept some bytes of a response.
     """
 
     connections: Annotated[int, Between(16, 65536)] = 512

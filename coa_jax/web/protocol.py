@@ -1,7 +1,7 @@
-"""The HTTP/1.1 protocol of uvicorn with limits on headers, chunks, time and connections.
+"""uvicorn's HTTP/1.1 protocol with limits on headers, chunks, time and connections.
 
-uvicorn itself waits for headers without end, parses whatever has arrived in one go, and never
-drops a client that stops reading.
+uvicorn itself waits for headers without a limit, parses all received data at once, and never closes
+the connection of a client that stops reading.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LINGER_S = 2.0
 class Connections:
     """The connections of one server.
 
-    h11 parses a chunked body in Python, about 20 microseconds for each chunk.  So connections take
-    turns: each turn parses at most 1 KiB of a chunked body, and after 2 ms of turns the event loop
-    does other work.  Headers go before bodies.
+    h11 parses a chunked body in Python, about 20 microseconds per chunk. So connections take turns:
+    each turn parses at most 1 KiB of a chunked body, and after 2 ms of turns the event loop does
+    other work. Headers take precedence over bodies.
     """
 
     def __init__(self, limits: ConnectionLimits, log: RefusalLog):
@@ -41,11 +41,11 @@ class Connections:
         self._scheduled = False
 
     def protocol(self, **options: Any) -> GuardedProtocol:
-        """Makes the protocol of a connection; uvicorn calls it with its own options."""
+        """Creates the protocol of a connection; uvicorn calls it with its own options."""
         return GuardedProtocol(self, **options)
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Lets a connection parse what it has received, now or after the others."""
+        """Lets a connection parse its received data, now or after the others."""
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)
         if not self._scheduled:
@@ -54,7 +54,7 @@ class Connections:
     def _take_turns(self) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + _TURN_S
-        self._scheduled = True  # a turn may ask for another one
+        self._scheduled = True  # a turn may request another turn
         while queue := self._headers or self._bodies:
             connection = queue.popleft()
             if connection.take_turn():
@@ -79,10 +79,10 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def awaits_request(self) -> bool:
-        """Whether the next bytes are headers."""
+        """Whether the next bytes belong to headers."""
         return self.conn.their_state is h11.IDLE
 
-    # --- what the transport calls ----------------------------------------------------------
+    # --- callbacks of the transport ----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
@@ -122,7 +122,7 @@ class GuardedProtocol(H11Protocol):
             self._shared.wants_turn(self)
 
     def take_turn(self) -> bool:
-        """Parses some of what has arrived; whether there is more to parse."""
+        """Parses some of the received data; returns whether there is more to parse."""
         self._queued = False
         piece = b"" if self.transport.is_closing() else self._next_piece()
         if not piece:
@@ -139,7 +139,9 @@ class GuardedProtocol(H11Protocol):
         return self._queued
 
     def _next_piece(self) -> bytes:
-        """The bytes that h11 parses next; none if it must wait for others or for the answer."""
+        """Returns the bytes that h11 parses next; none if it must wait for others or for the
+        response.
+        """
         pending, size = self._pending, len(self._pending)
         if self.conn.their_state is h11.DONE:
             return b""
@@ -177,7 +179,7 @@ class GuardedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY:
-            # The client still sends a body that was refused.  A reset would lose the answer.
+            # The client is still sending a rejected body. A reset would lose the response.
             self.loop.call_later(_LINGER_S, self._stop_lingering)
         self._wait_for_more()
         self._ask_for_turn()
@@ -195,7 +197,7 @@ class GuardedProtocol(H11Protocol):
             self._wait("body" if self.conn.their_state is h11.SEND_BODY else "")
 
     def _wait(self, phase: str) -> None:
-        """Says what the connection waits for, and sets the time limit.
+        """Sets what the connection waits for, and the time limit.
 
         Args:
             phase: the "first" request, "headers", "idle" for the next request, "body" (the guard
@@ -224,7 +226,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def _watch_writing(self, before: int) -> None:
-        """Drops a client that takes nothing of its answer for a while."""
+        """Closes the connection if the client accepts no data of its response for a while."""
 
         def look() -> None:
             now = self.transport.get_write_buffer_size()
@@ -254,9 +256,9 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """See `H11Protocol`; for requests that are no HTTP."""
+        """See `H11Protocol`; for requests that are not valid HTTP."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, "the request is not valid HTTP/1.1")
-        else:  # its answer has begun
+        else:  # its response has begun
             self._note(400, "the request is not valid HTTP/1.1")
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""The log of refused requests: one line each, without content, and slow enough for a flood."""
+"""The log of rejected requests: one line each, without content, and rate-limited."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BURST, _PER_SECOND = 20, 1.0
 
 
 class RefusalLog:
-    """Writes a line for each refused request.
+    """Writes a line for each rejected request.
 
-    A line has the time, the status, the route, the client's address and the reason.  After a burst
-    of 20 lines the log writes one line a second; the next line counts the requests left out.
+    A line has the time, the status, the route, the client's address and the reason. After a burst
+    of 20 lines the log writes one line per second; the next line counts the omitted requests.
     """
 
     def __init__(
@@ -22,23 +22,23 @@ class RefusalLog:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Makes an empty log.
+        """Creates an empty log.
 
         Args:
-            stream: where lines go; None for stderr.
-            clock: seconds that only grow.
+            stream: output stream; None for stderr.
+            clock: returns monotonic time in seconds.
         """
         self._stream, self._clock = stream, clock
         self._tokens, self._last, self._left_out = float(_BURST), clock(), 0
 
     def note(self, status: int, route: str, client: str, reason: str) -> None:
-        """Logs one refused request.
+        """Logs one rejected request.
 
         Args:
-            status: HTTP status of the answer.
-            route: method and path, of a fixed set.
+            status: HTTP status of the response.
+            route: method and path, from a fixed set.
             client: address without the port.
-            reason: one line that holds nothing of the request's content.
+            reason: one line without content of the request.
         """
         now = self._clock()
         self._tokens = min(_BURST, self._tokens + (now - self._last) * _PER_SECOND)

@@ -1,4 +1,4 @@
-"""Listening, and a uvicorn server without signal handlers of its own."""
+"""Listening sockets, and a uvicorn server without its own signal handlers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from coa_jax.web.refusals import RefusalLog
 
 
 def listen(host: str, port: int, mend: str) -> socket.socket:
-    """The socket that clients connect to.
+    """Opens the socket that clients connect to.
 
     Args:
         host: address of this machine.
-        port: 0 for any free port.
-        mend: settings to change, for the error.
+        port: port; 0 for any free port.
+        mend: settings to change, for the error message.
 
     Raises:
         UserError: this machine does not have the address, or another program uses it.
@@ -39,7 +39,7 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
 
 
 def allow_connections(limits: ConnectionLimits) -> None:
-    """Lets this process open as many files as its connections need, if the system allows it."""
+    """Raises this process's limit on open files to its number of connections, if allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * limits.connections + 1024
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -48,7 +48,7 @@ def allow_connections(limits: ConnectionLimits) -> None:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of a listening socket."""
+    """Returns the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -63,9 +63,9 @@ class Server(uvicorn.Server):
             app,
             http=connections.protocol,  # type: ignore[arg-type]  # a class, or what makes its object
             ws="none",
-            log_level="error",  # its warnings are about clients, which the log of refusals has
+            log_level="error",  # its warnings concern clients, which `RefusalLog` logs
             access_log=False,
-            proxy_headers=False,  # clients could write any address into the log
+            proxy_headers=False,  # otherwise clients could forge addresses in the log
             lifespan="off",
             timeout_keep_alive=max(1, round(limits.idle_seconds)),
             timeout_graceful_shutdown=5,
@@ -74,12 +74,12 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none: see `on_signals`."""
+        """Installs no signal handlers: see `on_signals`."""
         yield
 
 
 def on_signals(asked: asyncio.Event) -> None:
-    """Sets an event at SIGINT or SIGTERM; a second signal ends the process at once."""
+    """Sets an event at SIGINT or SIGTERM; a second signal ends the process immediately."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _ask, asked, number)

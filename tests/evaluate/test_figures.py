@@ -43,7 +43,7 @@ def test_what_has_no_grade_is_counted_apart_and_in_no_figure():
     assert (found["n"], found["tasks"]) == (3, 4)
     assert found["samples"] == {
         "wanted": 8, "finished": 8, "graded": 5,
-        "ungraded": {"no verdict": 2, "fault of ours": 1}, "without an answer": 1,
+        "ungraded": {"no_verdict": 2, "infrastructure_fault": 1}, "unanswered": 1,
     }  # fmt: skip
     assert found["rounds"] == [pytest.approx(2 / 3), 0.5]
     assert {k: (e["value"], e["n"]) for k, e in found["at_k"].items()} == {
@@ -163,8 +163,8 @@ def test_figures_are_given_without_the_samples_that_met_the_benchmark():
     met = Measured(met.task, tuple(dataclasses.replace(s, blocked=1) for s in met.samples))
     found = figures([clean, met], 2)
     assert found["pass_at_1"] == 0.75
-    assert found["exposure"]["named a blocked address"] == 2
-    assert found["exposure"]["without them"]["pass_at_1"] == 0.5
+    assert found["exposure"]["named_blocked_address"] == 2
+    assert found["exposure"]["unexposed"]["pass_at_1"] == 0.5
 
 
 def test_a_breakdown_with_many_values_shows_the_largest_on_a_terminal():

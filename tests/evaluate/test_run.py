@@ -142,7 +142,7 @@ def test_samples_in_which_a_part_of_ours_broke_are_run_again_when_wanted(tmp_pat
 
     one = dataclasses.replace(CONFIG, samples=1)
     outcome = run(tmp_path, one, broken)
-    assert outcome["figures"]["samples"]["ungraded"] == {"no verdict": 0, "fault of ours": 3}
+    assert outcome["figures"]["samples"]["ungraded"] == {"no_verdict": 0, "infrastructure_fault": 3}
     assert outcome["figures"]["n"] == 0
     assert run(tmp_path, one, refuse)["figures"]["n"] == 0
     again = run(tmp_path, dataclasses.replace(one, retry_faults=True))
@@ -190,7 +190,7 @@ def test_a_judge_that_fails_half_of_the_time_changes_no_score(tmp_path):
         judge.fails, judge.asked = True, 0
         half = run(tmp_path / "half", config, tasks=WRONG)
         samples = half["figures"]["samples"]
-        assert samples["ungraded"] == {"no verdict": 3, "fault of ours": 0}
+        assert samples["ungraded"] == {"no_verdict": 3, "infrastructure_fault": 0}
         assert samples["graded"] == 3
         pairs = [
             (a, b)
@@ -294,7 +294,7 @@ def test_a_judge_that_is_down_ends_it_before_the_first_sample(tmp_path):
 def test_tasks_that_are_meant_for_a_judge_say_so_where_there_is_none(tmp_path, capsys):
     tasks = [dataclasses.replace(TASKS[0], metadata={"grader": "judge"})]
     run(tmp_path, dataclasses.replace(CONFIG, samples=1), tasks=tasks)
-    assert "sft: 1 tasks are meant for a judge, and there is none" in capsys.readouterr().out
+    assert "sft: 1 tasks request a judge, but none is configured" in capsys.readouterr().out
 
 
 def test_tasks_for_another_protocol_are_refused(tmp_path):
@@ -350,7 +350,7 @@ def test_a_sample_without_an_answer_is_run_again_if_that_is_wanted(tmp_path):
     assert [row["tokens"] for row in rows.values()] == [4, 8, 12]  # what failed cost as well
     assert [row["calls"] for row in rows.values()] == [{"code": n} for n in (1, 2, 3)]
     assert outcome["not_plain"] == ["attempts=3"]
-    assert "  no plain pass@1: measured with attempts=3" in table(outcome)
+    assert "  not a plain pass@1: measured with attempts=3" in table(outcome)
     assert len(read_trajectories(tmp_path / "traces.jsonl")) == 3
     assert run(tmp_path, hot, refuse) == outcome
     with pytest.raises(UserError, match="temperature is 0: each attempt would be the same"):
@@ -385,10 +385,10 @@ def test_the_last_suggestion_counts_as_an_answer_if_that_is_wanted(tmp_path):
     ends = {("task-0", 0): "<suggested_answer>Ume</suggested_answer>"}
     plain = run(tmp_path, one, Says(ends))
     assert (plain["figures"]["pass_at_1"], plain["not_plain"]) == (0.0, [])
-    assert plain["figures"]["samples"]["without an answer"] == 3
+    assert plain["figures"]["samples"]["unanswered"] == 3
     promoted = run(tmp_path, dataclasses.replace(one, last_suggestion=True), refuse)
     assert promoted["figures"]["pass_at_1"] == pytest.approx(1 / 3)
-    assert promoted["figures"]["samples"]["without an answer"] == 2
+    assert promoted["figures"]["samples"]["unanswered"] == 2
     assert promoted["figures"]["format_valid"] == 0.0
     assert promoted["not_plain"] == ["last_suggestion"]
     (first, *_) = read_trajectories(tmp_path / "traces.jsonl")

@@ -124,7 +124,7 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
                 "rope_scaling": {"type": "yarn", "factor": 4.0},
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
             },
-            "rope_parameters and rope_scaling differ; keep the one that holds",
+            "rope_parameters and rope_scaling differ; keep only the right entry",
         ),
         ({"rope_scaling": "yarn"}, "rope_scaling 'yarn' is not an object"),
         ({"layer_types": 3}, "layer_types 3 is not a list"),
@@ -141,9 +141,9 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
         ({"head_dim": 0}, "head_dim is 0, which is not a positive number"),
         ({"head_dim": None, "num_attention_heads": 2**15}, "head_dim is 0, which is not a"),
         ({"architectures": -1}, "architectures is -1, which is not a list"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; the most"),
-        ({"vocab_size": 10**400}, "vocab_size is 10000.*; the most that is supported is 2.1"),
-        ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; the most that is supported is 1"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; the maximum"),
+        ({"vocab_size": 10**400}, "vocab_size is 10000.*; the maximum is 2.1"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; the maximum is 1"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is not true or false"),
         (
             {

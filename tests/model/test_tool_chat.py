@@ -133,7 +133,7 @@ def test_marks_of_a_policy_are_tokens_only_where_they_are_meant(qwen):
     ("part", "other", "why"),
     [
         ("m.role == 'tool'", "m.role == 'none'", "does not show results"),
-        ("'\n</tool_response>'", "'\n' ~ messages | length", "otherwise than two"),
+        ("'\n</tool_response>'", "'\n' ~ messages | length", "differently from two"),
     ],
 )
 def test_a_template_whose_results_cannot_be_told_apart_is_refused(part, other, why):

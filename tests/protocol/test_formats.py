@@ -132,10 +132,10 @@ def test_arguments_become_the_text_that_a_tool_takes(arguments, text):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "The call is no JSON"),
+        ("{", "The call is not valid JSON"),
         ("[1]", "The call has no name"),
         (call("dance"), "There is no tool 'dance'"),
-        ('{"name": "code", "arguments": "x"}', "are no object"),
+        ('{"name": "code", "arguments": "x"}', "are not a JSON object"),
         (call("code"), "needs the argument 'code'"),
         (call("code", code=7), "must be a string"),
         ('{"name": "code", "arguments": {"code": "\\ud800"}}', "half of a surrogate pair"),
@@ -236,7 +236,7 @@ def test_names_hold_a_level_or_a_format():
     assert at_level("code:hermes", "paper", "tags") == "code:paper"
     assert at_level("code:hermes", "", "tags") == "code"
     assert get_protocol("code").format is None
-    with pytest.raises(UserError, match="the level paper is of the format tags"):
+    with pytest.raises(UserError, match="only tags has the level paper"):
         at_level("code", "paper", "react")
     with pytest.raises(UserError, match="there is no format 'herms'"):
         at_level("code", "", "herms")

@@ -135,7 +135,7 @@ def test_a_row_that_ended_without_its_episode_is_an_error_and_no_wait_for_ever(m
             async for _ in stream:
                 pass
 
-    with pytest.raises(RuntimeError, match="has ended, but not the sample in it"):
+    with pytest.raises(RuntimeError, match="has ended, but its sample has not"):
         asyncio.run(go())
 
 

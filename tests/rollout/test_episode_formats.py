@@ -102,7 +102,7 @@ def test_a_call_follows_observation_at_once_in_react():
 @pytest.mark.parametrize(
     ("form", "text", "told", "kind"),
     [
-        ("hermes", '<tool_call>\n{"name": "wi\n</tool_call>', "is no JSON", "bad_call"),
+        ("hermes", '<tool_call>\n{"name": "wi\n</tool_call>', "is not valid JSON", "bad_call"),
         ("hermes", CALL.replace("query", "q"), "needs the argument 'query'", "bad_call"),
         ("react", "Action: wiki\nAction Input: x\nObservation:", "no tool 'wiki'", "bad_call"),
     ],

@@ -162,7 +162,7 @@ def test_calls_of_one_turn_are_answered_one_behind_the_other():
 @pytest.mark.parametrize(
     ("form", "text", "told"),
     [
-        ("hermes", '<tool_call>\n{"name": "wiki_search", "argu\n</tool_call>', "is no JSON"),
+        ("hermes", '<tool_call>\n{"name": "wiki_search", "argu\n</tool_call>', "is not valid JSON"),
         ("hermes", call("wiki", "one"), "There is no tool 'wiki'"),
         ("react", "Action: wiki\nAction Input: one\nObservation:", "There is no tool 'wiki'"),
     ],
@@ -190,10 +190,10 @@ def test_a_recorded_episode_is_repeated(form):
 
 @pytest.mark.parametrize("name", ["constrain", "cut_context"])
 def test_what_knows_tags_only_is_refused(name):
-    with pytest.raises(UserError, match=f"{name} is for the format tags"):
+    with pytest.raises(UserError, match=f"{name} needs the format tags"):
         RolloutConfig(max_turn_tokens=8, format="hermes", **{name: True})
 
 
 def test_a_constraint_of_another_format_is_refused():
-    with pytest.raises(UserError, match="constrain is for the format tags"):
+    with pytest.raises(UserError, match="constrain needs the format tags"):
         constraint_for(RolloutConfig(constrain=True), None, 8, ["code:hermes"])

@@ -200,7 +200,7 @@ def test_traces_without_their_settings_are_refused_by_line(sampled, tmp_path):
         tmp_path / "t.jsonl", [sampled[0], dataclasses.replace(sampled[1], metadata=old)]
     )
     with pytest.raises(
-        UserError, match=r"t\.jsonl:2: the metadata lack sampling, engine, without which"
+        UserError, match=r"t\.jsonl:2: the metadata lacks sampling, engine, which a replay needs"
     ):
         read_recordings(path, "", None, 0)
     assert len(read_recordings(path, "", None, 1)) == 1
@@ -212,7 +212,7 @@ def test_traces_of_a_served_policy_are_refused_by_their_name(sampled, tmp_path, 
     served = dataclasses.replace(sampled[1], tokens=(), author=(), logp=(), metadata=metadata)
     path = written(tmp_path / "t.jsonl", [sampled[0], served])
     with pytest.raises(
-        UserError, match=r"t.jsonl:2: .* holds no tokens: .* behind an endpoint"
+        UserError, match=r"t.jsonl:2: .* holds no tokens, because .* behind an endpoint"
     ) as told:
         read_recordings(path, "", None, 0)
     assert "\n" not in str(told.value)

@@ -259,7 +259,7 @@ def test_contests_are_chosen_by_date_and_files_by_a_star(tmp_path):
     assert ids("") == ["q0", "q1", "q2"]
     assert ids(":since=2024-08-01,until=2024-09-15") == ["q0", "q1"]
     assert ids(":since=2025-01-01,platform=atcoder+leetcode") == ["q2"]
-    with pytest.raises(UserError, match="no question in it"):
+    with pytest.raises(UserError, match="no question that the benchmark counts"):
         ids(":level=hard")
 
 
@@ -325,7 +325,7 @@ def test_samples_are_fixed_by_the_seed(tmp_path):
             for packed in ("", "eHg=", base64.b64encode(zlib.compress(b"zz")).decode(),
                            base64.b64encode(zlib.compress(b"\x80\x04")).decode())
         ),
-        ("hle", [{"question": "a", "answer": "b", "image": "c"}], "no question in it"),
+        ("hle", [{"question": "a", "answer": "b", "image": "c"}], "no question that the benchmark"),
     ],
 )  # fmt: skip
 def test_rows_that_are_none_are_located(name, rows, message, tmp_path):

@@ -36,9 +36,9 @@ def load(tmp_path, *rows, options=""):
         ({"protocol": "code", "answer": ["3", "three"]}, "neither tests nor a number or formula"),
         ({"protocol": "nowhere"}, "protocol"),
         ({"metadata": {**GENERATED, "scorer": "x"}}, "the scorer 'x' is unkn"),
-        ({"metadata": {"scorer": "reasoning_gym"}}, "metadata.generator must be a text"),
+        ({"metadata": {"scorer": "reasoning_gym"}}, "metadata.generator must be a string"),
         ({"question": "\ud800?"}, "surrogates"),
-        ({"id": {"a": 1}}, "the field 'id' must be a text or a whole number"),
+        ({"id": {"a": 1}}, "the field 'id' must be a string or a whole number"),
         ({"answer": None}, "must be a string"),
     ],
 )

@@ -58,7 +58,7 @@ def test_usual_columns_need_no_entry(tmp_path):
     ("options", "message"),
     [
         ({"columns": {"answer": "solutoin"}}, r"no such column; did you mean 'solution'\?"),
-        ({"columns": {"hops": "level"}, "answer_after": ""}, "answer must be a text, a number"),
+        ({"columns": {"hops": "level"}, "answer_after": ""}, "answer must be a string, a number"),
         ({"columns": {**MAPPING, "answer": "answers.txt"}}, "row 1: there is no 'answers.txt'"),
         ({"columns": {**MAPPING, "answer": "other"}}, "row 1: an answer must be"),
         ({"columns": {**MAPPING, "id": 3}}, "columns.id is 3; give a column"),

@@ -32,9 +32,9 @@ def test_what_validates_is_not_trained_on(tmp_path, caplog):
     splits = load_splits(path, {"train": 15, "validation": 5}, seed=3)
     assert (len(splits["train"]), len(splits["validation"])) == (10, 5)
     assert not {t.id for t in splits["train"]} & {t.id for t in splits["validation"]}
-    assert "5 tasks of the training split validate; 10 are left to train on" in caplog.text
+    assert "5 tasks of the training split are used for validation" in caplog.text
     assert splits["validation"] == load_tasks(path, "validation", 5, 3)
-    with pytest.raises(UserError, match="all of its training tasks validate too"):
+    with pytest.raises(UserError, match="every training task is a validation task too"):
         load_splits(path, {"train": 5, "validation": None})
 
 
@@ -145,7 +145,7 @@ def test_a_protocol_is_the_row_s_own_then_the_source_s_then_the_caller_s(tmp_pat
     }
     for protocol, tasks in told.items():
         assert [task.protocol for task in tasks] == [protocol, "web"]
-    assert "1 of 2 lines name a protocol of their own (web)" in caplog.text
+    assert "1 of 2 lines have a protocol of their own (web)" in caplog.text
     with pytest.raises(UserError, match="protocol 'morse' is unknown"):
         load_tasks(path, "test", protocol="morse")
 

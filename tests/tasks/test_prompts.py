@@ -105,8 +105,8 @@ def test_rows_of_sft_data_give_their_common_instructions(tmp_path, row):
         ([verl("Who?"), verl("Why?", system="s")], "its 2 rows have 2 kinds of instructions"),
         ([{"prompt": "Who?", "question": "Who?"}], "no instructions before the question"),
         ([{"question": "Who?"}], "row 1: there is no prompt, and no field"),
-        ([{"prompt": 7}], "row 1: the prompt is neither a text nor a list of messages"),
-        ([{"prompt": [{"role": "user", "content": None}]}], "row 1: a message of the prompt holds"),
+        ([{"prompt": 7}], "row 1: the prompt is neither a string nor a list of messages"),
+        ([{"prompt": [{"role": "user", "content": None}]}], "row 1: a message of the prompt has"),
         ([{"prompt": [{"role": "assistant", "content": "x"}]}], "row 1: the prompt has assistant"),
         ([], "no instructions before the question"),
     ],
@@ -119,7 +119,7 @@ def test_rows_that_agree_on_no_instructions_are_refused_in_a_line(tmp_path, rows
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b" \n", "holds no instructions"),
+        (b" \n", "contains no instructions"),
         (b"{question} {question}", "more than once"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"x" * (2**20 + 1), "more than 1048576 bytes"),
@@ -178,7 +178,7 @@ def test_question_files_may_give_a_prompt(tmp_path):
     prompts = [task.prompt for task in load_tasks(str(file), "train")]
     assert prompts == ["Say who. Who?", f"{RULES}\n\nQuestion: Why?", ""]
     file.write_text(json.dumps({"question": "Who?", "answer": "a", "prompt": {"a": 1}}))
-    with pytest.raises(UserError, match=r"q.jsonl:1: the prompt is neither a text"):
+    with pytest.raises(UserError, match=r"q.jsonl:1: the prompt is neither a string"):
         load_tasks(str(file), "train")
 
 
@@ -196,8 +196,8 @@ def test_a_log_line_tells_when_instructions_are_replaced_or_missing(caplog):
         caplog.clear()
         warn_of_prompts(several, Prompt(style), "tasks", "config.prompt_style")
         told.append(caplog.text)
-    assert "1 of 3 tasks carry instructions of their own" in told[0]
-    assert "1 of 3 tasks carry no prompt of their own" in told[1]
+    assert "1 of 3 tasks have instructions of their own" in told[0]
+    assert "1 of 3 tasks have no prompt of their own" in told[1]
     assert told[2] == ""
 
 
@@ -244,7 +244,7 @@ def test_a_card_of_the_style_data_holds_the_rows_common_instructions(tmp_path):
 
 def test_a_model_without_a_card_gets_the_full_instructions_and_a_line_says_so(tmp_path, caplog):
     assert load_prompt("model", tmp_path) == Prompt("full")
-    assert "prompt_style=full is taken" in caplog.text
+    assert "using prompt_style=full" in caplog.text
     assert protocol_of_model(tmp_path) == ""
 
 
@@ -252,8 +252,8 @@ def test_a_model_without_a_card_gets_the_full_instructions_and_a_line_says_so(tm
     ("card", "why"),
     [
         ({"prompt_style": "long"}, "prompt style 'long' is unknown"),
-        ({"prompt_style": 3}, "must be texts"),
-        ({"prompt_style": "full", "system": []}, "must be texts"),
+        ({"prompt_style": 3}, "must be strings"),
+        ({"prompt_style": "full", "system": []}, "must be strings"),
     ],
 )
 def test_a_damaged_card_is_refused_with_its_name(tmp_path, card, why):

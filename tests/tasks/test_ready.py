@@ -32,7 +32,7 @@ def wrong(*arguments, seconds=PATIENT, **options):
     with pytest.raises(UserError, match=r"^not ready: ") as caught:
         check_ready(seconds, *arguments, **options)
     text = str(caught.value)
-    assert "\n" not in text and text.endswith("begin all the same with --config.probe_s=0")
+    assert "\n" not in text and text.endswith("start anyway with --config.probe_s=0")
     return text
 
 
@@ -64,7 +64,7 @@ def test_everything_that_is_missing_is_in_one_line_and_is_asked_at_one_time(monk
 @pytest.mark.parametrize(
     ("status", "why"),
     [(401, f"it refuses the key in {NAME}"), (403, "it refuses the key"), (500, "status 500"),
-     (404, "the name of the model may be wrong"), (None, "no chat completion")],
+     (404, "the name of the model may be wrong"), (None, "not a chat completion")],
 )  # fmt: skip
 def test_a_judge_is_asked_with_its_key_and_its_model(monkeypatch, status, why):
     monkeypatch.setenv(NAME, "key-of-the-judge")

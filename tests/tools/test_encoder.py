@@ -127,7 +127,7 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
         ({"vocab_size": "left out"}, r"config\.json: the field 'vocab_size' is missing"),
         ({"hidden_size": 16}, r"has shape \[200, 32\], config.json asks for \[200, 16\]"),
         ({"num_hidden_layers": 4}, r"tensor encoder\.layer\.3\.attention\..* is missing"),
-        ("pooling", "only one of mean and cls is known"),
+        ("pooling", "the pooling must be either mean or cls"),
         ("device", "device is 'abacus'; give one of"),
     ],
 )

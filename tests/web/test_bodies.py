@@ -82,7 +82,7 @@ class Request(BaseModel):
         ({"share": []}, "share: must be a number"),
         ({"words": "a"}, "words: must be a list"),
         ({"words": ["a", "b", "c"]}, "words: must have at most 2 entries"),
-        ({"words": ["a", 1]}, "words.1: must be a text"),
+        ({"words": ["a", 1]}, "words.1: must be a string"),
         ({"words": ["abcd"]}, "words.0: must have at most 3 characters"),
         ({"kind": "c"}, "kind: must be 'a' or 'b'; this server supports no other value"),
         ({"needed": "perhaps"}, "needed: must be true or false"),

@@ -1,8 +1,8 @@
-"""Readers of other systems' traces, one file each behind one interface.
+"""Readers of other systems' traces: one module per format, with a common interface.
 
-``read_traces("results.jsonl", "oagents")`` gives the runs in the common message form and a report
-that accounts for every record of the file.  What a format cannot say stands in the docstring of its
-reader.
+``read_traces("results.jsonl", "oagents")`` returns the runs in the common message form, and a
+report that accounts for every record of the file. The docstring of each reader lists what its
+format lacks.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ READERS = Kind(
     offers=("record", "lines"),
     needs=("record", "lines"),
 )
-"""A function that makes a `Trace` of a ``record``, the JSON value of a line: None for one that is
-no run, and `Malformed` (or ValueError) for one that is damaged.  One that asks for ``lines`` reads
-all of a file, see `coa_jax.distill.readers.base.Reader`."""
+"""The setting for a trace format: a function that converts a ``record``, the JSON value of a line,
+to a `Trace`. It returns None if the record is not a run, and raises `Malformed` (or ValueError) if
+the record is damaged. A function with a parameter ``lines`` reads all lines of a file, see
+`coa_jax.distill.readers.base.Reader`.
+"""
 
 _IS_RECORD: Mapping[str, Callable[[Any], bool]] = {"smolagents": smolagents.is_run}
-"""Format -> whether a list is one record, and not a list of records."""
+"""Format -> function that tells whether a list is one record, rather than a list of records."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -58,21 +60,21 @@ _GZIP = b"\x1f\x8b"
 def read_traces(
     path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Trace], ReadReport]:
-    """Reads a file of traces; nothing that stands in it raises.
+    """Reads a file of traces; no content of the file raises an exception.
 
     Args:
-        path: a file of one JSON value a line; or, where its name ends in ``.json``, a file of one
-            record or of a list of records, whose lines are their places in it, unless most of its
-            lines are records by themselves.
+        path: a file with one JSON value per line; or, if its name ends in ``.json``, a file with
+            one record or a list of records, numbered by their place, unless most of its lines are
+            records themselves.
         form: a name of `READERS`, or ``package.module:name``.
-        options: of a reader of your own.
+        options: options of a custom reader.
 
     Returns:
-        The traces in the order of the file, each with an identity of its own, and what became of
-        the records.
+        The traces in the order of the file, each with a unique identity, and the report on all
+        records.
 
     Raises:
-        UserError: the file cannot be read at all, is compressed, or the format is unknown.
+        UserError: the file cannot be read at all or is compressed, or the format is unknown.
     """
     read = bind(READERS, form, options or {}, "traces.format")
     single = each_line(lambda value: _one(form, read, value))
@@ -98,7 +100,7 @@ def read_traces(
 
 
 def _lines(path: str, data: bytes, form: str) -> list[Line]:
-    """The records of a file."""
+    """Returns the records of a file."""
     if not path.endswith(".json"):
         return list(decode_lines(data))
     lines = list(decode_document(data))
@@ -113,7 +115,7 @@ def _lines(path: str, data: bytes, form: str) -> list[Line]:
 
 
 def _one(form: str, read: Bound, value: Any) -> Trace | None:
-    """What a reader of single records makes of one."""
+    """Returns the result of a reader of single records."""
     try:
         trace = read(record=value)
     except Malformed:
@@ -127,7 +129,7 @@ def _one(form: str, read: Bound, value: Any) -> Trace | None:
 
 
 def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:
-    """The trace with its line, and with a name that no other trace of the file has."""
+    """Returns the trace with its line number, and with a name that is unique in the file."""
     task = trace.log.episode
     name = task or f"{file}:{line}"
     name = unused(name, f"{name}@{line}", names)

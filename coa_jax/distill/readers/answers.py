@@ -1,4 +1,6 @@
-r"""The answer that a model marks in its last words: ``<answer>``, "Final answer:", ``\boxed{}``."""
+r"""Finds the answer that a model marks in its last words: ``<answer>``, "Final answer:",
+``\boxed{}``.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,27 @@ _PAIRS = (
     *(("\u201c", "\u201d"), ("\u2018", "\u2019")),
     *(("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")),
 )
-"""Marks around a whole answer that are no part of it.  Brackets may be one: a list, an interval."""
+"""Marks around a whole answer that do not belong to it. Brackets may belong to it: a list, an
+interval.
+"""
 
 _BOX = "\\boxed{"
 
 
 def marked_answer(words: str) -> tuple[str, str] | None:
-    r"""The answer that is marked last, by the surest kind of mark there is.
+    r"""Returns the answer marked last, by the most reliable kind of mark present.
 
-    A tag is surer than "Final answer", alone on its line or with a colon, behind which the rest of
-    the line or else the next block counts, and that than a box.  An answer that holds one box is
-    what is in it.
+    The most reliable mark is a tag. Next is "Final answer", alone on its line or with a colon; the
+    answer is then the rest of the line, or else the next block. Last is a box. If an answer
+    contains one box, the content of the box is the answer.
 
     Args:
-        words: what was said.
+        words: last text of the model.
 
     Returns:
-        (what was said on the way to it, the answer), None if none is marked.  What is said after a
-        tag or after "Final answer" is left out.  Words around a box stay whole, with the box
-        opened, because it is part of their sentence.
+        (text before the answer, the answer), or None if no answer is marked. Text after a tag or
+        after "Final answer" is left out. Text around a box is kept, with the content of the box in
+        place, because the box is part of a sentence.
     """
     tagged = _tagged(words)
     if tagged:
@@ -61,7 +65,7 @@ def marked_answer(words: str) -> tuple[str, str] | None:
 
 
 def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
-    """The last pair of tags; found in one pass, whatever stands open."""
+    """Returns the last pair of tags; takes a single pass even with unclosed tags."""
     pair: tuple[re.Match[str], re.Match[str]] | None = None
     opening: re.Match[str] | None = None
     for tag in _TAG.finditer(words):
@@ -73,10 +77,12 @@ def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
 
 
 def _behind(words: str, mark: re.Match[str]) -> str:
-    """The rest of the line behind a mark, or else the next block; a fenced program is a block."""
+    """Returns the rest of the line after a mark, or else the next block; a fenced program is a
+    block.
+    """
     line, _, below = words[mark.end() :].partition("\n")
     emphasis = _EMPHASIS.search(mark["before"])
-    if emphasis and emphasis[0] not in mark["within"]:  # what opens before the mark closes later
+    if emphasis and emphasis[0] not in mark["within"]:  # opened before the mark
         if line.startswith(emphasis[0]):
             line = line.removeprefix(emphasis[0])
         elif line.rstrip().endswith(emphasis[0]):
@@ -89,7 +95,7 @@ def _behind(words: str, mark: re.Match[str]) -> str:
 
 
 def _opened(answer: str) -> str:
-    """An answer without the marks around it, and without the box if there is one."""
+    """Removes the marks around an answer, and its box if there is one."""
     answer = _bare(answer)
     if answer.count(_BOX) == 1 and not answer.startswith("```"):
         return _bare(parse_boxed(answer) or answer)

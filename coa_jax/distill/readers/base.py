@@ -1,8 +1,8 @@
-"""What all readers of traces share: lines, checked fields, traces, and the report of a file.
+"""Shared parts of all trace readers: lines, validated fields, traces, and the report of a file.
 
-A reader turns the lines of one file into traces.  It never raises over what stands in the file: a
-record that is not what the format says becomes a `Problem` with its line and reason, and the rest
-of the file is used.  Every line is accounted for in the `ReadReport`.
+A reader converts the lines of one file to traces. It never raises because of the file's content: a
+record that violates its format becomes a `Problem` with its line and reason, and the rest of the
+file is used. The `ReadReport` accounts for every line.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, clean
 
 
 class Malformed(ValueError):
-    """A record is not what its format says; the message is the reason."""
+    """A record violates its format; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a file, decoded.
+    """A decoded line of a file.
 
     Attributes:
-        number: from 1.
-        value: the JSON value; a `Malformed` where the line is none.
+        number: line number, from 1.
+        value: the JSON value; a `Malformed` if the line is not JSON.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A record that could not be used: where, and why."""
+    """A record that could not be used: its line and the reason."""
 
     path: str
     line: int
@@ -48,17 +48,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A run of somebody's agents in the common message form.
+    """A run of some system's agents, in the common message form.
 
     Attributes:
-        log: the messages; its protocol is "" until a trajectory is made of it, and its episode is a
-            name that no other trace of the file has.
-        gold: accepted answers, where the file has them.
-        metadata: what the file says besides (JSON values).
+        log: the messages. Its protocol is "" until it is converted to a trajectory; its episode is
+            a name that is unique in the file.
+        gold: accepted answers, if the file has them.
+        metadata: further data of the file (JSON values).
         line: line of the record, from 1.
-        task: id of the task, as the file says it; "" where it says none.
-        usage: tokens that the file says the run cost, as ``prompt`` and ``completion``; empty where
-            it does not say.
+        task: id of the task in the file; "" if there is none.
+        usage: tokens that the run cost according to the file, as ``prompt`` and ``completion``;
+            empty if unknown.
     """
 
     log: MessageLog
@@ -71,15 +71,16 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class ReadReport:
-    """What became of the lines of a file.
+    """What happened to the lines of a file.
 
     Attributes:
         path: the file.
-        records: records found: lines that are not blank.  Each is used, ignored or a problem.
+        records: number of records, which are the nonblank lines. Each is used, ignored or a
+            problem.
         used: records that are part of a trace.
-        ignored: records that carry nothing for a trace (heads of journals, notifications).
-        problems: the others, in the order of their lines.
-        traces: traces made of them.
+        ignored: records without content for a trace (heads of journals, notifications).
+        problems: all other records, in the order of their lines.
+        traces: number of traces made of the used records.
     """
 
     path: str
@@ -91,18 +92,20 @@ class ReadReport:
 
 
 Found = Trace | Malformed | None
-"""What a reader makes of a line: a trace, a reason why not, or nothing of its own."""
+"""Result of a reader for a line: a trace, the reason why there is none, or None for no result."""
 
 Reader = Callable[[Sequence[Line]], Iterator[tuple[Line, Found, bool]]]
-"""Lines in; for each of them (line, what it completed, whether it was used)."""
+"""A reader: takes lines, and yields for each line (line, what it completed, whether it was
+used).
+"""
 
 
 def each_line(read: Callable[[Any], Trace | None]) -> Reader:
-    """A reader of a format with one run a line.
+    """Returns a reader for a format with one run per line.
 
     Args:
-        read: makes a trace of a value; raises `Malformed`, or returns None for a line that is no
-            record of a run.
+        read: converts a value to a trace. It raises `Malformed`, or returns None for a line that is
+            not a run.
     """
 
     def reader(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
@@ -121,20 +124,22 @@ def each_line(read: Callable[[Any], Trace | None]) -> Reader:
 
 
 def decode_lines(data: bytes) -> Iterator[Line]:
-    """Yields the JSON value of every line that is not blank, or why it has none."""
+    """Yields the JSON value of every nonblank line, or the reason why it is invalid."""
     for number, raw in enumerate(data.split(b"\n"), start=1):
         if raw.strip():
             yield _decode(raw, number)
 
 
 def decode_document(data: bytes) -> Iterator[Line]:
-    """Yields the one value of a file that is a single JSON document, or why it has none."""
+    """Yields the value of a file that is a single JSON document, or the reason why it is
+    invalid.
+    """
     if data.strip():
         yield _decode(data, 1)
 
 
 def decoded(line: Line) -> Any:
-    """The JSON value of a line; raises `Malformed` where it has none."""
+    """Returns the JSON value of a line; raises `Malformed` if the line is invalid."""
     if isinstance(line.value, Malformed):
         raise line.value
     return line.value
@@ -150,22 +155,25 @@ def _decode(raw: bytes, number: int) -> Line:
     except json.JSONDecodeError as error:
         problem = f"not JSON: {error.msg} at column {error.colno}"
         return Line(number + error.lineno - 1, Malformed(problem))
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # e.g. very long numbers, deep nesting
         return Line(number, Malformed(f"not JSON that can be read: {str(error)[:80]}"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys differ: of a key that stands twice nobody knows which value counts."""
+    """Builds an object; rejects duplicate keys, whose value would be ambiguous."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {clean(twice)[:40]!r} stands twice in an object")
+        raise ValueError(f"the key {clean(twice)[:40]!r} occurs twice in an object")
     return value
 
 
 def _cleaned(value: Any) -> Any:
-    """A JSON value with every text in it as `clean` leaves it."""
+    """Applies `clean` to every string in a JSON value."""
     if isinstance(value, dict):
         return {clean(key): _cleaned(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -174,7 +182,14 @@ def _cleaned(value: Any) -> Any:
 
 
 def unused(name: str, other: str, names: Collection[str]) -> str:
-    """A name, or else another one, or else that one with a number, that is not among `names`."""
+    """Returns the first name that is not in `names`: a name, another one, or that one with a
+    number.
+
+    Args:
+        name: preferred name.
+        other: alternative name.
+        names: names in use.
+    """
     if name not in names:
         return name
     numbered = (f"{other}#{number}" for number in itertools.count(2))
@@ -185,45 +200,45 @@ def unused(name: str, other: str, names: Collection[str]) -> str:
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
-    """The value if it is an object, else `Malformed`."""
+    """Returns the value if it is an object, else raises `Malformed`."""
     if not isinstance(value, dict):
         raise Malformed(f"{what} is {_kind(value)}, not an object")
     return value
 
 
 def items(value: Any, what: str) -> list[Any]:
-    """The value if it is a list, else `Malformed`."""
+    """Returns the value if it is a list, else raises `Malformed`."""
     if not isinstance(value, list):
         raise Malformed(f"{what} is {_kind(value)}, not a list")
     return value
 
 
 def text(value: Any, what: str) -> str:
-    """The value if it is text, else `Malformed`."""
+    """Returns the value if it is a string, else raises `Malformed`."""
     if not isinstance(value, str):
         raise Malformed(f"{what} is {_kind(value)}, not text")
     return value
 
 
 def optional_text(value: Any, what: str) -> str:
-    """The value if it is text, "" for null, else `Malformed`."""
+    """Returns the value if it is a string, "" for null, else raises `Malformed`."""
     return "" if value is None else text(value, what)
 
 
 def finite(value: Any, what: str) -> float:
-    """The value if it is a finite number, else `Malformed`."""
+    """Returns the value if it is a finite number, else raises `Malformed`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Malformed(f"{what} is {_kind(value)}, not a number")
     try:
         if math.isfinite(value):
             return float(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         pass
     raise Malformed(f"{what} is not a finite number")
 
 
 def scalar(value: Any, what: str) -> str:
-    """Text, or a finite number or truth value as text; else `Malformed`."""
+    """Returns a string, or a finite number or boolean as a string; else raises `Malformed`."""
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float):
@@ -232,14 +247,14 @@ def scalar(value: Any, what: str) -> str:
 
 
 def need(record: Mapping[str, Any], key: str, where: str = "the record") -> Any:
-    """The value under a key, else `Malformed`."""
+    """Returns the value of a key; raises `Malformed` if the key is missing."""
     if key not in record:
         raise Malformed(f"{where} lacks {key!r}")
     return record[key]
 
 
 def json_text(value: str, what: str) -> Any:
-    """The JSON value that a text holds, else `Malformed`."""
+    """Parses JSON inside a string; raises `Malformed` if it is invalid."""
     try:
         return _cleaned(json.loads(value, object_pairs_hook=_object))
     except json.JSONDecodeError as error:
@@ -250,7 +265,7 @@ def json_text(value: str, what: str) -> Any:
 
 
 def accepted(value: Any, what: str) -> tuple[str, ...]:
-    """Accepted answers: null, a scalar, or a list of scalars."""
+    """Returns accepted answers from null, a scalar, or a list of scalars."""
     if value is None:
         return ()
     if isinstance(value, list):
@@ -267,7 +282,7 @@ def _kind(value: Any) -> str:
 
 
 class Conversation:
-    """Collects the messages of a run; numbers them and knows who talks to whom."""
+    """Collects and numbers the messages of a run, and fills in their senders and recipients."""
 
     def __init__(self, question: str) -> None:
         self.messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
@@ -275,23 +290,39 @@ class Conversation:
     def add(
         self, kind: Kind, sender: str, to: str, content: str, thought: str = "", outcome: Any = None
     ) -> None:
-        """Adds one message."""
+        """Adds one message.
+
+        Args:
+            kind: purpose of the message.
+            sender, to: sender and recipient.
+            content: content of the message.
+            thought: reasoning of the sender.
+            outcome: outcome of a call.
+        """
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds what somebody wrote that is neither call nor role of its own; blank is nothing."""
+        """Adds text that is neither a call nor another tag; blank text is ignored."""
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
 
     def call(self, tag: str, body: str, returned: str, ok: bool = True, thought: str = "") -> None:
-        """Adds a call and what the tool returned."""
+        """Adds a call and the tool's result.
+
+        Args:
+            tag: tag of the tool.
+            body: text of the call.
+            returned: text of the result.
+            ok: whether the call succeeded.
+            thought: reasoning before the call.
+        """
         agent = "code" if tag == "code" else "search"
         self.add(Kind.CALL, agent, tag, body, thought)
         self.add(Kind.OBSERVATION, tag, agent, returned, outcome="ok" if ok else "error")
 
     def finish(self, episode: str, error: str = "") -> MessageLog:
-        """The run, as far as it came."""
+        """Returns the log of the run so far."""
         answered = self.messages[-1].kind is Kind.ANSWER
         ending = Ending.ANSWER if answered else Ending.LIMIT
         reason = "" if answered else error or "the file holds no final answer"
@@ -300,7 +331,12 @@ class Conversation:
 
 
 def total_usage(counts: Iterable[Any], prompt: str, completion: str) -> dict[str, int]:
-    """Adds token counts up; values that are no counts are passed over."""
+    """Sums token counts; values that are not counts are skipped.
+
+    Args:
+        counts: objects with token counts.
+        prompt, completion: keys of the two counts.
+    """
     total = {"prompt": 0, "completion": 0}
     for count in counts:
         if isinstance(count, dict):

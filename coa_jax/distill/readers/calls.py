@@ -1,7 +1,7 @@
-"""Tool calls of others as tags and bodies of ours.
+"""Converts tool calls of other frameworks to our tags and bodies.
 
-Every framework names its search tool differently and wraps the query in another object.  The
-canonical form is the tag of `coa_jax.protocol.TOOL_FORMS` with the body that the tag's tool reads.
+Every framework names its search tool differently and wraps the query in another object. The
+canonical form is a tag of `coa_jax.protocol.TOOL_FORMS` with the body that the tag's tool parses.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _TAGS: Mapping[str, str] = {
     ),
     **dict.fromkeys(["visual_inspector", "visualizer", "inspect_image"], "visual_inspector"),
 }
-"""Tag of each tool whose name says what it does; the paper's teacher uses several of them."""
+"""Tag of each tool with a telling name; the paper's teacher uses several of them."""
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "web_search": ("query", "q", "queries", "search_query", "keywords", "question", "input"),
     "crawl_page": ("url", "urls", "link", "links", "page", "uri"),
     "code": ("code", "source", "program", "script", "input"),
 }
-"""Where the arguments of a family of tools hold what our tag has as its body."""
+"""Tag -> keys of the argument that becomes the body of the tag."""
 
 _STDIN = ("stdin", "input")
 _HARMLESS = frozenset(
@@ -71,22 +71,22 @@ _HARMLESS = frozenset(
     | {"timeout", "timeout_s", "timeout_seconds", "timeout_ms"}
     | {"thought", "thoughts", "reason", "reasoning", "rationale", "explanation", "description"}
 )
-"""Arguments that say how much is returned, how long it may take, or why: the call stays the same.
-
-All others ask for another result (a year, a later part of a page), for which our tags have no room.
+"""Arguments for the amount of the result, time limits, or explanations: they can be dropped. All
+other arguments ask for another result (a year, a later part of a page), which our tags cannot
+express.
 """
 
 _FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
-"""Values that are what a tool does without being told; so is null, 0, false or nothing at all."""
+"""Values that equal a tool's default; null, 0, false and empty values count as defaults too."""
 
 
 def tag_of(name: str) -> str:
-    """The tag that stands for a tool of another framework; a name that says nothing stays."""
+    """Returns the tag for a tool of another framework; an unknown name is unchanged."""
     return _SQUASHED.get(_squash(name), name)
 
 
 def is_tool(name: str) -> bool:
-    """Whether a name says of itself which tool it is."""
+    """Returns whether a name tells which tool it is."""
     return _squash(name) in _SQUASHED
 
 
@@ -98,14 +98,14 @@ _SQUASHED = {_squash(name): tag for name, tag in _TAGS.items()}
 
 
 def body_of(tag: str, arguments: Any) -> str:
-    """The arguments of a call as the body of its tag.
+    """Converts the arguments of a call to the body of its tag.
 
-    Lists of queries are joined by `` | ``, like the addresses of a crawl.  The standard input of a
-    program is kept.  A tag that is not ours keeps its arguments as JSON.
+    Lists of queries are joined by `` | ``, like the URLs of a crawl. The standard input of a
+    program is kept. For a tag that is not ours the arguments remain JSON.
 
     Raises:
-        Malformed: they hold nothing that the tag's tool could read, or something that changes the
-            result and that it could not read.
+        Malformed: the arguments contain nothing that the tag's tool could use, or something that
+            changes the result and cannot be expressed.
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)
@@ -131,7 +131,7 @@ def body_of(tag: str, arguments: Any) -> str:
 
 
 def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
-    """The standard input among the arguments beside the one that counts."""
+    """Returns the standard input among the arguments other than the main one."""
     stdin = None
     for key, value in rest.items():
         name = str(key)
@@ -148,7 +148,7 @@ def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
 
 
 def _program(body: str, stdin: str | None) -> str:
-    """A program in its fence, with its standard input."""
+    """Returns a program in a code fence, with its standard input."""
     fenced = parse_code(body)
     if stdin is None:
         return body if fenced else format_code(body.strip("\n"))
@@ -166,7 +166,7 @@ def _maybe_json(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments  # a program may begin with a bracket
+        return arguments  # not JSON: a program may begin with a bracket
     return value if isinstance(value, dict | list) else arguments
 
 

@@ -1,13 +1,13 @@
-"""Logs of the Model Context Protocol: JSON-RPC messages of ``tools/call`` and their results.
+"""Reads logs of the Model Context Protocol: JSON-RPC messages of ``tools/call`` and their results.
 
-A file holds a session a line, or a message a line (docs/data.md).  Messages are told apart by
-``session``; messages without one belong to the only session of the file.
+A file contains one session per line, or one message per line (docs/data.md). ``session`` identifies
+the session of a message; messages without it belong to the only session of the file.
 
 The format lacks:
 
-- the question, the answer and every thought, unless further lines give them: a client speaks MCP
-  with its tools, and the words of the model are not part of it;
-- results other than text, and structured content beside text.
+- the question, the answer and every thought, unless additional lines give them: a client speaks MCP
+  with its tools, and the model's text is not part of it;
+- results other than text, and structured content besides text.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class _Session:
-    """What has been read of a session.
+    """The state of a session while it is read.
 
-    `others` are the ids of requests that are no tool calls, of the client and of the server, and
-    whether they still wait for their response; `begin` and `end_line` its first and last line,
-    `last` the last one that counts.
+    `others` maps ids of requests that are not tool calls, from the client and from the server, to
+    whether they are still unanswered. `begin` and `end_line` are the session's first and last line,
+    `last` is the last line that matters.
     """
 
     name: str
@@ -59,14 +59,14 @@ class _Session:
     fault: str = ""
 
     def end(self) -> Trace | Malformed:
-        """The whole session, or why there is none."""
+        """Returns the whole session, or the reason why it is invalid."""
         try:
             return Malformed(self.fault) if self.fault else self.trace()
         except Malformed as error:
             return error
 
     def trace(self) -> Trace:
-        """The calls in the order in which they were made, each with its result."""
+        """Returns the calls in the order in which they were made, each with its result."""
         if not self.question:
             raise Malformed(f"the session {self.name!r} has no question")
         talk = Conversation(self.question)
@@ -81,7 +81,7 @@ class _Session:
 
 
 def _facts(session: _Session, record: dict[str, Any]) -> bool:
-    """Takes question, answer and gold from a record; returns whether there were any."""
+    """Reads question, answer and gold from a record; returns whether there were any."""
     if record.get("question") is not None:
         question = text(record["question"], "'question'")
         session.question = _same(session.question or question, question, "question")
@@ -97,14 +97,14 @@ def _facts(session: _Session, record: dict[str, Any]) -> bool:
 
 
 def _same(known: T, new: T, what: str) -> T:
-    """The value, if it is said for the first time or again; two runs would melt into one else."""
+    """Returns the value if it is new or repeated; a conflict means that two runs are mixed."""
     if known != new:
         raise Malformed(f"a second {what} in the session: give each run a 'session' of its own")
     return new
 
 
 def _message(session: _Session, value: Any) -> bool:
-    """Takes one JSON-RPC message; returns whether it belongs to a tool call."""
+    """Reads one JSON-RPC message; returns whether it belongs to a tool call."""
     message = mapping(value, "a message")
     if need(message, "jsonrpc", "a message") != "2.0":
         raise Malformed("a message is not of JSON-RPC 2.0")
@@ -119,7 +119,7 @@ def _message(session: _Session, value: Any) -> bool:
         return True
     if "method" in message:
         session.others[identity] = True
-        return False  # handshake, notifications, what the server asks of the client
+        return False  # handshake, notifications, requests of the server
     if _answers_another(session, identity, message):
         session.others[identity] = False
         return False
@@ -146,10 +146,10 @@ def _message(session: _Session, value: Any) -> bool:
 
 
 def _answers_another(session: _Session, identity: str, message: dict[str, Any]) -> bool:
-    """Whether a response belongs to a request that is no tool call.
+    """Returns whether a response belongs to a request that is not a tool call.
 
-    Client and server count their requests each for itself, so one of the server's may have the id
-    of a call; then the result says which of them it answers.
+    Client and server number their requests independently, so a request of the server may have the
+    id of a call. The form of the result then tells which of the two it answers.
     """
     if identity not in session.calls:
         return identity in session.others
@@ -176,9 +176,9 @@ def _whole(record: dict[str, Any]) -> Trace:
 def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
     """See `coa_jax.distill.readers.base.Reader`.
 
-    A session with a malformed line is refused as a whole: no telling what it would have said.  A
-    line that is no JSON may belong to any session that has lines before and after it, and belongs
-    to the only one of a file without names.
+    A session with a malformed line is rejected completely, since the content of the line is
+    unknown. An invalid JSON line may belong to any session that has lines before and after it, and
+    belongs to the only session of a file without session names.
     """
     sessions: dict[str, _Session] = {}
     taken = [(line, *_take(sessions, line)) for line in lines]
@@ -201,7 +201,7 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
 
 
 def _take(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
-    """Reads one line: (session that it belongs to, what it is by itself, whether it is used)."""
+    """Reads one line; returns (its session, its own result, whether it is used)."""
     session = None
     try:
         record = mapping(decoded(line), "the record")

@@ -1,23 +1,25 @@
-"""The result file of OAgents: one JSON object a line (docs/data.md has the fields).
+"""Reads the result file of OAgents: one JSON object per line (docs/data.md has the fields).
 
-A manager (CodeAgent) writes programs; its ``search_agent`` makes the searches and crawls, which
-stand in ``search_agent_actions`` under the text of the task that the manager gave it.  They are
-joined back to the step whose program asked: by the text of the task where the program states it,
-and for tasks that a program put together, in the order of the file, which is that of the runs.
+A manager (CodeAgent) writes programs. Its ``search_agent`` makes the searches and crawls; the file
+stores them in ``search_agent_actions`` under the text of the task from the manager. The reader
+assigns each of these runs to the manager's step whose program asked for it: by the task text if the
+program contains it literally; computed tasks are assigned in the order of the file, the order of
+the runs.
 
-Planning steps become a survey of facts (thought) and a plan; ``score`` and ``evaluate_thought`` of
-a step, where a process judge ran, a reflection.
+Planning steps become a survey of facts (thought) and a plan. ``score`` and ``evaluate_thought`` of
+a step, if a process judge ran, become a reflection.
 
 The format lacks:
 
-- what the search agent thought between its calls: only the calls are written;
-- what a program computes beside asking the search agent, and calls of tools by a program that does
-  more than that: one observation holds all of it (refused);
-- the first of two runs of the search agent on the same task: the second overwrote it (the record
-  is refused if both steps are there);
-- a verification: the format has none (see `coa_jax.distill.arrange` for what stands in for it);
-- the tool's own text of a null observation: it becomes an empty observation, outcome ``error``;
-- tokens spent.
+- thoughts of the search agent between its calls: only the calls are stored;
+- separate results of a program that asks the search agent and also computes or calls tools: one
+  observation contains everything (such a record is rejected);
+- the first of two runs of the search agent on the same task: the second overwrote it (the record is
+  rejected if both steps exist);
+- a verification (see `coa_jax.distill.arrange` for the replacement);
+- the tool's own text for a null observation: it becomes an empty observation with outcome
+  ``error``;
+- token counts.
 """
 
 from __future__ import annotations
@@ -53,13 +55,13 @@ from coa_jax.distill.readers.programs import (
 
 AGENT = "search_agent"
 _Run = tuple[str, dict[str, Any] | None]
-"""A task and the run of the search agent on it; None where the asking step failed before."""
+"""A task and the search agent's run on it; None if the asking step failed before the run."""
 
 _KNOWN_STEPS = ("task", "planning", "action", "unknown")
 
 
 def read_result(value: Any) -> Trace:
-    """One line of the file."""
+    """Reads one line of the file."""
     record = mapping(value, "the record")
     question = text(need(record, "question"), "'question'")
     steps = [
@@ -107,7 +109,7 @@ def _planning(talk: Conversation, step: dict[str, Any], number: int) -> None:
 
 
 def _source(step: dict[str, Any], number: int) -> str | None:
-    """The program of an action step; None where none was understood."""
+    """Returns the program of an action step; None if the model's output contained none."""
     calls = step.get("tool_calls")
     if not calls:
         return None
@@ -141,7 +143,7 @@ def _action(
     seen = optional_text(step.get("observations"), f"'observations' of step {number}")
     error, source = _error(step, number), _source(step, number)
     thought = thought_of(output)
-    if source is None or program is None:  # nothing ran: the output could not be read
+    if source is None or program is None:  # nothing ran: the output could not be parsed
         talk.say(thought)
     elif program.requests:
         if program.adds:
@@ -188,7 +190,7 @@ def _key(task: str) -> str:
 
 
 def _programs(steps: list[dict[str, Any]]) -> dict[int, Program]:
-    """Step number -> what its program does."""
+    """Returns step number -> analysis of its program."""
     sources = [
         _source(step, number) if step["step_type"] == "action" else None
         for number, step in enumerate(steps)
@@ -200,7 +202,7 @@ def _programs(steps: list[dict[str, Any]]) -> dict[int, Program]:
 def _join(
     actions: Any, steps: list[dict[str, Any]], programs: Mapping[int, Program]
 ) -> dict[int, list[_Run]]:
-    """The runs of the search agent by the manager's step that asked for them, in their order."""
+    """Returns the search agent's runs by the manager's step that asked for them, in order."""
     raw = {} if actions is None else mapping(actions, "'search_agent_actions'")
     runs = {_key(task): mapping(run, "a search run") for task, run in raw.items()}
     if len(runs) < len(raw):
@@ -222,7 +224,7 @@ def _join(
             joined[number].append((key, runs.get(key)))
     left = [key for key in runs if key not in stated]
     sites = [number for number, tasks in asked.items() for task in tasks if task is None]
-    if len(set(sites)) == 1:  # a loop asks several times from one place
+    if len(set(sites)) == 1:  # a loop asks several times at one place
         sites = sites[:1] * len(left)
     if len(left) != len(sites):
         raise Malformed(

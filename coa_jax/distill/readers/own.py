@@ -1,8 +1,9 @@
-"""Our own message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json`` lines.
+"""Reads our own message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json``
+lines.
 
-Nothing is lost: it is the common form.  A journal holds no accepted answers, because the team sees
-none.  Without ``gold`` (text or a list of texts) beside the log the filters drop a run as
-``no_accepted_answer``.  docs/data.md shows a line.
+This is the common form, so nothing is lost. A journal contains no accepted answers, because the
+team does not see any. Without ``gold`` (a string or a list of strings) next to the log, the filters
+drop a run as ``no_accepted_answer``. docs/data.md shows a line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from coa_jax.distill.readers.base import (
 
 
 def read_log(value: Any) -> Trace | None:
-    """One line; the head of a journal is no run."""
+    """Reads one line; the head of a journal is not a run."""
     if mapping(value, "the record").keys() == {"journal"}:
         return None
     try:

@@ -1,13 +1,13 @@
-"""What the Python code of a CodeAgent's step does: ask an agent, answer, or compute.
+"""Analyses the Python code of a CodeAgent's step: whether it asks an agent, answers, or computes.
 
-smolagents and OAgents let the manager write its actions as programs.  A program that asks a
-managed agent is glue: the agent's own calls stand for it.  A program that only words the answer
-and hands it over is no tool call either, and one that is nothing but a call of a tool is that
-tool's call.  Everything else is a call of the code tool, unless it uses what only the other
-framework had: a tool, or a value that no program made.
+smolagents and OAgents let the manager write its actions as programs. A program that asks a managed
+agent is glue: the agent's own calls replace it. A program that only formulates and returns the
+answer is not a tool call, and a program that is a single call of a tool is that tool's call.
+Everything else is a call of the code tool, unless it uses things that existed only in the other
+framework: a tool, or a value that no program made.
 
-The interpreter of smolagents knows some functions of `math` without an import.  Python does not, so
-a program that counts on it is told with the import, and does here what it did there.
+The interpreter of smolagents provides some functions of `math` without an import. Python does not,
+so the import is added to a program that relies on them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORK = (
     *(ast.FunctionDef, ast.ClassDef),
 )
 _WORDING = (ast.For, ast.ListComp, ast.GeneratorExp, ast.Subscript, ast.FormattedValue)
-"""Operations that, around requests and in answers, only word them and pass on what is known."""
+"""Operations that only formulate text or pass on known values, in requests and in answers."""
 
 _PASSING = frozenset(
     {"append", "extend", "format", "items", "join", "strip", "enumerate", "zip", "list"}
@@ -39,7 +39,9 @@ _MATH = frozenset(
     {"acos", "asin", "atan", "atan2", "ceil", "cos", "degrees"}
     | {"exp", "floor", "log", "radians", "sin", "sqrt", "tan"}
 )
-"""What the interpreter of smolagents has besides Python's own names (its `BASE_PYTHON_TOOLS`)."""
+"""Functions that the interpreter of smolagents has besides Python's own (its
+`BASE_PYTHON_TOOLS`).
+"""
 
 _UNDEFINED = re.compile(r"not defined|not among|forbidden function", re.IGNORECASE)
 _LAST = r"\n?Last output from code snippet:\n"
@@ -51,22 +53,22 @@ _HEAD = re.compile(r"\A\s*Thoughts?:\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step's program, looked at from outside.
+    """The analysis of a step's program.
 
     Attributes:
-        requests: for each call of a managed agent, in the order of the text: (agent, its task, or
-            None where the task is not a literal).
-        computes: whether it calls anything besides agents, `print` and `final_answer`, or holds an
-            operation, so that its output is not already known.  One that hands the answer over may
-            word it.
-        adds: whether it does more than ask agents, word their tasks and pass their answers on.
+        requests: for each call of a managed agent, in source order: (agent, its task, or None if
+            the task is not a literal).
+        computes: whether it calls anything besides agents, `print` and `final_answer`, or contains
+            an operation, so that its output is not known already. A program that returns the answer
+            may formulate it.
+        adds: whether it does more than ask agents, formulate their tasks and pass on their answers.
         unknown: names that it uses and that neither it, nor an earlier program of the run, nor the
-            interpreter defines: tools, agents whose runs are not there, or values given to the run.
-        maths: functions of `math` that it uses and nothing imports.
+            interpreter defines: tools, agents whose runs are missing, or values given to the run.
+        maths: functions of `math` that it uses without an import.
         prints: whether it calls `print`.
-        call: the tool and its arguments, if the program is nothing but one call of an unknown name
-            with literal arguments, whose result it prints or keeps.
-        binds: the names that it defines.
+        call: tool and arguments, if the program is only one call of an unknown name with literal
+            arguments, whose result it prints or stores.
+        binds: names that it defines.
     """
 
     requests: tuple[tuple[str, str | None], ...]
@@ -80,11 +82,11 @@ class Program:
 
 
 def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> Program:
-    """Looks at a program without running it; one that does not parse computes.
+    """Analyses a program without running it; a program that does not parse counts as computing.
 
     Args:
-        source: Python.
-        agents: names under which managed agents are called.
+        source: Python source.
+        agents: names by which managed agents are called.
         known: names that earlier programs of the run define.
     """
     try:
@@ -107,7 +109,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         computes = any(name not in _GLUE and name not in agents for name in names)
         computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
     elif not adds:
-        unknown = ()  # whatever it hands over, the file says what the answer was
+        unknown = ()  # the file contains the answer, whatever the program returns
     return Program(
         requests=tuple((_root(node.func), _task(node)) for node in asked),
         computes=computes or "*" in binds,
@@ -121,11 +123,11 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
 
 
 def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[Program | None]:
-    """Looks at the programs of a run, each of which knows the names of those before it.
+    """Analyses the programs of a run; each knows the names defined by earlier ones.
 
     Args:
-        sources: for each step its program, None where it has none.
-        agents: names under which managed agents are called.
+        sources: program of each step, None if it has none.
+        agents: names by which managed agents are called.
     """
     known: set[str] = set()
     programs: list[Program | None] = []
@@ -144,14 +146,14 @@ def tell(
     thought: str,
     where: str,
 ) -> None:
-    """Adds a program that asks no agent: the call of a tool, a call of ``code``, or a thought.
+    """Adds a program that asks no agent: as the call of a tool, a call of ``code``, or a thought.
 
     Args:
-        talk: gets the messages.
-        source, program: what was written, and what it does.
+        talk: receives the messages.
+        source, program: source of the program, and its analysis.
         outcome: (output, error) of the step, "" for none.
-        thought: what was said before it.
-        where: the step, for messages.
+        thought: text before the program.
+        where: name of the step, for messages.
 
     Raises:
         Malformed: see `_tool_call`.
@@ -167,22 +169,22 @@ def tell(
 
 
 def importing(source: str, program: Program) -> str:
-    """The program with the import of the functions of `math` that it takes for granted."""
+    """Adds an import of the `math` functions that the program uses without one."""
     if not program.maths:
         return source
     return f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
 
 
 def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
-    """(tag, body) of the tool that a program calls; None if it calls none.
+    """Returns (tag, body) of the tool that a program calls; None if it calls none.
 
     Args:
-        program: the program.
-        error: of the step; a name that it says is not defined stands for nothing.
-        where: the step, for messages.
+        program: analysis of the program.
+        error: error of the step; a name that it reports as undefined is not a tool.
+        where: name of the step, for messages.
 
     Raises:
-        Malformed: the program uses something whose result cannot be told from its output.
+        Malformed: the program uses something whose result cannot be separated from its output.
     """
     unknown = [n for n in program.unknown if not (n in error and _UNDEFINED.search(error))]
     if not unknown:
@@ -198,9 +200,10 @@ def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | No
 
 
 def _returned(observation: str, prints: bool) -> str:
-    """What a program's only call returned, by the frame in which its output is told."""
-    # A text may hold the line that begins the last output.  Of a program that prints that output is
-    # what `print` returns, so it stands at the end; one that only keeps the text has no logs.
+    """Extracts the result of a program's only call from the formatted output of the step."""
+    # The result may itself contain the line that begins the last output. If the program prints, the
+    # last output is None, the value of `print`, and stands at the end. If the program only stores
+    # the result, there are no logs.
     found = (_PRINTED if prints else _KEPT).fullmatch(observation)
     if found is None:
         return observation
@@ -214,7 +217,7 @@ def _works(node: ast.AST) -> bool:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether a sum joins texts, one of which is written out."""
+    """Returns whether a sum concatenates strings, one of which is a literal."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         return False
     return any(
@@ -265,7 +268,7 @@ def _read(nodes: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def _root(function: ast.AST) -> str:
-    """``search`` of ``search(...)`` and of ``search.run(...)``; "" where no name stands there."""
+    """Returns ``search`` for ``search(...)`` and ``search.run(...)``; "" if there is no name."""
     while isinstance(function, ast.Attribute):
         function = function.value
     return function.id if isinstance(function, ast.Name) else ""
@@ -308,7 +311,7 @@ def _task(call: ast.Call) -> str | None:
 
 
 def thought_of(output: str) -> str:
-    """The words of a step before its program."""
+    """Returns the text of a step before its program."""
     return _HEAD.sub("", _FENCE.sub("", output)).strip()
 
 
@@ -318,7 +321,7 @@ _FACT_HEAD = re.compile(r"^#+\s*(?:\d+\.?)*\s*(?:updated\s+)?facts survey[^\n]*\
 
 
 def unwrap(text: str) -> str:
-    """A plan or a survey of facts without the preface, the fence and the end mark around it."""
+    """Removes preface, fence and end mark around a plan or a survey of facts."""
     text = text.strip()
     prefaces = list(_PREFACE.finditer(text))
     if prefaces and text.endswith("```"):
@@ -329,7 +332,7 @@ def unwrap(text: str) -> str:
 
 
 def split_plan(text: str) -> tuple[str, str]:
-    """(survey of facts or "", plan) of a planning step that holds both under headings."""
+    """Splits a planning step with two headings into (survey of facts or "", plan)."""
     text = unwrap(text)
     found = list(_PLAN_HEAD.finditer(text))
     if not found:

@@ -1,19 +1,20 @@
-"""Steps of smolagents, one run a file or a line.
+"""Reads steps of smolagents, one run per file or per line.
 
-docs/data.md shows the three forms that are read.  ``managed_runs`` are in the order in which they
-were made.
+docs/data.md shows the three accepted forms. ``managed_runs`` are in the order in which they were
+made.
 
 The format lacks:
 
-- runs of several questions that share one memory (``agent.run(..., reset=False)``; refused);
-- what managed agents did, unless ``managed_runs`` is there: a manager forgets it, and the record is
-  refused, because nothing would stand behind what the manager goes on to know.  So is one in which
-  a program uses tools, unless it is nothing but one call with literal arguments, or values that the
-  run was given (``additional_args``);
-- what a program computes beside asking a managed agent: one observation holds both (refused);
-- which of several parallel calls of one step returned which part of its ``observations``: such a
-  step is refused (``max_tool_threads`` does not help; ask the model for one call at a time);
-- blanks around what a tool returned: smolagents strips them;
+- runs of several questions with one memory (``agent.run(..., reset=False)``; rejected);
+- the steps of managed agents, unless ``managed_runs`` is present: a manager does not store them.
+  Such a record is rejected, because the source of the manager's knowledge would be missing. A
+  record is also rejected if a program uses tools, unless it is a single call with literal
+  arguments, or uses values that the run was given (``additional_args``);
+- separate results of a program that asks a managed agent and also computes: one observation
+  contains both (rejected);
+- separate results of parallel calls in one step: its ``observations`` mix them, so the step is
+  rejected (``max_tool_threads`` does not help; ask the model for one call at a time);
+- blanks around tool results: smolagents strips them;
 - images.
 """
 
@@ -52,7 +53,7 @@ from coa_jax.distill.readers.programs import (
 
 
 def read_run(value: Any) -> Trace:
-    """One run."""
+    """Reads one run."""
     record = {"steps": value} if isinstance(value, list) else mapping(value, "the record")
     steps = _steps(need(record, "steps"))
     managed = items(record.get("managed_runs") or [], "'managed_runs'")
@@ -84,7 +85,7 @@ def read_run(value: Any) -> Trace:
 
 
 def is_run(value: Sequence[Any]) -> bool:
-    """Whether a list is the steps of one run; else it is a list of runs."""
+    """Returns whether a list is the steps of one run, rather than a list of runs."""
     return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in value)
 
 
@@ -98,10 +99,10 @@ def _write(
     runs: dict[int, list[dict[str, Any]]],
     agents: Collection[str],
 ) -> Any:
-    """Adds the steps of one agent and takes the runs that they asked for from `runs`.
+    """Adds the steps of one agent and removes the runs that they asked for from `runs`.
 
     Returns:
-        The answer that the agent gave, None if it gave none.
+        The answer of the agent; None if it gave none.
     """
     if sum("task" in step for step in steps) > 1:  # agent.run(..., reset=False)
         raise Malformed("a second task in the same memory: give each run a record of its own")
@@ -136,7 +137,7 @@ def _calls(step: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
 
 
 def _source(calls: Sequence[tuple[str, Any]], where: str) -> str | None:
-    """The program of a step of a CodeAgent; a ToolCallingAgent names the argument of its tool."""
+    """Returns the program of a CodeAgent's step; a ToolCallingAgent passes the argument by name."""
     if len(calls) != 1 or calls[0][0] != "python_interpreter" or isinstance(calls[0][1], dict):
         return None
     return text(calls[0][1], f"the program of {where}")
@@ -170,7 +171,7 @@ def _tools(
     runs: Sequence[dict[str, Any]],
     agents: Collection[str],
 ) -> None:
-    """A step of a ToolCallingAgent."""
+    """Adds a step of a ToolCallingAgent."""
     thought, error = _thought(step, where), _error(step, where)
     seen = optional_text(step.get("observations"), f"'observations' of {where}")
     calls = [call for call in calls if call[0] != "final_answer"]

@@ -1,7 +1,8 @@
-"""From a corpus to checked tasks: atomic ones, then deeper and wider ones made of those.
+"""Creates verified tasks from a corpus: atomic tasks first, then deeper and wider ones from those.
 
-What is done next depends on the seed and on what authors and solvers said, never on time or
-concurrency, so a run that was killed repeats its way over the recorded replies to where it stood.
+Every decision depends on the seed and on the replies of authors and solvers, never on time or
+concurrency. So a killed run repeats its steps with the recorded replies up to the point of the
+kill.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ Solver = Callable[[Sequence[Task]], Awaitable[list[Verdict]]]
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisConfig(Bounded):
-    """What is made.
+    """The tasks to create.
 
     Attributes:
         atomic: number of tasks with one hop.
-        depth: numbers of tasks with two, three, ... hops, each hop asking about the answer of the
-            one before.
+        depth: numbers of tasks with two, three, ... hops; each hop asks about the answer of the
+            previous hop.
         width: number of tasks that join two atomic ones.
-        splits: splits that are written; a task belongs to that of its documents.
-        protocol: of the tasks.
-        seed: which documents, in which order.
-        batch: drafts that are worked on together.
-        candidates: documents that are tried for further hops of one draft; each may give one.
-        text: what is asked of texts.
+        splits: splits that are written; a task belongs to the split of its documents.
+        protocol: protocol of the tasks.
+        seed: seed of the choice and order of documents.
+        batch: number of drafts that are processed together.
+        candidates: number of documents that are tried for further hops of one draft; each may give
+            one.
+        text: rules for texts.
     """
 
     atomic: Natural = 300
@@ -63,7 +65,7 @@ class SynthesisConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A draft with what became of it: ``reason`` why it was dropped, None if it is kept."""
+    """A draft and its result: ``reason`` says why it was dropped; None means kept."""
 
     draft: Draft
     reason: str | None
@@ -72,8 +74,8 @@ class Item:
 
 @dataclasses.dataclass
 class Funnel:
-    """Counts of one stage: ``asked`` documents or drafts went in, ``failed`` of them gave nothing
-    readable, ``empty`` nothing at all; of the ``drafted`` ones the rest are dropped or kept.
+    """Counts of one stage. ``asked`` documents or drafts went in; ``failed`` of them gave no usable
+    reply and ``empty`` of them no draft. The ``drafted`` ones were then dropped or kept.
     """
 
     wanted: int
@@ -85,16 +87,16 @@ class Funnel:
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """The counts as JSON values."""
+        """Returns the counts as JSON values."""
         return {**dataclasses.asdict(self), "dropped": dict(sorted(self.dropped.items()))}
 
 
 Job = Callable[[], Awaitable[list[Draft]]]
-"""Writes drafts; raises UnusableReplyError where the author gave nothing usable."""
+"""Writes drafts; raises UnusableReplyError if the author gave no usable reply."""
 
 
 class Synthesis:
-    """The work on one corpus.
+    """The synthesis of tasks from one corpus.
 
     Attributes:
         items: every draft so far.
@@ -111,15 +113,15 @@ class Synthesis:
         source: str,
         on_kept: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Takes the parts.
+        """Stores the components.
 
         Args:
-            config: what is made.
-            index: the corpus.
-            author: who writes.
-            with_tools, without_tools: who tries to solve.
-            source: of the tasks.
-            on_kept: called with (stage, kept so far, wanted) after each batch.
+            config: tasks to create.
+            index: search index of the corpus.
+            author: writer of questions.
+            with_tools, without_tools: solvers that check the questions.
+            source: source of the tasks.
+            on_kept: called with (stage, number kept so far, number wanted) after each batch.
         """
         self._config, self._index, self._author = config, index, author
         self._with_tools, self._without_tools = with_tools, without_tools
@@ -131,11 +133,11 @@ class Synthesis:
 
     @property
     def kept(self) -> list[Item]:
-        """Drafts that passed every check."""
+        """Returns the drafts that passed every check."""
         return [item for item in self.items if item.reason is None]
 
     async def run(self) -> None:
-        """Makes all tasks.
+        """Creates all tasks.
 
         Raises:
             UserError: a budget is spent or a model cannot be reached; run again to continue.
@@ -148,7 +150,7 @@ class Synthesis:
         await self._stage("width", config.width, map(self._wider, self._pairs(atomic)))
 
     def task_rows(self) -> list[dict[str, Any]]:
-        """The kept tasks as lines of a question file."""
+        """Returns the kept tasks as lines of a question file."""
         return [
             {
                 "id": item.draft.id,
@@ -162,7 +164,7 @@ class Synthesis:
         ]
 
     def dropped_rows(self) -> list[dict[str, Any]]:
-        """The dropped drafts with their reasons."""
+        """Returns the dropped drafts with their reasons."""
         return [
             {
                 "reason": item.reason,
@@ -174,10 +176,10 @@ class Synthesis:
             if item.reason is not None
         ]
 
-    # --- what is written --------------------------------------------------------------------
+    # --- drafts ----------------------------------------------------------------------------
 
     def _documents(self) -> list[Document]:
-        """The documents of the wanted splits in the order of the seed."""
+        """Returns the documents of the wanted splits, in an order that depends on the seed."""
         seed, splits = self._config.seed, self._config.splits
         documents = dict.fromkeys(map(document_of, self._index.passages))
         wanted = [d for d in documents if d.split in splits and self._author.reads(d)]
@@ -187,7 +189,7 @@ class Synthesis:
         return lambda: self._author.atomic(document)
 
     def _deepenings(self, drafts: Sequence[Draft]) -> Iterator[Job]:
-        """Every draft with its first document on the answer, then with its second, ..."""
+        """Yields every draft with its first document about the answer, then with its second, ..."""
         found = {draft.id: self._about_answer(draft) for draft in drafts}
         for round_ in range(self._config.candidates):
             for draft in drafts:
@@ -209,7 +211,9 @@ class Synthesis:
         return job
 
     def _about_answer(self, draft: Draft) -> list[Document]:
-        """Other documents of the split that speak of the draft's answer, in a seeded order."""
+        """Returns other documents of the split that mention the draft's answer, in a seeded
+        order.
+        """
         answer = draft.steps[-1][1]
         if parse_number(answer) is not None or "|" in answer or ";" in answer:
             return []
@@ -220,7 +224,8 @@ class Synthesis:
             speaks = told([answer], f"{document.title}\n{document.text}")
             if fits and speaks and self._author.reads(document):
                 found.append(document)
-        # Pages on the answer first; among equals the seed decides, or all would ask for one fact.
+        # Pages about the answer first. Among equals the seed decides; otherwise all drafts would
+        # ask for the same fact.
         seed = self._config.seed
 
         def order(document: Document) -> tuple[bool, float]:
@@ -230,7 +235,9 @@ class Synthesis:
         return sorted(found, key=order)[: self._config.candidates]
 
     def _pairs(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, Draft]]:
-        """Pairs of drafts of one split and topic, each draft with its next ones in a shuffle."""
+        """Yields pairs of drafts with the same split and topic: each draft and the next ones in a
+        shuffle.
+        """
         groups = collections.defaultdict(list)
         for draft in drafts:
             if draft.topic is not None:
@@ -243,10 +250,10 @@ class Synthesis:
             for _, group in sorted(groups.items()):
                 yield from zip(group, group[distance:], strict=False)
 
-    # --- what is kept -----------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------
 
     async def _stage(self, name: str, wanted: int, jobs: Iterable[Job]) -> list[Draft]:
-        """Works through jobs until enough drafts are kept; returns these."""
+        """Runs jobs until enough drafts are kept; returns these."""
         funnel = self.funnels[name] = Funnel(wanted)
         kept: list[Draft] = []
         left = iter(jobs)
@@ -282,7 +289,9 @@ class Synthesis:
         return drafts
 
     async def _check(self, drafts: Sequence[Draft], room: int) -> list[Item]:
-        """Text first, then the solver with tools, then the one without: the cheap ones first."""
+        """Checks the text first, then the solver with tools, then the one without: cheap checks
+        first.
+        """
         faults = screen(drafts, self._config.text, self._duplicates)
         figures: list[dict[str, Any]] = [{} for _ in drafts]
         for solver in (self._with_tools, self._without_tools):

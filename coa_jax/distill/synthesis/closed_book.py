@@ -1,8 +1,8 @@
-"""Who answers without tools: a question that can be guessed or remembered needs none.
+"""Solvers without tools: a question that can be guessed or remembered needs no tools.
 
 The paper asks a model 32 times without tools and drops the question if more than 0.3 of the answers
-are right (§3.3.1).  What is asked here may be a model behind an endpoint, a policy on this machine,
-or, without any model, someone who knows only how such questions are usually answered.
+are right (§3.3.1). The solver here may be a model behind an endpoint, a policy on this machine, or,
+without any model, a prior that knows only how such questions are usually answered.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _SYSTEM = (
 
 @dataclasses.dataclass(frozen=True)
 class ClosedBookConfig(Bounded):
-    """The check without tools.
+    """Settings of the check without tools.
 
     Attributes:
-        who: ``prior``, ``endpoint`` or ``policy``.
-        samples: answers to a question.
-        max_rate: the question is dropped if a larger share of them is right.
+        who: the solver: ``prior``, ``endpoint`` or ``policy``.
+        samples: number of answers per question.
+        max_rate: a question is dropped if a larger share of its answers is right.
         policy: directory of the policy's model.
-        seed: of the guesses and of the policy's sampling.
-        temperature: of the policy's sampling; that of an endpoint is among its own settings.
+        seed: seed of the guesses and of the policy's sampling.
+        temperature: sampling temperature of the policy; an endpoint has its own setting.
         engine, rollout: shapes and budgets of the policy.
     """
 
@@ -76,15 +76,16 @@ class ClosedBook(Protocol):
     """Answers questions without tools."""
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """For each task that many answers."""
+        """Returns ``samples`` answers for each task."""
         ...
 
 
 class Prior:
-    """Guesses as one would who knows how questions about a relation are usually answered.
+    """Guesses, with knowledge of how questions about a relation are usually answered.
 
-    A guess is the value of that relation in a random document of the corpus; a question that asks
-    for an entity gets the entity of one.  What it does not understand it does not answer.
+    A guess is the value of that relation in a random document of the corpus; for a question about
+    an entity it is the entity of a random document. Questions that it does not understand get no
+    answer.
     """
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
@@ -127,15 +128,15 @@ class Prior:
 
 @dataclasses.dataclass(frozen=True)
 class Remembers:
-    """A language model behind an endpoint that is asked without tools."""
+    """Asks a language model behind an endpoint, without tools."""
 
     endpoint: Endpoint
     concurrency: int = 16
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """See `ClosedBook`; a reply that is not of the form counts as it stands.
+        """See `ClosedBook`; a reply without the required form counts as an answer unchanged.
 
-        A request that the endpoint refuses counts as an empty answer.
+        A request that the endpoint rejects counts as an empty answer.
         """
         turns = asyncio.Semaphore(self.concurrency)
 
@@ -156,9 +157,9 @@ class Remembers:
 
 
 def _answer_of(reply: str) -> str:
-    """The answer in a reply; numbers and lists count as what they say, any other words as they are.
+    """Extracts the answer from a reply; numbers and lists become text, other text is unchanged.
 
-    A reader who is strict about the form would take what the model knows for what it does not.
+    A strict parser would count known answers as unknown.
     """
     try:
         answer = read_object(reply).get("answer")
@@ -171,13 +172,13 @@ def _answer_of(reply: str) -> str:
 
 
 class Policy:
-    """A policy on this machine whose every call of a tool is answered that there is none."""
+    """A policy on this machine; every tool call gets the answer that there is no tool."""
 
     def __init__(self, config: ClosedBookConfig) -> None:
         """Loads the model.
 
         Raises:
-            UserError: it cannot be loaded.
+            UserError: the model cannot be loaded.
         """
         self._config, self._asked = config, 0
         self._prompt = load_prompt(config.rollout.prompt_style, config.policy)
@@ -203,7 +204,7 @@ class Policy:
             task=task,
             prompt=prompt_ids(self._tokenizer, task, self._prompt),
             seed=config.seed,
-            # By the question, so that answers do not depend on what is asked beside it.
+            # Keyed by the question, so that answers do not depend on other questions.
             prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
             samples=tuple(range(samples)),
             sampling=SamplingParams(config.temperature, 1.0, 0),
@@ -216,10 +217,17 @@ def closed_book(
     endpoint: Endpoint | None,
     concurrency: int,
 ) -> tuple[str, Any]:
-    """(what tells its answers from those of others, who answers) of a configuration.
+    """Returns the solver of a configuration, and a label that distinguishes its answers from
+    others.
+
+    Args:
+        config: settings of the check.
+        documents: documents of the corpus.
+        endpoint: model for the solver ``endpoint``.
+        concurrency: number of concurrent requests.
 
     Raises:
-        UserError: an endpoint is needed and none is given; the policy cannot be loaded.
+        UserError: an endpoint is needed and none is given, or the policy cannot be loaded.
     """
     if config.who == "prior":
         return f"prior/{config.seed}", Prior(documents, config.seed)

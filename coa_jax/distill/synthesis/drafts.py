@@ -1,4 +1,4 @@
-"""Drafts of tasks, and what can be said against one by its text alone."""
+"""Drafts of tasks, and the checks of their texts."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ _OF_THE_TEXT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A passage of the corpus as an author sees it."""
+    """A passage of the corpus, as an author sees it."""
 
     title: str
     text: str
 
     @property
     def subject(self) -> str:
-        """What it is about: the title up to a colon, the text where there is no title."""
+        """Subject of the document: the title up to a colon, or the text if there is no title."""
         return self.title.partition(": ")[0].strip() or self.text
 
     @property
     def split(self) -> str:
-        """Split of the questions about its subject; the one that the factbook source gives it."""
+        """Split of the questions about its subject, the same as in the factbook source."""
         return split_of(self.subject)
 
 
 def document_of(passage: Passage) -> Document:
-    """A passage of the search index."""
+    """Converts a passage of the search index to a document."""
     return Document(passage.title, passage.text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A question that an author has written, with all that is known of it.
+    """A question that an author has written, with all data about it.
 
     Attributes:
         form: how it was made.
-        question: what is asked.
+        question: the question.
         gold: accepted answers, as in `Task.gold`.
-        documents: what it was written from, in the order of the hops.
-        steps: (question, answer) of the atomic questions in it, in order.
-        hidden: answers on the way, which the question must not tell.
+        documents: documents from which it was written, in the order of the hops.
+        steps: (question, answer) of its atomic questions, in order.
+        hidden: intermediate answers, which the question must not reveal.
         topic: drafts of one topic may be joined to a wider question; None for never.
     """
 
@@ -72,22 +72,22 @@ class Draft:
 
     @property
     def split(self) -> str:
-        """The split of its documents."""
+        """Split of its documents."""
         return self.documents[0].split
 
     @property
     def id(self) -> str:
-        """Identity by question and answers."""
+        """Id, a hash of question and answers."""
         text = "\n".join((self.question, *self.gold))
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
         return f"synthetic-{self.form}-{digest[:16]}"
 
     def task(self, protocol: str, source: str) -> Task:
-        """The draft as a task."""
+        """Returns the draft as a task."""
         return Task(self.id, self.question, protocol, self.gold, source, {"hops": len(self.steps)})
 
     def to_json(self) -> dict[str, Any]:
-        """What is written about it besides its question and answers."""
+        """Returns its further data as JSON, besides question and answers."""
         return {
             "kind": self.form,
             "hops": len(self.steps),
@@ -97,27 +97,29 @@ class Draft:
 
 
 class Author(Protocol):
-    """Who writes questions; `llm.UnusableReplyError` if what came back could not be used."""
+    """Writes questions; raises `llm.UnusableReplyError` if a reply could not be used."""
 
     def reads(self, document: Document) -> bool:
-        """Whether it could write questions on a document at all; costs nothing."""
+        """Returns whether it could write questions about a document at all; costs nothing."""
         ...
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Questions that one look at a document answers."""
+        """Returns questions that a single document answers."""
         ...
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """A question one hop longer: about the answer of `draft`, answered by `document`."""
+        """Returns a question one hop longer: about the answer of `draft`, answered by
+        `document`.
+        """
         ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """A question that needs the answers of both."""
+        """Returns a question that needs the answers of both drafts."""
         ...
 
 
 def told(answers: Iterable[str], text: str) -> bool:
-    """Whether an answer, or a part of one that is a set, stands in a text by whole words."""
+    """Returns whether an answer, or a member of an answer set, occurs in a text as whole words."""
     haystack = f" {normalize_answer(text)} "
     parts = (normalize_answer(part) for answer in answers for part in answer.split("|"))
     return any(f" {part} " in haystack for part in parts if part)
@@ -129,13 +131,13 @@ def _stands_in(answer: str, text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TextRules(Bounded):
-    """What is asked of the text of a draft.
+    """Rules for the texts of drafts.
 
     Attributes:
-        min_words, max_words: of a question.
-        max_answer_words: of each accepted answer.
-        near_duplicate: two questions with one answer whose runs of two words are as similar as this
-            (Jaccard) are one.
+        min_words, max_words: number of words of a question.
+        max_answer_words: maximum number of words of each accepted answer.
+        near_duplicate: Jaccard similarity of the word bigrams of two questions with the same
+            answer, from which they count as duplicates.
     """
 
     min_words: Natural = 4
@@ -145,7 +147,7 @@ class TextRules(Bounded):
 
 
 def fault_of(draft: Draft, rules: TextRules) -> str | None:
-    """What is wrong with the text of a draft, in a word; None for nothing."""
+    """Returns the name of a fault in the text of a draft; None for no fault."""
     words = len(draft.question.split())
     if not rules.min_words <= words <= rules.max_words:
         return "question_length"
@@ -167,7 +169,7 @@ def fault_of(draft: Draft, rules: TextRules) -> str | None:
 
 
 class Duplicates:
-    """Questions so far, to tell whether another one is new."""
+    """The questions so far, to detect repetitions."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -175,7 +177,7 @@ class Duplicates:
         self._by_answer: dict[str, list[frozenset[tuple[str, ...]]]] = {}
 
     def repeats(self, draft: Draft) -> bool:
-        """Whether the draft asks what an earlier one did; if not, it is remembered."""
+        """Returns whether the draft repeats an earlier question; if not, records it."""
         question = normalize_answer(draft.question)
         runs = ngrams(draft.question, 2)
         same_answer = self._by_answer.setdefault(normalize_answer(draft.gold[0]), [])
@@ -189,7 +191,13 @@ class Duplicates:
 
 
 def screen(drafts: Sequence[Draft], rules: TextRules, duplicates: Duplicates) -> list[str | None]:
-    """For each draft what is wrong with its text, or None; those without fault are remembered."""
+    """Returns for each draft the fault of its text, or None; drafts without fault are recorded.
+
+    Args:
+        drafts: the drafts.
+        rules: rules for texts.
+        duplicates: questions so far.
+    """
     faults = []
     for draft in drafts:
         fault = fault_of(draft, rules)

@@ -1,8 +1,7 @@
-"""An author without a language model: the plain sentences of the Factbook's pages.
+"""An author without a language model, which uses the plain sentences of the Factbook's pages.
 
-It reads passages with the wording of `factbook_relations` and writes questions with the grammar of
-the factbook tasks; all it knows of the world is what the corpus says.  Any corpus with such
-sentences will do.
+It parses passages with the wording of `factbook_relations` and writes questions with the grammar of
+the factbook tasks. All its facts come from the corpus. Any corpus with such sentences works.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from coa_jax.tools import factbook_relations
 from coa_jax.tools.factbook_relations import RELATIONS, Relation
 
 Fact = tuple[Relation, str, str]
-"""(relation, entity, value) as a passage states it."""
+"""(relation, entity, value) of a passage."""
 
 
 def fact_of(document: Document) -> Fact | None:
-    """The fact that a passage states, if it is one plain sentence."""
+    """Returns the fact of a passage if the passage is one plain sentence."""
     for relation in RELATIONS.values():
         if document.title.endswith(f": {relation.title}"):
             found = factbook_relations.read(relation, document.text)
@@ -46,7 +45,7 @@ class FactsAuthor:
     """Writes questions about facts; see `Author`."""
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
-        """Reads the corpus once, to know which values belong to one entity only."""
+        """Reads the corpus once, to find values that belong to a single entity."""
         self._seed = seed
         self._owners: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
         for document in documents:
@@ -56,12 +55,14 @@ class FactsAuthor:
                 self._owners[relation.key, value.casefold()].add(entity)
 
     def reads(self, document: Document) -> bool:
-        """Whether a document is one plain sentence that says more than zero."""
+        """Returns whether a document is one plain sentence with a value other than zero."""
         fact = fact_of(document)
         return fact is not None and fact[2] != "0"
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """The question for the value, and that for the entity if the value gives it away."""
+        """Returns the question for the value, and the question for the entity if the value
+        identifies it.
+        """
         fact = fact_of(document)
         if fact is None or fact[2] == "0":
             return []
@@ -73,7 +74,7 @@ class FactsAuthor:
         return drafts
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Asks for a fact of the entity that is the draft's answer."""
+        """Asks for a fact about the entity that is the draft's answer."""
         program, fact = understand(draft.question), fact_of(document)
         if program is None or fact is None or fact[2] == "0":
             return None
@@ -94,7 +95,7 @@ class FactsAuthor:
         )
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Sum, difference or ratio of two numbers of one kind."""
+        """Asks for the sum, difference or ratio of two numbers of the same kind."""
         if to_decimal(one.steps[-1][1]) < to_decimal(other.steps[-1][1]):
             one, other = other, one
         a, b = (understand(draft.question) for draft in (one, other))

@@ -1,7 +1,7 @@
-"""An author made of a language model behind an endpoint.
+"""An author that uses a language model behind an endpoint.
 
-Every reply is one JSON object of an agreed form; what does not fit is told to the model, which then
-has another try.  Documents and questions are shown as JSON strings: they are data.
+Every reply is a JSON object of a required form; after an invalid reply the model is told the error
+and may try again. Documents and questions are shown as JSON strings, because they are data.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class LanguageAuthor:
 
     Attributes:
         endpoint: the model.
-        rules: of texts; what breaks them is asked for again.
-        per_document: atomic questions of a document, at most.
-        attempts: replies that are asked for before a draft is given up.
+        rules: rules for texts; a reply that breaks them is requested again.
+        per_document: maximum number of atomic questions per document.
+        attempts: maximum number of replies before a draft is abandoned.
     """
 
     endpoint: Endpoint
@@ -71,11 +71,11 @@ class LanguageAuthor:
     attempts: int = 3
 
     def reads(self, document: Document) -> bool:
-        """A model may find something in any document."""
+        """Returns True: a model may find a question in any document."""
         return True
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Questions on a document; those that break a rule are among them if others do not."""
+        """Returns questions about a document; if some obey the rules, others may break them."""
 
         def read(reply: str) -> list[Draft]:
             rows = read_object(reply).get("tasks")
@@ -95,7 +95,7 @@ class LanguageAuthor:
         return await self._ask(prompt, document.title, "atomic", read)
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """A question on the answer of another one, which it does not name."""
+        """Returns a question about the answer of another question, which it does not name."""
         bridge = draft.steps[-1][1]
 
         def read(reply: str) -> Draft | None:
@@ -114,7 +114,7 @@ class LanguageAuthor:
                 (*draft.hidden, bridge),
             )
             if not told([answer], f"{document.title}\n{document.text}"):
-                raise ValueError(f"the answer {answer!r} does not stand in the document")
+                raise ValueError(f"the answer {answer!r} does not occur in the document")
             self._check(merged, draft)
             return merged
 
@@ -126,7 +126,7 @@ class LanguageAuthor:
         return await self._ask(prompt, draft.id, f"deepen/{document.title}", read)
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """A question for the answers of both."""
+        """Returns a question for the answers of both drafts."""
 
         def read(reply: str) -> Draft:
             merged = Draft(
@@ -148,7 +148,7 @@ class LanguageAuthor:
         return await ask(self.endpoint, chat, episode, turn, read, self.attempts)
 
     def _check(self, merged: Draft, part: Draft) -> None:
-        """Raises ValueError if a merged question breaks a rule or says nothing of a part of it."""
+        """Raises ValueError if a merged question breaks a rule or leaves out a part."""
         fault = fault_of(merged, self.rules)
         if fault is not None:
             raise ValueError(f"{merged.question!r}: {_EXPLAINED[fault]}")

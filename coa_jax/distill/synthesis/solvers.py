@@ -1,4 +1,4 @@
-"""What solvers say about a draft: it can be solved with tools, and not without."""
+"""Checks drafts with solvers: a draft must be solvable with tools, and not without."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from coa_jax.tasks.judge import Judge
 from coa_jax.tools.base import Tool
 
 Verdict = tuple[str | None, dict[str, Any]]
-"""(what speaks against a task, or None; figures)."""
+"""(reason against a task, or None; statistics)."""
 
 
 class WithTools:
-    """The team of `coa_jax.distill.team` with live tools; its runs are kept in a journal."""
+    """The team of `coa_jax.distill.team` with live tools; a journal stores its runs."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class WithTools:
         """Opens the journal.
 
         Args:
-            tools: by name.
-            minds: of the team.
-            team: concurrency and length of a run.
-            attempts: runs on a task before it counts as unsolved.
+            tools: tools by name.
+            minds: minds of the team.
+            team: concurrency and maximum length of a run.
+            attempts: number of runs on a task before it counts as unsolved.
             journal: file of finished runs, which are not run again.
-            fingerprint: what runs depend on.
-            judge: asked about answers that are not word for word an accepted one.
+            fingerprint: settings on which runs depend.
+            judge: judges answers that do not equal an accepted one literally.
 
         Raises:
             UserError: the journal was written with other settings.
@@ -56,7 +56,7 @@ class WithTools:
         self.resumed = len(self._journal.done)
 
     async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """A verdict on each task."""
+        """Returns a verdict on each task."""
         verdicts: dict[str, Verdict] = {}
         for attempt in range(self._attempts):
             left = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
@@ -94,7 +94,7 @@ class WithTools:
 
 
 class WithoutTools:
-    """The paper's filter: many answers without tools, of which few may be right."""
+    """The paper's filter: of many answers without tools, only few may be right."""
 
     def __init__(
         self, config: ClosedBookConfig, name: str, solver: ClosedBook, record: Path
@@ -102,29 +102,29 @@ class WithoutTools:
         """Opens the record of answers.
 
         Args:
-            config: samples and the highest rate.
-            name: tells the solver's answers from those of others.
-            solver: who answers.
-            record: file of answers, which are not asked for again.
+            config: number of samples, and maximum rate.
+            name: label that distinguishes the solver's answers from others.
+            solver: the solver.
+            record: file of answers, which are not requested again.
 
         Raises:
             UserError: the record is malformed.
         """
         self._config, self._solver, self._record = config, solver, record
         self._name = f"{name}/{config.samples}"
-        jsonl.append_lines(record, [])  # creates it, or cuts off an unfinished last line
+        jsonl.append_lines(record, [])  # creates the file, or removes a partial last line
         self._known = dict(jsonl.read_lines(record, self._row))
 
     def _row(self, row: Any) -> tuple[tuple[str, str], list[str]]:
         answers = row["answers"]
         if not isinstance(answers, list) or not all(isinstance(a, str | None) for a in answers):
-            raise ValueError("'answers' must be a list of texts")
+            raise ValueError("'answers' must be a list of strings")
         if not all(isinstance(row[name], str) for name in ("solver", "id")):
-            raise ValueError("'solver' and 'id' must be texts")
+            raise ValueError("'solver' and 'id' must be strings")
         return (row["solver"], row["id"]), answers
 
     async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """A verdict on each task; ``closed_book`` is the share of right answers."""
+        """Returns a verdict on each task; ``closed_book`` is the share of right answers."""
         new = [task for task in tasks if (self._name, task.id) not in self._known]
         answered = await self._solver(new, self._config.samples) if new else []
         rows = [

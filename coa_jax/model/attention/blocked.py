@@ -2,8 +2,8 @@
 
 Shape letters: see `causal`; t queries of a block.
 
-A block of queries reads the keys up to its own end only.  As in FlashAttention (Dao et al., arXiv
-2205.14135) the backward pass computes the scores of a block again, so no scores are kept.
+A block of queries reads only the keys up to its own end. As in FlashAttention (Dao et al., arXiv
+2205.14135) the backward pass recomputes the scores of a block, so no scores are stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.model.ops import einsum
 from coa_jax.model.remat import ATTENTION
 
 _BLOCK = 128
-"""Queries that are attended together."""
+"""Number of queries in a block."""
 
 _MASKED = -1e30
 
@@ -27,21 +27,21 @@ _MASKED = -1e30
 def attend_causally(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Attention of T tokens to themselves.
+    """Computes the attention of T tokens to themselves.
 
     Args:
         q: float32 ``[B, T, N, G, K]``.
         k, v: float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``, the keys that a query sees: itself, and none after itself.
+        mask: bool ``[B, T, T]``, the keys that a query sees: itself and earlier ones only.
         dtype: dtype of the matmul operands.
 
     Returns:
-        float32, like q.
+        float32, the shape of q.
     """
-    # Matmuls round their operands to these values, so the backward pass may keep them instead.
+    # Matmuls round their operands to these values, so the backward pass may save the rounded ones.
     scaled = (q * q.shape[-1] ** -0.5).transpose(0, 2, 3, 1, 4).astype(dtype)
     keys, values = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
-    # Within the scan over layers XLA merges nothing across the two passes.
+    # Within the scan over layers XLA cannot merge the two passes.
     attend = jax.checkpoint(functools.partial(_attend_block, dtype=dtype), prevent_cse=False)
     length = q.shape[1]
     blocks = [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
@@ -56,9 +56,11 @@ def attend_causally(
 def _attend_block(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> jax.Array:
-    """``q [B, N, G, t, K]``, k and v ``[B, N, S, K]``, ``mask [B, t, S]`` -> float32 like q."""
+    """Maps ``q [B, N, G, t, K]``, k, v ``[B, N, S, K]``, ``mask [B, t, S]`` to float32, shape of
+    q.
+    """
     b, n, g, t, width = q.shape
-    # The queries of a group are rows of one matmul with their head's keys.
+    # The queries of a group form the rows of one matmul with the keys of their head.
     scores = einsum("bnqk,bnsk->bnqs", q.reshape(b, n, g * t, width), k, dtype)
     scores = jnp.where(mask[:, None, None], scores.reshape(b, n, g, t, -1), _MASKED)
     weights = jax.nn.softmax(scores).reshape(b, n, g * t, -1)

@@ -21,21 +21,22 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.remat import ATTENTION, OPERANDS
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""A function of rotated q ``[B, T, N, G, K]``, and k and v ``[B, T, N, K]``, all float32.  Its
-results are the attended values, float32 like q, and the layer's pages where there is a cache."""
+"""Attention: maps rotated q ``[B, T, N, G, K]``, and k and v ``[B, T, N, K]``, all float32, to the
+attended values, float32 of the shape of q, and the layer's pages (None without a cache).
+"""
 
 
 class Unfolded(NamedTuple):
-    """Rows as attention sees them: before each of its continuations stands a shared prompt.
+    """Row layout for attention in which a copy of the shared prompt precedes each continuation.
 
-    Everything else of a layer knows a token by itself, so a prompt that several sequences of a row
-    begin with has to go through it once only.  Attention gets the row with a copy of the prompt's
-    queries, keys and values for each of them, which every kernel takes as it is.
+    All other operations of a layer treat tokens independently, so a prompt shared by several
+    sequences of a row is computed once. Only attention sees the row with a copy of the prompt's
+    queries, keys and values for each sequence; every kernel accepts this layout.
 
     Attributes:
-        places: int32 ``[B, E]``, which token of the row comes where.
+        places: int32 ``[B, E]``, index of the row's token at each place of the unfolded row.
         segment_ids: int32 ``[B, E]``, whole sequences; 0 is padding.
-        back: int32 ``[B, T]``, where each token of the row is found; of copies, one.
+        back: int32 ``[B, T]``, a place of each token of the row in the unfolded row.
     """
 
     places: Any
@@ -49,14 +50,14 @@ def causal_attention(
     segment_ids: Any,
     unfolded: Unfolded | None = None,
 ) -> Attend:
-    """Attention for all layers of a pass; the mask, which they share, is computed once.
+    """Returns the attention function for all layers of a pass; its mask is computed once.
 
     Args:
         compute: implementation, dtype and mesh.
         shape: ``(B, T)``.
-        segment_ids: int32 ``[B, T]``; a token sees earlier tokens of its own segment only.  None
-            means one segment a row.
-        unfolded: takes the place of ``segment_ids`` where sequences of a row share a prompt.
+        segment_ids: int32 ``[B, T]``; a token sees earlier tokens of its own segment only. None
+            means one segment per row.
+        unfolded: replaces ``segment_ids`` where sequences of a row share a prompt.
     """
     dtype = compute.dtype
     unfold = fold = lambda x: x
@@ -85,7 +86,7 @@ def causal_attention(
     )
 
     def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        # Scaled before it is rounded, as in the reference.
+        # Scaled before rounding, as in the reference.
         q = q * q.shape[-1] ** -0.5
         q, k, v = (unfold(checkpoint_name(x.astype(dtype), OPERANDS)) for x in (q, k, v))
         return fold(kernel(q, k, v, segment_ids)).astype(jnp.float32), None
@@ -94,7 +95,9 @@ def causal_attention(
 
 
 def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array], jax.Array]:
-    """Picks positions ``[B, E]`` of each row ``[B, T, N, ...]``, on each device of its own."""
+    """Returns a function that picks places ``[B, E]`` of each row ``[B, T, N, ...]``, on each
+    device.
+    """
 
     def take(x: jax.Array) -> jax.Array:
         rest = (None,) * (x.ndim - 3)
@@ -104,13 +107,11 @@ def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array],
     return take
 
 
-# --- kernels -------------------------------------------------------------------------------
-#
-# Each takes q, k, v in the dtype of the products, q scaled, and segment ids or None.
+# --- kernels: each takes q, k, v in the dtype of the matmuls, q scaled, and segment ids or None.
 
 
 def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Zeros after the end: keys there come later than every query that counts."""
+    """Appends zeros; these keys come after every query that matters."""
     missing = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
@@ -123,10 +124,10 @@ def _splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The TPU kernel that skips the blocks above the diagonal.
+    """The TPU kernel, which skips the blocks above the diagonal.
 
-    T is padded to whole blocks; the longest of 512, 256 and 128 is taken that needs no more
-    padding than 128 does.
+    T is padded to whole blocks. The block length is the largest of 512, 256 and 128 that needs no
+    more padding than 128.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -169,11 +170,11 @@ def _cudnn(
 ) -> jax.Array:
     """The flash attention of cuDNN.
 
-    It knows no segments: they become a mask ``[B, 1, T, T]``, which all heads share and which is
-    read in blocks, so scores still never exist as a whole.
+    It does not support segments: they become a mask ``[B, 1, T, T]``, which all heads share and
+    which the kernel reads in blocks, so the full scores never exist in memory.
     """
     b, t, n, g, width = q.shape
-    # With a mask the backward pass of cuDNN wants an even length.
+    # With a mask, the backward pass of cuDNN needs an even length.
     q, k, v = (_pad(x, 1, 2) for x in (q.reshape(b, t, n * g, width), k, v))
     mask = None
     if segment_ids is not None:
@@ -199,8 +200,8 @@ def _pallas_gpu(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The flash attention that comes with JAX for Triton; keys are repeated for their group."""
-    with warnings.catch_warnings():  # deprecated; cuDNN serves the other cases (docs/kernels.md)
+    """JAX's flash attention for Triton; keys are repeated for each query head of their group."""
+    with warnings.catch_warnings():  # deprecated; cuDNN covers other cases (docs/kernels.md)
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import mha
 
@@ -214,8 +215,10 @@ def _pallas_gpu(
 
 
 STAND_IN = "stand_in"
-"""Never chosen, because it is no attention: it reads and returns what a kernel does.  A program
-with it is compiled to see what the rest takes, where a kernel cannot be (`coa_jax.aot`)."""
+"""A placeholder that reads and returns arrays like a kernel but computes no attention, so it is
+never chosen. `coa_jax.aot` compiles it, where a kernel cannot run, to measure the rest of a
+program.
+"""
 
 
 def _stand_in(

@@ -1,8 +1,8 @@
-"""Which implementation of attention runs where, and the choice among them.
+"""The attention implementations, where each can run, and the choice among them.
 
-Two kinds of attention are there: ``causal`` over whole sequences (training and scoring, see
-`attention.causal`) and ``paged`` of new tokens over a cache in pages (see `attention.paged`).
-Each has the reference ``xla``, which runs everywhere in every dtype, and kernels that need a
+There are two kinds of attention: ``causal`` over whole sequences (training and scoring, see
+`attention.causal`) and ``paged`` for new tokens over a paged cache (see `attention.paged`). Each
+has the reference ``xla``, which runs everywhere in every dtype, and kernels that need a certain
 platform, 16-bit operands and shapes that they can tile.
 """
 
@@ -36,19 +36,19 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
         "pallas_gpu": ("cuda", f"{_OPS}.gpu.paged_attention"),
     },
 }
-"""Kind -> kernel -> its platform and the module of JAX that holds it; the best comes first."""
+"""Kind -> kernel -> its platform and its JAX module; the best kernel comes first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What attention will be computed on and of.
+    """Platform, dtype and shapes of an attention computation.
 
     Attributes:
         platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``, see `platform_of`.
-        dtype: of the operands.
+        dtype: dtype of the operands.
         num_kv_heads: key and value heads on one device.
-        num_groups: query heads of each.
-        head_dim: their width.
+        num_groups: query heads per key/value head.
+        head_dim: width of a head.
         page_size: positions of a page; only for paged attention.
         capability: compute capability of a CUDA device; 0 for unknown.
     """
@@ -63,12 +63,12 @@ class Case:
 
 
 def implementations(kind: Kind) -> tuple[str, ...]:
-    """The names that may be asked for explicitly."""
+    """Returns the names of the implementations that a setting may ask for."""
     return ("xla", *_KERNELS[kind])
 
 
 def platform_of(device: jax.Device) -> tuple[str, float]:
-    """Platform of a device and, of a CUDA one, its compute capability."""
+    """Returns the platform of a device and, for CUDA, its compute capability."""
     if device.platform != "gpu":
         return device.platform, 0.0
     if "rocm" in device.client.platform_version.lower():
@@ -77,7 +77,13 @@ def platform_of(device: jax.Device) -> tuple[str, float]:
 
 
 def unmet(kind: Kind, implementation: str, case: Case) -> str:
-    """Why an implementation cannot serve a case; empty if it can."""
+    """Returns why an implementation cannot run a case; empty if it can.
+
+    Args:
+        kind: ``causal`` or ``paged``.
+        implementation: name of the implementation.
+        case: platform, dtype and shapes.
+    """
     if implementation == "xla":
         return ""
     platform, module = _KERNELS[kind][implementation]
@@ -100,7 +106,7 @@ def _shape_unmet(implementation: str, kind: Kind, case: Case) -> str:
     if implementation == "ragged_paged":
         if width != 128:
             return f"head_dim must be 128, it is {width}"
-        # Keys and values of all heads lie side by side: 2N rows of a tile, two in a 32-bit word.
+        # Keys and values of all heads lie side by side: a tile has 2N rows, two in a 32-bit word.
         if case.num_kv_heads not in (1, 2, 4) and case.num_kv_heads % 8:
             return (
                 f"key/value heads must be 1, 2, 4 or a multiple of 8, they are {case.num_kv_heads}"
@@ -121,20 +127,20 @@ def _find_spec(module: str) -> Any:
 
 
 def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> str:
-    """The implementation to use.
+    """Resolves the implementation to use.
 
     Args:
-        kind: of attention.
-        wanted: ``auto``, which takes the best that can serve and prints it once, or a name.
-        case: what it shall serve.
+        kind: kind of attention.
+        wanted: ``auto``, which chooses the best that can run and logs it once, or a name.
+        case: platform, dtype and shapes.
         where: name of the setting, for the message.
 
     Raises:
-        UserError: the name is unknown, or what it names cannot serve this case.
+        UserError: the name is unknown, or the implementation cannot run this case.
     """
     able = [name for name in (*_KERNELS[kind], "xla") if not unmet(kind, name, case)]
     if wanted == "auto":
-        # Why a kernel of this very platform was passed over is worth a word.
+        # The log says why a kernel made for this platform was not chosen.
         passed = [
             f"{name}: {unmet(kind, name, case)}"
             for name, (platform, _) in _KERNELS[kind].items()
@@ -160,13 +166,13 @@ def _announce(line: str) -> None:
 def split_over(
     mesh: Mesh | None, function: Callable[..., jax.Array], *axes: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
-    """Runs a kernel on each device's own part of its arguments.
+    """Returns the kernel as a function that runs on each device's shards of its arguments.
 
     Args:
-        mesh: None calls the function as it is.
-        function: of arrays; what it returns is split as its first argument.
-        *axes: logical axes of each argument, see `parallel.mesh.RULES`.  An axis that its mesh
-            axes do not divide stays whole, and each of those devices computes all of it.
+        mesh: the devices; None returns the function unchanged.
+        function: function of arrays, whose result is sharded like its first argument.
+        *axes: logical axes of each argument, see `parallel.mesh.RULES`. An axis that its mesh axes
+            do not divide stays unsharded, and each of those devices computes all of it.
     """
     if mesh is None:
         return function
@@ -176,7 +182,7 @@ def split_over(
             PartitionSpec() if x is None else sharding_for(mesh, names, shape=x.shape).spec
             for names, x in zip(axes, arguments, strict=True)
         )
-        # A kernel's results have no record of the axes over which they vary.
+        # A kernel's results carry no record of the mesh axes over which they vary.
         return jax.shard_map(
             function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
         )(*arguments)

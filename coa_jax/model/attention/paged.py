@@ -1,7 +1,7 @@
-"""Kernels for attention of new tokens over a cache in pages, and the layouts that they read.
+"""Kernels for attention of new tokens over a paged cache, and the layouts that they read.
 
-A pool of pages is shared by all sequences; a table names, for each sequence, the pages that hold
-its positions in order.
+All sequences share a pool of pages; a table names, for each sequence, the pages that hold its
+positions in order.
 
 Shape letters: B sequences, T new tokens of each, N key/value heads, G query heads of each, K head
 width, P pages of the pool, S positions of a page, C pages of a sequence.
@@ -38,12 +38,12 @@ ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head'
 def pool_axes(
     implementation: str, heads: str | None
 ) -> tuple[str | None, str | None, str | None, str | None]:
-    """Logical axes of a pool's arrays.
+    """Returns the logical axes of a pool's arrays.
 
     Args:
-        implementation: whose layout the pool has.
-        heads: the axis of heads; None where they stay together.  An array that holds a head's keys
-            and values as two rows must not be split where the heads themselves cannot be.
+        implementation: name of the implementation whose layout the pool has.
+        heads: logical axis of the heads; None if they stay together. An array that holds a head's
+            keys and values as two rows must not be sharded where the heads themselves cannot be.
     """
     return (
         (heads, None, None, None) if implementation == "pallas_gpu" else (None, None, heads, None)
@@ -53,7 +53,15 @@ def pool_axes(
 def init_pages(
     implementation: str, count: int, size: int, num_kv_heads: int, head_dim: int, dtype: Any
 ) -> Pages:
-    """An empty pool of ``count`` pages of ``size`` positions."""
+    """Returns an empty pool.
+
+    Args:
+        implementation: name of the implementation whose layout the pool has.
+        count: number of pages, P.
+        size: positions of a page, S.
+        num_kv_heads, head_dim: N and K.
+        dtype: dtype of keys and values.
+    """
     if implementation == "ragged_paged":
         return (jnp.zeros((count, size, 2 * num_kv_heads, head_dim), dtype),)
     shape = (num_kv_heads, count, size, head_dim)
@@ -61,7 +69,7 @@ def init_pages(
 
 
 def page_size(implementation: str, pages: Pages) -> int:
-    """S, positions of a page."""
+    """Returns S, the number of positions of a page."""
     return pages[0].shape[1 if implementation == "ragged_paged" else 2]
 
 
@@ -73,19 +81,19 @@ def write_pages(
     v: jax.Array,
     positions: jax.Array,
 ) -> Pages:
-    """Puts new keys and values at their positions.
+    """Writes new keys and values at their positions.
 
     Args:
-        implementation: whose layout the pool has.
+        implementation: name of the implementation whose layout the pool has.
         pages: the pool.
-        table: int32 ``[B, C]``; no two sequences may write to one page.
+        table: int32 ``[B, C]``; no two sequences may write to the same page.
         k, v: ``[B, T, N, K]``.
-        positions: int32 ``[B, T]``, from 0; those at or beyond ``C * S`` are dropped.
+        positions: int32 ``[B, T]``, from 0; positions at or beyond ``C * S`` are dropped.
     """
     index, offset = jnp.divmod(positions, page_size(implementation, pages))
     inside = index < table.shape[1]
     page = jnp.take_along_axis(table, jnp.where(inside, index, 0), axis=1)
-    # A page that no pool has: what would go there is dropped.
+    # A page number outside the pool: scatter drops writes to it.
     page = jnp.where(inside, page, jnp.iinfo(jnp.int32).max)
     k, v = k.astype(pages[0].dtype), v.astype(pages[0].dtype)
     if implementation == "ragged_paged":
@@ -105,22 +113,22 @@ def attend_paged(
     table: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Attention of new tokens, already written, to all positions up to their own.
+    """Computes the attention of new tokens, already written, to all positions up to their own.
 
-    ``pallas_gpu`` has a kernel for one token a sequence; for several it goes over the pages like
-    the reference: there the products count, not the reading.
+    ``pallas_gpu`` has a kernel for one token per sequence. For several tokens it iterates over the
+    pages like the reference, since then the matmuls dominate, not the reads.
 
     Args:
-        compute: implementation, whose layout the pool has, and dtype.  A mesh splits the heads
-            over ``tensor``; pages and sequences stay whole.
+        compute: implementation, whose layout the pool has, and dtype. A mesh shards the heads over
+            ``tensor``; pages and sequences stay whole.
         q: rotated queries ``[B, T, N, G, K]``.
         pages: the pool.
-        table: int32 ``[B, C]``; behind a sequence's last page stands any page.
-        positions: int32 ``[B, T]``: of a row consecutive, then padding at or beyond ``C * S``.  A
-            padding token's result is finite and means nothing.
+        table: int32 ``[B, C]``; entries after a sequence's last page may be any page.
+        positions: int32 ``[B, T]``: consecutive in a row, followed by padding at or beyond ``C *
+            S``. The result of a padding token is finite and meaningless.
 
     Returns:
-        float32, like q.
+        float32, the shape of q.
     """
     name, count = compute.attention, q.shape[1]
     if name == "pallas_gpu" and count > 1:
@@ -136,7 +144,7 @@ def attend_paged(
     heads = "kv_heads" if split else None
     queries, pool = (None, None, heads, None, None), pool_axes(name, heads)
     run = split_over(mesh, kernel, queries, (None, None), (None,), *(pool for _ in pages))
-    # A row of padding reads no more than a row that just begins.
+    # A row of padding reads no more than a row at its first position.
     start = positions[:, 0]
     start = jnp.where(start < table.shape[1] * page_size(name, pages), start, 0)
     q = (q * q.shape[-1] ** -0.5).astype(compute.dtype)
@@ -153,20 +161,20 @@ def walk(
 ) -> jax.Array:
     """`attend_paged` by matmuls with a running softmax.
 
-    The loop takes the pages of all sequences in step, one page of each sequence at a time, as far
-    as the longest sequence reaches.
+    The loop reads one page of every sequence per iteration, up to the last page of the longest
+    sequence.
 
     Args:
         compute: dtype and backend.
         q: rotated queries ``[B, T, N, G, K]``.
-        read: int32 ``[B]``, a page of each sequence -> keys ``[B, N, K, S]``, values
-            ``[B, N, S, K]``.
+        read: maps int32 ``[B]``, one page per sequence, to keys ``[B, N, K, S]`` and values ``[B,
+            N, S, K]``.
         table: int32 ``[B, C]``.
-        size: S.
+        size: S, positions of a page.
         positions: int32 ``[B, T]``.
 
     Returns:
-        float32, like q.
+        float32, the shape of q.
     """
 
     def attend(q: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -186,7 +194,7 @@ def _walk(
 ) -> jax.Array:
     ops, dtype = compute.ops, compute.dtype
     b, t, n, g, width = q.shape
-    # The queries of a group are rows of one product with their head's keys.
+    # The queries of a group form the rows of one matmul with the keys of their head.
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
     ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
     inside = positions < table.shape[1] * size
@@ -213,21 +221,19 @@ def _walk(
     return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
-# --- kernels -------------------------------------------------------------------------------
-#
-# Each takes q in the dtype of the products, scaled, and int32 [B] how many positions the last of a
-# row's tokens sees; the token before it sees one less.
+# --- kernels: each takes q, scaled, in the dtype of the matmuls, and int32 [B], the number of
+# positions that the last token of each row sees; the token before it sees one less.
 
 
 def _ragged_paged(
     q: jax.Array, table: jax.Array, lengths: jax.Array, pages: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """The TPU kernel, which takes any number of new tokens of each sequence."""
+    """The TPU kernel, which takes any number of new tokens per sequence."""
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ops
 
     b, t, n, g, width = q.shape
-    # Blocks are named here because the kernel's own table asks for the device that is there, not
-    # for the one that is compiled for: 512 positions and 32 tokens fit into its memory.
+    # Block sizes are explicit because the kernel's own table looks up the present device, not the
+    # compilation target. 512 positions and 32 tokens fit into the target's memory.
     kernel = functools.partial(
         ops.ragged_paged_attention,
         num_kv_pages_per_block=min(table.shape[1], max(1, 512 // pages.shape[1])),
@@ -256,8 +262,8 @@ def _pallas_gpu(
 ) -> jax.Array:
     """The Triton kernel that comes with JAX.
 
-    A few sequences leave a GPU idle, so their pages are split into parts whose results are joined;
-    the table is padded to whole parts.
+    A few sequences would leave a GPU idle, so their pages are split into parts whose results are
+    merged; the table is padded to whole parts.
     """
     with warnings.catch_warnings():  # deprecated without a successor (docs/kernels.md)
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,1 +1,1 @@
-"""What all network tools share: HTTP under deadlines, a guard of addresses, secrets, a store."""
+"""Shared parts of the network tools: HTTP with deadlines, address checks, secrets, a store."""

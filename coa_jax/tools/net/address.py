@@ -1,9 +1,9 @@
-"""Which hosts may be reached: public ones, unless a configuration says otherwise.
+"""Decides which hosts may be reached: public ones, unless a configuration allows others.
 
-A name is resolved once, every address it has is checked, and the connection goes to a checked
-address.  A second look-up, which could give another answer (DNS rebinding), never happens.
-Spellings of an address (decimal, octal, hexadecimal, short, mapped into IPv6, full-width digits)
-need no rules of their own: what is checked is where the connection would go.
+A name is resolved once, every address of it is checked, and the connection goes to a checked
+address. There is no second look-up, which could give another answer (DNS rebinding). Unusual
+spellings of an address (decimal, octal, hexadecimal, short, mapped into IPv6, full-width digits)
+need no special rules: the check applies to the resolved address.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _EMBEDDED = {  # IPv6 networks with an IPv4 address in their last 32 bits
     ipaddress.IPv6Network("64:ff9b::/96"),
 }
 _UNICAST = ipaddress.IPv6Network("2000::/3")
-# Registered for special use (IANA); `ipaddress` takes them for public in some versions of Python.
+# Registered for special use (IANA); some versions of Python's `ipaddress` report them as public.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
-# Metadata services on addresses that are otherwise public.
+# Metadata services of clouds at addresses that are otherwise public.
 _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What may be reached besides public addresses, and what may not be reached at all.
+    """The addresses allowed besides public ones, and the addresses that are blocked.
 
     Attributes:
-        allow: host names (``search.lab``), with a port if only that one is meant
+        allow: host names (``search.lab``), with a port to allow only that port
             (``localhost:8000``), and networks (``10.1.0.0/16``).
-        block: host names, each with those below it, and beginnings of paths on them
+        block: host names, each including its subdomains, and path prefixes on hosts
             (``huggingface.co/datasets``).
     """
 
@@ -60,20 +60,20 @@ class Guard:
                 try:
                     ipaddress.ip_network(entry)
                 except ValueError as error:
-                    raise UserError(f"the allowed network {entry!r} is not one: {error}") from None
+                    raise UserError(f"the allowed network {entry!r} is invalid: {error}") from None
 
     def networks(self) -> list[Network]:
-        """The networks among what is allowed."""
+        """The networks in ``allow``."""
         return [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
 
     def trusts(self, host: str, port: int) -> bool:
-        """Whether a host is allowed by its name, whatever its addresses are."""
+        """Returns whether a host is allowed by its name, whatever its addresses are."""
         return host in self.allow or f"{host}:{port}" in self.allow
 
     def blocks(self, url: httpx2.URL) -> bool:
-        """Whether an address is on the list of those that may not be reached."""
+        """Returns whether a URL is blocked."""
         host, path = host_of(url), f"/{url.path.lower().lstrip('/')}"
-        path = posixpath.normpath(path)  # as servers read it: dots and doubled slashes are nothing
+        path = posixpath.normpath(path)  # normalised as servers do: without dots and double slashes
         for entry in self.block:
             name, _, start = entry.lower().partition("/")
             if (host == name or host.endswith(f".{name}")) and path.startswith(f"/{start}"):
@@ -82,10 +82,10 @@ class Guard:
 
 
 def parse_url(text: str) -> httpx2.URL:
-    """Reads an absolute http or https address; the fragment is dropped.
+    """Parses an absolute http or https URL; the fragment is dropped.
 
     Raises:
-        FetchError: it is something else, or hides a user name or control characters.
+        FetchError: the text is not such a URL, or contains a user name or control characters.
     """
     if len(text) > _MAX_URL:
         raise FetchError("refused", "the address is too long")
@@ -101,31 +101,31 @@ def parse_url(text: str) -> httpx2.URL:
     if not host:
         raise FetchError("refused", "the address names no host")
     if url.port is not None and not 0 < url.port < 1 << 16:
-        raise FetchError("refused", "the address names no port that there is")
+        raise FetchError("refused", "the address has an invalid port")
     if url.userinfo:
         raise FetchError("refused", "addresses with a user name are not opened")
     return url.copy_with(fragment=None)
 
 
 def host_of(url: httpx2.URL) -> str:
-    """The host in lower case, without the dot that may end a name."""
+    """Returns the host in lower case, without a final dot."""
     return url.raw_host.decode("ascii").rstrip(".").lower()
 
 
 def port_of(url: httpx2.URL) -> int:
-    """The port, that of the scheme where none is written."""
+    """Returns the port, by default that of the scheme."""
     return url.port or (443 if url.scheme == "https" else 80)
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address belongs to the public internet, with what IPv6 wraps inside of it."""
+    """Returns whether an address, and any IPv4 address inside it, is public."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = _embedded(address)
         if any(not is_public(each) for each in inner):
             return False
         if inner:
             return True
-        if address not in _UNICAST:  # site-local ones and what is not assigned to anybody
+        if address not in _UNICAST:  # site-local and unassigned addresses
             return False
     if address in _METADATA or any(address in network for network in _SPECIAL):
         return False
@@ -133,7 +133,7 @@ def is_public(address: Address) -> bool:
 
 
 def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """IPv4 addresses that a packet to an IPv6 address may end up at."""
+    """Returns the IPv4 addresses that a packet to an IPv6 address may reach."""
     found = []
     low = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     if any(address in network for network in _EMBEDDED):
@@ -148,10 +148,10 @@ def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
 
 
 def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list[str]:
-    """The addresses, if a connection to each of them is allowed.
+    """Returns the addresses if a connection to each of them is allowed.
 
     Raises:
-        FetchError: one of them is not.
+        FetchError: one of them is not allowed.
     """
     checked, networks, trusted = [], guard.networks(), guard.trusts(host, port)
     for text in addresses:
@@ -167,10 +167,15 @@ def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list
 
 
 async def resolve(host: str, port: int, guard: Guard) -> list[str]:
-    """All addresses of a host, each checked.
+    """Resolves all addresses of a host and checks each.
+
+    Args:
+        host: host name or address.
+        port: port of the connection.
+        guard: allowed and blocked addresses.
 
     Raises:
-        FetchError: the host has none, or one that may not be reached.
+        FetchError: the host has no address, or an address that may not be reached.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -182,7 +187,7 @@ async def resolve(host: str, port: int, guard: Guard) -> list[str]:
 
 
 class GuardedBackend(httpcore2.AsyncNetworkBackend):
-    """Opens connections to checked addresses only; names and certificates stay as asked for."""
+    """Opens connections to checked addresses only; TLS still verifies the requested host name."""
 
     def __init__(self, guard: Guard):
         self._guard = guard
@@ -196,7 +201,7 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connects to the first address that answers; ``timeout`` holds for all together."""
+        """Connects to the first address that answers; ``timeout`` covers all addresses together."""
         deadline = asyncio.get_running_loop().time() + (timeout or 3600.0)
         try:
             addresses = await asyncio.wait_for(
@@ -222,7 +227,7 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         timeout: float | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Sockets of the file system are never reached."""
+        """Rejects Unix sockets, which are never reached."""
         raise FetchError("refused", "only http and https addresses can be opened")
 
     async def sleep(self, seconds: float) -> None:

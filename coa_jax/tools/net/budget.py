@@ -1,4 +1,4 @@
-"""What calls of a language model cost, and what may be spent on them."""
+"""The cost of calls to a language model, and the limits on it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from coa_jax.errors import UserError
 
 
 class BudgetSpentError(UserError):
-    """No further call may be paid for."""
+    """A limit of the budget is reached, so no further call is made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Bounded):
-    """What may be spent on a model.
+    """Limits on the calls to a model.
 
     Attributes:
-        prices: (model, money per million prompt tokens, per million completion tokens).
-        max_calls, max_total_tokens, max_money: the run stops before a call once so much has been
-            spent; 0 for no limit.  The last two need a server that counts tokens.
+        prices: (model, money per million prompt tokens, money per million completion tokens).
+        max_calls, max_total_tokens, max_money: limits after which the run stops before the next
+            call; 0 for no limit. The last two need a server that counts tokens.
     """
 
     prices: tuple[tuple[Place, NotNegative, NotNegative], ...] = ()
@@ -31,11 +31,11 @@ class Budget(Bounded):
     max_money: NotNegative = 0.0
 
     def price_of(self, model: str) -> tuple[float, float] | None:
-        """Money per million tokens of prompts and of completions of a model, if it is known."""
+        """Returns the money per million prompt and completion tokens of a model, if known."""
         return next(((p, c) for name, p, c in self.prices if name == model), None)
 
     def check_price(self, model: str, where: str) -> None:
-        """Refuses a limit of money that no price goes with.
+        """Checks that a limit on money has a price.
 
         Raises:
             UserError: the price that ``max_money`` needs is missing, or 0.
@@ -52,7 +52,10 @@ class Budget(Bounded):
 
 @dataclasses.dataclass
 class Spent:
-    """What the calls so far have cost; ``unmetered`` of them came back without token counts."""
+    """The total cost of all calls so far.
+
+    ``unmetered`` counts the calls whose answers had no token counts.
+    """
 
     calls: int = 0
     prompt: int = 0
@@ -61,11 +64,11 @@ class Spent:
     unmetered: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The totals as JSON values."""
+        """Returns the totals as JSON values."""
         return dataclasses.asdict(self)
 
     def add(self, row: Mapping[str, Any], price: tuple[float, float] | None) -> None:
-        """Counts an exchange (its ``prompt`` and ``completion``) at a price."""
+        """Adds a call (its numbers of ``prompt`` and ``completion`` tokens) at a price."""
         prompt, completion = row["prompt"] or 0, row["completion"] or 0
         per_prompt, per_completion = price or (0.0, 0.0)
         self.calls += 1
@@ -76,27 +79,27 @@ class Spent:
 
 
 class Purse:
-    """What has been spent on one model; may be used by several threads.
+    """The money and tokens spent on one model; thread-safe.
 
     Attributes:
         spent: the totals, to which calls of other processes may be added.
-        price: money per million tokens of prompts and of completions, if it is known.
+        price: money per million prompt and completion tokens, if known.
     """
 
     def __init__(self, limits: Budget, model: str, where: str):
-        """An empty purse.
+        """Creates an empty purse.
 
         Args:
-            limits: what may be spent.
-            model: its name in the prices.
-            where: what errors call the settings.
+            limits: limits on the calls.
+            model: name of the model in the prices.
+            where: name of the settings in error messages.
         """
         self.spent, self.price = Spent(), limits.price_of(model)
         self._limits, self._where = limits, where
         self._inside, self._lock = 0, threading.Lock()
 
     def check(self) -> None:
-        """Raises BudgetSpentError if a limit has been reached, or if nobody can tell."""
+        """Raises BudgetSpentError if a limit is reached or cannot be checked."""
         limits, spent, where = self._limits, self.spent, self._where
         metered = next((n for n in ("max_total_tokens", "max_money") if getattr(limits, n)), None)
         if metered and spent.unmetered:
@@ -117,17 +120,17 @@ class Purse:
                 )
 
     def begin(self) -> None:
-        """To be called before a request.
+        """Must be called before a request.
 
         Raises:
-            BudgetSpentError: there is nothing left for it.
+            BudgetSpentError: a limit is reached.
         """
         with self._lock:
             self.check()
             self._inside += 1
 
     def end(self, usage: Any = None, answered: bool = False) -> None:
-        """To be called after it, with the ``usage`` of the answer if there was one."""
+        """Must be called after a request, with the ``usage`` of the answer if there is one."""
         with self._lock:
             self._inside -= 1
             if answered:
@@ -135,7 +138,9 @@ class Purse:
 
 
 def counts_of(usage: Any) -> dict[str, int | None]:
-    """``prompt`` and ``completion`` of the ``usage`` of an answer; None for what it lacks."""
+    """Returns the ``prompt`` and ``completion`` tokens in an answer's ``usage``; None if
+    missing.
+    """
     told = usage if isinstance(usage, Mapping) else {}
     named = {"prompt": told.get("prompt_tokens"), "completion": told.get("completion_tokens")}
     return {name: count if type(count) is int else None for name, count in named.items()}

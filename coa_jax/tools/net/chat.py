@@ -1,7 +1,7 @@
-"""The client of OpenAI-compatible endpoints: every request to a model that is served elsewhere.
+"""The client for OpenAI-compatible endpoints, used for every request to a model served elsewhere.
 
-Summaries, images, judgements, teachers and policies that are evaluated ask through `Client`.  It
-takes a `ServedModel`, tries again where a failure may pass, and pays each attempt from a `Purse`.
+Summaries, image descriptions, judges, teachers and evaluated policies use `Client`. It takes a
+`ServedModel`, retries failures that may be temporary, and counts each attempt in a `Purse`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ _KEY_IN_QUERY = re.compile(r"[?&][\w.-]*(?:key|token|secret|passw|auth)[\w.-]*="
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel(Budget):
-    """A model behind an OpenAI-compatible endpoint, and what may be spent on it.
+    """A model behind an OpenAI-compatible endpoint, and the limits on its use.
 
     Attributes:
-        url: base address, ``http://localhost:8000/v1``; "" for none.
-        model: name of the model there.
-        key_env: environment variable with the key; "" for an endpoint that asks for none.
+        url: base address, e.g. ``http://localhost:8000/v1``; "" for none.
+        model: name of the model at the endpoint.
+        key_env: environment variable with the key; "" for an endpoint without a key.
         timeout_s: seconds for one attempt.
-        attempts: tries, where a failure may pass (no connection, no JSON, 429, 5xx).
-        backoff_s: longest wait before the second attempt; doubles with each, up to a minute.
+        attempts: maximum number of attempts, if a failure may be temporary (no connection, no JSON,
+            429, 5xx).
+        backoff_s: maximum wait before the second attempt in seconds; doubles with each attempt, up
+            to a minute.
     """
 
     url: Address = ""
@@ -71,14 +73,14 @@ class ServedModel(Budget):
             self._check_use()
 
     def _check_use(self) -> None:
-        """Refuses settings by which the model could not be asked, or no budget held."""
+        """Rejects settings with which the model could not be called, or the budget not be kept."""
         if not self.model:
             raise UserError(f"model is missing; name the model at {self.url}")
         self.check_price(self.model, "")
 
     @property
     def price(self) -> tuple[float, float] | None:
-        """Money per million tokens of prompts and of completions, if it is known."""
+        """Money per million prompt and completion tokens, if known."""
         return self.price_of(self.model)
 
     def __bool__(self) -> bool:
@@ -87,14 +89,15 @@ class ServedModel(Budget):
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig(ServedModel):
-    """A served model that is asked for texts.
+    """A served model that writes texts.
 
     Attributes:
-        temperature: of sampling.
-        max_tokens: of an answer.
-        max_tokens_name: what the server calls that limit; OpenAI's reasoning models want
+        temperature: sampling temperature.
+        max_tokens: maximum length of an answer in tokens.
+        max_tokens_name: the server's name of that limit; OpenAI's reasoning models need
             ``max_completion_tokens`` (and a temperature of 1).
-        json_mode: ask the server for answers that are JSON objects; not all servers can.
+        json_mode: whether the server is asked for answers that are JSON objects; not all servers
+            can.
     """
 
     temperature: Temperature = 0.0
@@ -104,25 +107,26 @@ class ChatConfig(ServedModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a request says beside the model and the messages."""
+        """Returns the fields of a request besides the model and the messages."""
         form = {"response_format": {"type": "json_object"}} if self.json_mode else {}
         return {"temperature": self.temperature, self.max_tokens_name: self.max_tokens, **form}
 
 
 def trusting(url: str) -> Guard:
-    """A guard that lets a configured service be reached wherever it is, and nothing else of ours.
+    """Returns a guard that allows a configured service at any address, and no other private
+    address.
 
     Raises:
-        UserError: the address is none, or holds a key: settings are written to ``config.json``.
+        UserError: the URL is invalid, or contains a key: settings are written to ``config.json``.
     """
     try:
         parsed = parse_url(url)
     except FetchError as error:
         shown = _HIDDEN_PART.sub("", url)
-        raise UserError(f"{shown!r} is no address of a service: {error.message}") from None
+        raise UserError(f"{shown!r} is not the address of a service: {error.message}") from None
     if _KEY_IN_QUERY.search(url):
         raise UserError(
-            f"{_HIDDEN_PART.sub('', url)!r}: settings are written to config.json, so an address may"
+            f"{_HIDDEN_PART.sub('', url)!r}: settings go into config.json, so an address must"
             " not hold a key; put it into the environment and name the variable in key_env"
         )
     return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
@@ -133,7 +137,7 @@ _purses_lock = threading.Lock()
 
 
 def purse_of(config: ServedModel) -> Purse:
-    """What this process has spent on a model under one budget."""
+    """Returns the purse of this process for a model with its budget."""
     limits = (config.prices, config.max_calls, config.max_total_tokens, config.max_money)
     with _purses_lock:
         where = f"chat ({config.model})"
@@ -142,27 +146,27 @@ def purse_of(config: ServedModel) -> Purse:
 
 
 def check_client() -> None:
-    """Raises UserError if the package that asks served models is not installed."""
+    """Raises UserError if the package openai is not installed."""
     if importlib.util.find_spec("openai") is None:
         raise missing("a model behind an endpoint", "openai", "endpoint")
 
 
 class Client:
-    """Asks a served model, in one event loop; to be used in ``async with``."""
+    """Calls a served model, in one event loop; to be used in ``async with``."""
 
     def __init__(self, config: ServedModel, purse: Purse | None = None, max_bytes: int = 8 << 20):
-        """Connects to nothing yet.
+        """Creates a client; connects to nothing yet.
 
         Args:
             config: the model.
-            purse: what pays for each attempt; None for that of this process (`purse_of`).
-            max_bytes: bytes of an answer, after decompression.
+            purse: counts each attempt; None for the purse of this process (`purse_of`).
+            max_bytes: maximum size of an answer in bytes, after decompression.
 
         Raises:
             UserError: openai is not installed, or the key is not in the environment.
         """
         check_client()
-        import openai  # here: it takes half a second
+        import openai  # imported here: it takes half a second
 
         quieten("openai")
         self._config, self._purse, self._max_bytes = config, purse or purse_of(config), max_bytes
@@ -172,7 +176,7 @@ class Client:
             api_key=self._secret.reveal() if config.key_env else "none",
             max_retries=0,
             timeout=config.timeout_s,
-            # A redirect would take the messages to a host that nobody has named.
+            # A redirect would send the messages to a host that no setting names.
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, verify=_tls()),
         )
 
@@ -193,19 +197,20 @@ class Client:
         seconds: float | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> T:
-        """What `read` makes of the answer, a JSON object in which the key is hidden.
+        """Sends a request; returns the result of `read` for the answer, a JSON object without the
+        key.
 
         Args:
             body: fields of the request without ``model``: ``messages`` and others for
                 ``/chat/completions``, ``prompt`` and others for ``/completions``.
-            read: raises FetchError, LookupError or TypeError for an answer that it cannot use; a
-                FetchError says whether another attempt may help.
-            seconds: for all attempts; None for no limit but that of each.
-            go_on: whether another attempt may follow one that has failed.
+            read: converts the answer. It raises FetchError, LookupError or TypeError for an
+                unusable answer; a FetchError says whether another attempt may help.
+            seconds: time limit for all attempts together; None to limit each attempt only.
+            go_on: returns whether another attempt may follow a failed one.
 
         Raises:
-            FetchError: there is no answer, or none that can be used.
-            BudgetSpentError: there is nothing left for an attempt.
+            FetchError: there is no answer, or no usable one.
+            BudgetSpentError: a limit of the budget is reached.
         """
         limits = Limits(
             total_s=math.inf if seconds is None else max(seconds, 0.001),
@@ -224,7 +229,7 @@ class Client:
                 answered = True
                 return found
             except (LookupError, TypeError):
-                raise FetchError("malformed", "the answer is no chat completion") from None
+                raise FetchError("malformed", "the answer is not a chat completion") from None
             finally:
                 self._purse.end(usage, answered)
 
@@ -265,7 +270,7 @@ class Client:
         return self._secret.redact(answer)
 
     def _status(self, error: Any) -> FetchError:
-        """What an error status means."""
+        """Converts an error status to an exception."""
         status, words = error.status_code, error.response.content
         wait = seconds_of(error.response.headers.get("retry-after", ""))
         return FetchError(
@@ -280,7 +285,7 @@ class Client:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Certificates are always checked; made once, for it reads a large file."""
+    """Returns a TLS context that checks certificates; cached, since it reads a large file."""
     return httpx2.create_ssl_context()
 
 
@@ -290,17 +295,17 @@ async def chat(
     seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text with which the model continues a conversation.
+    """Returns the model's continuation of a conversation.
 
     Args:
         config: the endpoint.
-        messages: with ``role`` and ``content``.
-        seconds: for the call with all its attempts; None for no limit but that of each.
+        messages: messages with ``role`` and ``content``.
+        seconds: time limit for all attempts together; None to limit each attempt only.
         options: further fields of the request.
 
     Raises:
-        FetchError: there is no answer, or none in the form of the interface.
-        UserError: the key is not in the environment, or the budget of the model is spent.
+        FetchError: there is no answer, or it does not have the form of the API.
+        UserError: the key is not in the environment, or a limit of the budget is reached.
     """
     body = {**config.options, "messages": list(messages), **(options or {})}
     async with Client(config) as client:
@@ -318,14 +323,14 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 async def reach(config: ChatConfig, seconds: float) -> str:
-    """Asks an endpoint for one word: a wrong address, key or model shows now and not in a run.
+    """Asks an endpoint for one word, to detect a wrong address, key or model before a run.
 
     Args:
         config: the endpoint.
-        seconds: for the answer.
+        seconds: time limit of the answer.
 
     Returns:
-        What is wrong, or "".
+        The problem, or "".
     """
     short = dataclasses.replace(config, max_tokens=min(config.max_tokens, 16), attempts=1)
     try:
@@ -333,14 +338,14 @@ async def reach(config: ChatConfig, seconds: float) -> str:
     except UserError as error:
         return str(error)
     except FetchError as error:
-        if error.message == _NO_TEXT:  # a model that thinks first has written none yet
+        if error.message == _NO_TEXT:  # a thinking model has written no answer yet
             return ""
         return error.message + refusal(error.status, config.key_env)
     return ""
 
 
 def refusal(status: int | None, key_env: str) -> str:
-    """What an error status says of the key or the name of the model, as an ending of a clause."""
+    """Explains an error status by the key or the model's name, as the end of a clause."""
     if status in (401, 403):
         return f": it refuses the key in {key_env}" if key_env else ": it asks for a key (key_env)"
     return ": the address or the name of the model may be wrong" if status == 404 else ""

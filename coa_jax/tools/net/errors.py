@@ -1,4 +1,4 @@
-"""The one exception of the network, with the kinds that decide what happens next."""
+"""The exception of the network tools, with kinds that decide how a failure is handled."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ Kind = Literal[
 ]
 """Why there is no answer.
 
-``refused`` an address or scheme that may not be reached; ``timeout`` a deadline passed;
-``unreachable`` no connection, or it broke; ``status`` an error status; ``too_large`` more bytes
-than allowed; ``redirects`` too many of them; ``type`` a media type that is not wanted;
-``malformed`` bytes that are not what their headers say.
+- ``refused``: the address or scheme is not allowed.
+- ``timeout``: a deadline passed.
+- ``unreachable``: there was no connection, or it broke.
+- ``status``: the server returned an error status.
+- ``too_large``: the answer has more bytes than allowed.
+- ``redirects``: there were too many redirects.
+- ``type``: the media type is not wanted.
+- ``malformed``: the content does not match its headers.
 """
 
 TRANSIENT: frozenset[Kind] = frozenset({"timeout", "unreachable", "malformed"})
-"""Kinds that another attempt may mend; an error status says so by its number."""
+"""Kinds for which another attempt may succeed; for an error status, its number decides."""
 
 
 _TOO_LARGE = frozenset({413, 414})
-"""Statuses that only the size of a request explains."""
+"""Statuses caused only by the size of a request."""
 
 REFUSED = frozenset({400, 422})
-"""Statuses of a request that makes no sense, but also of an empty account or a wrong setting."""
+"""Statuses of an invalid request, but also of an empty account or a wrong setting."""
 
 _ACCOUNT = re.compile(
     rb"account|api[ _-]?key|balance|billing|credit|payment|quota|subscription", re.IGNORECASE
 )
 
 _BELIEVED = 3
-"""Refusals in a row that a service which has answered before may blame on the requests."""
+"""Number of consecutive rejections that a service which has answered before may attribute to
+requests.
+"""
 
 
 class FetchError(Exception):
     """A request without a usable answer.
 
     Attributes:
-        kind: why.
-        message: one clause that a model can read: no addresses of ours, no secrets.
+        kind: why there is no answer.
+        message: one clause that a model may read: without private addresses and secrets.
         status: the HTTP status, or None.
         retry_after: seconds that the server asked to wait, or None.
-        account: whether the server speaks of the account that asks.
-        said: the words of the server, without the key, for the user of the package: they may hold
-            addresses, so no model reads them.
+        account: whether the server's error concerns the account of the caller.
+        said: the server's own text, without the key, for the user. It may contain addresses, so
+            models do not read it.
     """
 
     def __init__(
@@ -68,36 +74,39 @@ class FetchError(Exception):
     def transient(self) -> bool:
         """Whether another attempt may succeed."""
         if self.status is not None:
-            # Also what is in no standard: 520 to 524 of Cloudflare, 529 of overloaded models.
+            # This includes non-standard statuses: 520 to 524 of Cloudflare, 529 of overloaded
+            # models.
             failed = self.status >= 500 and self.status not in (501, 505)
             return failed or self.status in (408, 409, 425, 429)
         return self.kind in TRANSIENT
 
 
 def speaks_of_account(answer: bytes) -> bool:
-    """Whether an error is explained by credits, a quota or a key: serper says it with a 400."""
+    """Returns whether an error text mentions credits, a quota or a key; serper returns it with a
+    400.
+    """
     return _ACCOUNT.search(answer) is not None
 
 
 class Blame:
-    """Tells whose fault the failures of one service are; each tool has its own.
+    """Decides whether the query or the service is to blame for a failure; each tool has its own.
 
-    What is not certain is a fault of ours.  A status of 400 or 422 may mean a query that makes no
-    sense, but also an account without credits or a setting that the service does not take, which
-    are refused in every request.  So it is the query's only if the service has answered others,
-    does not speak of the account, and has not refused `_BELIEVED` requests since its last answer.
+    Uncertain failures count as faults. A status of 400 or 422 may mean an invalid query, but also
+    an account without credits or an unsupported setting, which fail for every request. So the query
+    is to blame only if the service has answered other queries, its error does not concern the
+    account, and it has not rejected `_BELIEVED` requests since its last answer.
     """
 
     def __init__(self) -> None:
-        """Knows of no answer yet."""
+        """Starts without any answer."""
         self._believed = 0
 
     def answered(self) -> None:
-        """To be told of each request that went well."""
+        """Must be called after each successful request."""
         self._believed = _BELIEVED
 
     def outcome(self, error: FetchError) -> Literal["timeout", "error", "fault"]:
-        """How a call ends whose service gave this; to be asked once for each."""
+        """Returns the outcome of a failed call; must be called once per failure."""
         if error.kind == "timeout":
             return "timeout"
         if error.status in _TOO_LARGE:

@@ -1,6 +1,6 @@
-"""HTTP requests that always end: deadlines, limits of size and redirects, retries with back-off.
+"""HTTP requests that always end: deadlines, limits on size and redirects, retries with back-off.
 
-A connection is made for each request: a tool outlives event loops, connections do not.
+Each request opens its own connection, because a tool outlives event loops and connections do not.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _LONGEST_WAIT_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Budgets of one request, with all of its redirects and attempts.
+    """Limits of one request, including all redirects and attempts.
 
     Attributes:
         total_s: seconds for everything.
         connect_s: seconds to resolve a name and open a connection.
-        read_s: seconds without a byte.
-        attempts: tries, where another may succeed.
-        backoff_s: seconds before the second try, doubled for each further one up to a minute; the
-            wait is drawn evenly between half of that and all of it.
-        max_bytes: bytes of a body, after decompression.
-        redirects: how many are followed.
+        read_s: seconds without receiving a byte.
+        attempts: maximum number of attempts, if another may succeed.
+        backoff_s: seconds before the second attempt, doubled for each further one, up to a minute.
+            The wait is drawn uniformly between half of that and all of it.
+        max_bytes: maximum size of a body in bytes, after decompression.
+        redirects: maximum number of redirects.
     """
 
     total_s: float = 30.0
@@ -65,7 +65,7 @@ class Limits:
                 raise UserError(f"{name} must be positive, not {getattr(self, name)}")
 
     def within(self, seconds: float | None) -> Limits:
-        """These limits in at most so many seconds."""
+        """Returns these limits, reduced to a number of seconds."""
         if seconds is None or seconds >= self.total_s:
             return self
         return dataclasses.replace(self, total_s=max(seconds, 0.001))
@@ -73,14 +73,15 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """An HTTP request.
 
     Attributes:
-        url: absolute address.
-        method: of HTTP.
-        headers: besides the usual ones; may hold secrets, so they are not part of the repr.
-        body: of the request.
-        types: media types that are wanted, ``text/html`` or ``text/``; empty for any.
+        url: absolute URL.
+        method: HTTP method.
+        headers: headers besides the usual ones. They may contain secrets, so they are not part of
+            the repr.
+        body: body of the request.
+        types: accepted media types, ``text/html`` or ``text/``; empty for any.
     """
 
     url: str
@@ -92,13 +93,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """What came back.
+    """An HTTP response.
 
     Attributes:
-        status: of HTTP; below 400.
-        url: where it came from, after redirects.
-        headers: names in lower case.
-        body: decompressed.
+        status: HTTP status, below 400.
+        url: URL after redirects.
+        headers: headers, names in lower case.
+        body: body, decompressed.
     """
 
     status: int
@@ -108,14 +109,14 @@ class Response:
 
     @property
     def content_type(self) -> str:
-        """Media type in lower case without parameters; "" if the server named none."""
+        """Media type in lower case without parameters; "" if the server sent none."""
         return media_type(self.headers)
 
     def json(self) -> Any:
-        """The body as JSON.
+        """Parses the body as JSON.
 
         Raises:
-            FetchError: it is none.
+            FetchError: the body is not JSON.
         """
         try:
             return json.loads(self.body)
@@ -124,21 +125,31 @@ class Response:
 
 
 def media_type(headers: Mapping[str, str]) -> str:
-    """Media type of a message in lower case without parameters."""
+    """Returns the media type of a message in lower case, without parameters."""
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def fetch(request: Request, limits: Limits, guard: Guard) -> Response:
-    """Sends a request; follows redirects and tries again within the limits.
+    """Sends a request; follows redirects and retries within the limits.
+
+    Args:
+        request: the request.
+        limits: limits of the request.
+        guard: allowed and blocked addresses.
 
     Raises:
-        FetchError: there is no answer with a status below 400 that keeps to the limits.
+        FetchError: there is no answer with a status below 400 within the limits.
     """
     return await attempts(lambda: _fetch_once(request, limits, guard), limits)
 
 
 async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
-    """The JSON value that a server answers with; what is no JSON is tried again.
+    """Returns the JSON value of an answer; retries if the answer is not JSON.
+
+    Args:
+        request: the request.
+        limits: limits of the request.
+        guard: allowed and blocked addresses.
 
     Raises:
         FetchError: see `fetch`.
@@ -155,19 +166,19 @@ async def attempts(
     limits: Limits,
     go_on: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Repeats an attempt that fails in passing, with waits that grow, within ``total_s``.
+    """Repeats an attempt whose failure may be temporary, with growing waits, within ``total_s``.
 
     Args:
-        attempt: raises `FetchError` where it fails.
+        attempt: raises `FetchError` when it fails.
         limits: number of attempts, waits and seconds.
-        go_on: whether another attempt may follow one that has failed.
+        go_on: returns whether another attempt may follow a failed one.
 
     Raises:
-        FetchError: of the last attempt; ``timeout`` when the time is over.
+        FetchError: error of the last attempt; ``timeout`` when the time is over.
     """
     last: FetchError | None = None
 
-    async def once() -> T:  # tenacity wants a function that is async by its definition
+    async def once() -> T:  # tenacity needs a function defined with async
         return await attempt()
 
     def again(error: BaseException) -> bool:
@@ -215,7 +226,7 @@ async def _fetch_once(request: Request, limits: Limits, guard: Guard) -> Respons
         url = _follow(url, target)
         if answer.status == 303 or (answer.status in (301, 302) and method == "POST"):
             method, body = "GET", b""
-        # What was meant for one host, such as a key, is not carried to another.
+        # Headers for one host, such as a key, are not sent to another.
         headers = {k: v for k, v in headers.items() if k not in request.headers}
     raise FetchError("redirects", f"more than {limits.redirects} redirects")
 
@@ -237,7 +248,7 @@ async def _exchange(
     limits: Limits,
     guard: Guard,
 ) -> Response:
-    """One request and its answer; redirects come back without a body."""
+    """Makes one request without following redirects; a redirect is returned without a body."""
     target = httpcore2.URL(
         scheme=url.raw_scheme, host=url.raw_host, port=port_of(url), target=url.raw_path
     )
@@ -274,7 +285,7 @@ async def _exchange(
     except httpcore2.TimeoutException as error:
         raise FetchError("timeout", "the server took too long") from error
     except httpcore2.ProtocolError as error:
-        raise FetchError("unreachable", "the server broke off or spoke no HTTP") from error
+        raise FetchError("unreachable", "the server broke off or did not speak HTTP") from error
     except (httpcore2.NetworkError, ssl.SSLError, OSError) as error:
         raise FetchError("unreachable", "the server cannot be reached") from error
     return Response(answer.status, str(url), found, content)
@@ -296,7 +307,7 @@ def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limi
 
 
 def seconds_of(text: str) -> float | None:
-    """Value of Retry-After: seconds or a date."""
+    """Parses the value of Retry-After, seconds or a date, into seconds."""
     text = text.strip()
     if text.isdecimal():
         return min(float(text[:9]), 3600.0)
@@ -307,13 +318,13 @@ def seconds_of(text: str) -> float | None:
 
 
 def too_large(limit: int) -> FetchError:
-    """The error of a body of more than so many bytes."""
+    """Returns the error for a body of more than ``limit`` bytes."""
     size = f"{limit / 2**20:.3g} MiB" if limit >= 2**20 else f"{limit} bytes"
     return FetchError("too_large", f"the content is larger than {size}")
 
 
 async def _read(chunks: AsyncIterator[bytes], headers: Mapping[str, str], limit: int) -> bytes:
-    """The body, decompressed piece by piece so that no bomb can unfold beyond the limit."""
+    """Reads a body, decompressed in pieces so that a decompression bomb stops at the limit."""
     coding = headers.get("content-encoding", "").strip().lower()
     decoder = _Inflate(coding) if coding not in ("", "identity") else None
     content = bytearray()
@@ -338,21 +349,21 @@ class _Inflate:
 
     @property
     def ended(self) -> bool:
-        """Whether the data were whole."""
+        """Whether the compressed data is complete."""
         return self._decoder is None or self._decoder.eof
 
     def feed(self, data: bytes, room: int) -> bytes:
-        """At most ``room`` bytes of what ``data`` unfolds to; more means that the limit is met."""
+        """Decompresses at most ``room`` bytes; more output means that the limit is reached."""
         data, self._pending = self._pending + data, b""
         out = bytearray()
         while data and len(out) < room:
             if self._decoder is None or self._decoder.eof:
-                if len(data) < 2:  # the next piece shows what begins here
+                if len(data) < 2:  # the next piece shows which format begins here
                     self._pending = data
                     break
                 another = not self._deflate and data.startswith(b"\x1f\x8b")
                 if self._decoder is not None and not another:
-                    break  # padding behind the end
+                    break  # padding after the end
                 self._decoder = zlib.decompressobj(self._window(data))
             try:
                 out += self._decoder.decompress(data, room - len(out))
@@ -362,7 +373,9 @@ class _Inflate:
         return bytes(out)
 
     def _window(self, data: bytes) -> int:
-        """What zlib has to be told; some servers send deflate without the header of zlib."""
+        """Returns the window argument of zlib; some servers send deflate without the zlib
+        header.
+        """
         if not self._deflate:
             return 31
         return 15 if data[0] & 15 == 8 and int.from_bytes(data[:2], "big") % 31 == 0 else -15
@@ -370,5 +383,5 @@ class _Inflate:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Certificates are always checked; made once, for it reads a large file."""
+    """Returns a TLS context that checks certificates; cached, since it reads a large file."""
     return httpcore2.default_ssl_context()

@@ -1,7 +1,7 @@
-"""Keys of services: named in a configuration, read from the environment, shown nowhere.
+"""API keys: named in a configuration, read from the environment, shown nowhere.
 
-What a service sends back is searched for its own key where it is read.  Beyond that, what any tool
-gives, those of others and their exceptions included, is searched by `redact_all`.
+Each client removes its own key from the answers of its service. In addition, `redact_all` removes
+keys from the observations of all tools, including custom tools and exceptions.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from typing import Any
 from coa_jax.errors import UserError
 
 _SHORTEST, _SHORTEST_UNNAMED = 6, 12
-"""Values below this many characters are no secrets: hiding them would blot out ordinary text.  The
-second is for variables that no configuration names as a key."""
+"""Shorter values are not secrets: hiding them would blank out ordinary text. The second number is
+for variables that no configuration names as a key.
+"""
 
 HIDDEN = "[secret]"
 
 _SPEAKING = re.compile(
     r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE
 )
-"""Names of environment variables that say of themselves that they hold a key."""
+"""Names of environment variables that indicate a key."""
 
 
 def quieten(*libraries: str) -> None:
-    """Keeps loggers silent that write down what was sent and answered, keys and all."""
+    """Silences loggers of libraries that log requests and answers, including keys."""
     for name in libraries:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Secret:
-    """A value that neither `repr` nor `str` nor pickling gives away; only `reveal` does."""
+    """A value that neither `repr` nor `str` nor pickling shows; only `reveal` returns it."""
 
     __slots__ = ("_name",)
 
     def __init__(self, name: str):
-        """Names a secret by its environment variable; it is read when it is needed."""
+        """Names a secret by its environment variable, which is read when it is needed."""
         self._name = name
 
     @property
     def name(self) -> str:
-        """The environment variable."""
+        """The name of the environment variable."""
         return self._name
 
     def reveal(self) -> str:
-        """The value.
+        """Returns the value.
 
         Raises:
             UserError: the variable is not set.
@@ -64,24 +65,26 @@ class Secret:
         return f"Secret({self._name!r})"
 
     def redact(self, value: Any) -> Any:
-        """Text, or JSON with text in it, without the value, should a server repeat it."""
+        """Removes the value from text, or from JSON with text in it."""
         return _without(value, _values([self._name]))
 
 
 def redact_all(value: Any) -> Any:
-    """Text or JSON without the values of environment variables that say that they are secret: by a
-    name that ends in KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS."""
+    """Removes the values of environment variables that look secret from text or JSON.
+
+    A name looks secret if it ends in KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS.
+    """
     return _without(value, _values(filter(_SPEAKING.search, os.environ), _SHORTEST_UNNAMED))
 
 
 def redact_variables(value: Any, names: Iterable[str]) -> Any:
-    """Text or JSON without the values of environment variables, but for paths: no key is one."""
+    """Removes the values of environment variables from text or JSON; values that are paths stay."""
     given = [name for name in names if not os.environ.get(name, "").startswith("/")]
     return _without(value, _values(given))
 
 
 def _values(names: Iterable[str], shortest: int = _SHORTEST) -> list[str]:
-    """What is to be hidden, the longest first: one key may begin with another."""
+    """Returns the values to hide, the longest first, since one key may begin with another."""
     values = {os.environ.get(name, "").strip() for name in names if name}
     return sorted((value for value in values if len(value) >= shortest), key=len, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Observations on disk, in one SQLite file that many processes read and write at a time."""
+"""Stores observations on disk, in one SQLite file that several processes read and write."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _PRUNE_EVERY = 64
 
 
 def key_of(*parts: object) -> str:
-    """Names an entry by JSON values."""
+    """Returns the key of an entry, a hash of JSON values."""
     return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
 
 
 class Store:
     """Observations by key.
 
-    Each operation opens the file for itself: nothing is shared between threads, and a process
-    that forks or is killed leaves nothing behind that SQLite does not mend.
+    Each operation opens the file itself. So threads share nothing, and a process that forks or is
+    killed leaves nothing behind that SQLite cannot repair.
     """
 
     def __init__(self, path: str | Path, max_entries: int = 0, wait_s: float = 10.0):
-        """Makes the file, and the folder it is in, where they are missing.
+        """Creates the file and its folder if they are missing.
 
         Args:
-            path: of the file.
-            max_entries: how many are kept, the youngest; 0 for all.
+            path: path of the file.
+            max_entries: maximum number of entries, the newest; 0 for no limit.
             wait_s: seconds to wait for other writers.
 
         Raises:
-            UserError: the file cannot be made or is no store.
+            UserError: the file cannot be created or is not a store.
         """
         self.path = Path(path).expanduser()
         self._max_entries = max_entries
@@ -75,7 +75,11 @@ class Store:
             return int(connection.execute("SELECT count(*) FROM observations").fetchone()[0])
 
     def get(self, key: str, max_age_s: float | None = None) -> Observation | None:
-        """The observation of a key, if there is one that is young enough.
+        """Returns the observation of a key, if there is one that is recent enough.
+
+        Args:
+            key: key of the entry.
+            max_age_s: maximum age in seconds; None for no limit.
 
         Raises:
             sqlite3.Error: the file has become unusable.
@@ -89,13 +93,19 @@ class Store:
         return Observation(**json.loads(row[0]))
 
     def put(self, key: str, tool: str, arguments: str, observation: Observation) -> None:
-        """Keeps an observation; an earlier one of the key is replaced.
+        """Stores an observation, replacing an earlier one with the same key.
+
+        Args:
+            key: key of the entry.
+            tool: name of the tool.
+            arguments: text of the call.
+            observation: result of the call.
 
         Raises:
-            sqlite3.Error, OSError: it could not be written.
+            sqlite3.Error, OSError: the observation could not be written.
         """
         text = json.dumps(dataclasses.asdict(observation))
-        # Half of a surrogate pair, from a token cut in the middle, has no place in UTF-8.
+        # A surrogate half, from a token cut in the middle, cannot be encoded in UTF-8.
         arguments = arguments.encode("utf-8", "replace").decode()
         with self._open() as connection:
             connection.execute(

@@ -1,4 +1,4 @@
-"""From bytes to text: encodings that are named, guessed, or named wrongly."""
+"""Decodes bytes to text, with encodings that are named, guessed, or named wrongly."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Python knows codecs that are no encodings of pages (punycode, unicode_escape), some of them slow.
+# Some Python codecs are not encodings of pages (punycode, unicode_escape), and some are slow.
 _PAGE_CODECS = ("utf-", "iso8859", "latin", "cp", "koi8", "gb", "big5", "euc", "shift", "ascii")
 
 
 def decode(body: bytes, headers: Mapping[str, str]) -> str:
-    """The text of a page.
+    """Decodes the text of a page.
 
-    The mark at its beginning counts first, then the header, then the page's own word, each only
-    if the bytes bear it out; else UTF-8, and where that does not fit either Windows-1252 with
-    signs for what it lacks, as browsers do.
+    The byte order mark takes precedence, then the header, then the page's own declaration, each
+    only if the bytes are valid in that encoding. Otherwise the encoding is UTF-8, or Windows-1252
+    with replacement characters, as in browsers.
     """
     for mark, name in _MARKS:
         if body.startswith(mark):
@@ -40,7 +40,7 @@ def decode(body: bytes, headers: Mapping[str, str]) -> str:
         try:
             return body.decode(codec)
         except UnicodeDecodeError as error:
-            # One broken character at the end of a long page does not make it another encoding.
+            # One broken character at the end of a long page does not mean another encoding.
             if codec == "utf-8" and error.start > len(body) - 4:
                 return body.decode(codec, "replace")
     return body.decode("cp1252", "replace")
@@ -52,12 +52,12 @@ def _codec(name: str) -> str | None:
     except (LookupError, ValueError):
         return None
     if codec in ("iso8859-1", "ascii"):
-        return "cp1252"  # what pages mean by it
+        return "cp1252"  # pages mean this encoding
     return codec if codec.startswith(_PAGE_CODECS) else None
 
 
 def clip(text: str, room: int) -> str:
-    """The first ``room`` characters, with a notice where something is left out."""
+    """Returns the first ``room`` characters, with a notice if something is left out."""
     if len(text) <= room:
         return text
     return f"{text[:room].rstrip()}\n[... {len(text) - room} characters left out ...]"

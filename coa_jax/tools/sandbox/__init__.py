@@ -1,11 +1,11 @@
-"""Running a program that nobody has read, without harm to the machine it runs on.
+"""Runs untrusted programs without harm to the machine.
 
-``isolation`` finds out what this machine offers and proves it; ``run`` is the asynchronous
-client; ``server`` is a small process that forks one ``supervise`` per program; ``watch`` counts
-what a program holds where the kernel does not, ``cgroup`` lets the kernel count; ``confine``,
-``landlock`` and ``seccomp`` speak to the kernel; ``canaries`` and ``hoards`` are the hostile
-programs of the doctor.  Server side modules use only the standard library and import each other
-relatively, because they are loaded outside of the package, without site-packages.
+``isolation`` finds out which isolation this machine offers and tests it. ``run`` is the
+asynchronous client. ``server`` is a small process that forks one ``supervise`` per program.
+``watch`` measures a program's resources where the kernel does not; ``cgroup`` lets the kernel
+measure them. ``confine``, ``landlock`` and ``seccomp`` call the kernel. ``canaries`` and ``hoards``
+are the hostile programs of the doctor. The modules of the server use only the standard library and
+relative imports, because they are loaded outside of the package, without site-packages.
 
-docs/isolation.md says what is promised, how it is checked, and what is not covered.
+docs/isolation.md says what is guaranteed, how it is tested, and what is not covered.
 """

@@ -1,6 +1,6 @@
-"""Hostile programs, one for each thing that a sandbox must not let happen.
+"""Hostile programs, one for each action that a sandbox must prevent.
 
-A program that survives its own attack prints ``HELD`` or what broke.
+A program whose attack fails prints ``HELD``, otherwise what it broke.
 """
 
 from __future__ import annotations
@@ -231,15 +231,15 @@ print("HELD")
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-    """A hostile program and how it has to end.
+    """A hostile program and its acceptable ends.
 
     Attributes:
         name: what it tries.
         source: the program.
-        endings: reasons for its end that are fine.
-        says: what it must print, "" for anything.
-        hoards: "memory" or "disk" if it measures what it holds of that, see
-            ``coa_jax.tools.sandbox.hoards``; it may then end in any way within its limit.
+        endings: acceptable reasons for its end.
+        says: text that it must print; "" for any text.
+        hoards: "memory" or "disk" if it reports how much of that it holds, see
+            ``coa_jax.tools.sandbox.hoards``. Within its limit it may then end for any reason.
     """
 
     name: str
@@ -251,20 +251,20 @@ class Canary:
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """What the programs aim at, set up by the one who runs them.
+    """The targets of the attacks, which the caller sets up.
 
     Attributes:
-        secrets: readable files outside of the sandbox.
-        directories: readable directories outside of it.
-        precious: files outside that must stay as they are.
-        tcp_port, udp_port: where somebody listens on the loopback device.
-        abstract: name of an abstract unix socket on which somebody listens.
-        unix: path of a unix socket that anybody may send to.
-        locks: path of a file of locks, which is not for programs.
+        secrets: readable files outside the sandbox.
+        directories: readable directories outside the sandbox.
+        precious: files outside the sandbox that must stay unchanged.
+        tcp_port, udp_port: ports of listeners on the loopback device.
+        abstract: name of an abstract unix socket with a listener.
+        unix: path of a unix socket that everybody may send to.
+        locks: path of a lock file that programs must not access.
         memory_mb, disk_mb: limits of the programs.
         caller: process id of the caller.
         variable: bytes that occur in the environment of the caller.
-        marker: argument of ``sleep`` by which a survivor is recognised.
+        marker: argument of ``sleep`` by which surviving processes are recognised.
     """
 
     secrets: tuple[str, ...]
@@ -283,12 +283,12 @@ class Targets:
 
 
 def probe(secret: str) -> str:
-    """One short program that tries the essentials; prints ``HELD`` if none succeeds."""
+    """Returns a short program that tries the main attacks; it prints ``HELD`` if none succeeds."""
     return _FRAME.format(body=_PROBE.format(secret=secret))
 
 
 def canaries(targets: Targets) -> tuple[Canary, ...]:
-    """All hostile programs. They want limits of a few seconds and a few hundred MiB."""
+    """Returns all hostile programs. They need limits of a few seconds and a few hundred MiB."""
     reads = _READS.format(
         paths=("/etc/shadow", "/etc/passwd", *targets.secrets),
         directories=targets.directories,

@@ -1,8 +1,8 @@
-"""A memory control group for each program, where this machine lets us make one.
+"""A memory control group (cgroup) for each program, where this machine allows it.
 
-The kernel then counts everything that a program holds: private and shared memory, files in
-memory, page tables, pipes, sockets and its own bookkeeping.  A program above the limit is killed
-by the kernel in the moment of the allocation.
+The kernel then counts everything that a program holds: private and shared memory, files in memory,
+page tables, pipes, sockets and the kernel's own data. A program above the limit is killed by the
+kernel at the moment of the allocation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REMOVE_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """A control group below which this process may make groups.
+    """A control group in which this process may create child groups.
 
     Attributes:
         path: directory of the group.
@@ -44,19 +44,19 @@ class Group:
 
     def enter(self) -> None:
         """Moves this process, which has one thread, into the group. Raises OSError."""
-        # In version 1 the file `tasks` moves a thread without a lock over the whole machine.
+        # In version 1, writing to `tasks` moves a thread without a machine-wide lock.
         _write(self.path, "tasks" if self.version == 1 else "cgroup.procs", "0")
 
     def exceeded(self) -> bool:
-        """Whether the kernel has killed a process of the group for its memory."""
+        """Returns whether the kernel has killed a process of the group for its memory."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         fields = dict(line.split() for line in _read(self.path, name).splitlines())
         return int(fields.get("oom_kill", 0)) > 0
 
     def kill(self) -> None:
-        """Kills every process of the group, where the kernel offers that."""
+        """Kills every process of the group, if the kernel supports that."""
         if self.version == 2:
-            with contextlib.suppress(OSError):  # Linux 5.14
+            with contextlib.suppress(OSError):  # needs Linux 5.14
                 _write(self.path, "cgroup.kill", "1")
 
     def remove(self) -> None:
@@ -65,16 +65,16 @@ class Group:
         while True:
             try:
                 return os.rmdir(self.path)
-            except OSError:  # the last process is on its way out
+            except OSError:  # the last process is still exiting
                 if time.monotonic() > end:
-                    return  # a later call removes what is stale
+                    return  # a later call removes stale groups
             time.sleep(0.001)
 
 
 def find() -> Home | None:
-    """The nearest control group that lets this process limit the memory of its children.
+    """Finds the nearest control group in which this process can limit the memory of its children.
 
-    Tried with a real child process, so call it in a process without threads.
+    The test uses a real child process, so call it in a process without threads.
     """
     for home in _candidates():
         try:
@@ -100,16 +100,16 @@ def find() -> Home | None:
 
 
 def make(home: Home, memory: int) -> Group:
-    """A new group below ``home`` that may hold ``memory`` bytes. Raises OSError."""
+    """Creates a group below ``home`` that may hold ``memory`` bytes. Raises OSError."""
     _remove_stale(home.path)
     group = Group(os.path.join(home.path, f"{PREFIX}{os.getpid()}"), home.version)
-    with contextlib.suppress(OSError):  # of an earlier maker with this process id
+    with contextlib.suppress(OSError):  # of an earlier process with this id
         os.rmdir(group.path)
     os.mkdir(group.path)
     try:
         if home.version == 1:
             _write(group.path, "memory.limit_in_bytes", str(memory))
-            with contextlib.suppress(FileNotFoundError):  # a kernel without accounting of swap
+            with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
                 _write(group.path, "memory.memsw.limit_in_bytes", str(memory))
         else:
             _write(group.path, "memory.max", str(memory))
@@ -143,7 +143,7 @@ def _candidates() -> list[Home]:
 
 
 def _delegated(path: str, top: str) -> list[str]:
-    """This group and those above it that hand the memory controller to the groups below."""
+    """Returns this group and its parents that delegate the memory controller to their children."""
     found, path = [], os.path.normpath(path)
     while path.startswith(top):
         with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def _delegated(path: str, top: str) -> list[str]:
 
 
 def _remove_stale(path: str) -> None:
-    """Removes groups whose maker was killed before it could."""
+    """Removes groups whose creator was killed before it could remove them."""
     for name in os.listdir(path):
         maker = name.removeprefix(PREFIX)
         if maker == name or os.path.exists(f"/proc/{maker}"):

@@ -1,4 +1,4 @@
-"""From a fork of the supervisor to the confined program, step by step, never going back."""
+"""Turns a fork of the supervisor into the confined program, in irreversible steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 from . import kernel, landlock, seccomp
 from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes, Scratch
 
-_NICE = 5  # a third of the usual share of a processor; with less, honest programs come too late
+_NICE = 5  # a third of the usual CPU share; with less, honest programs time out
 _IDLE_IO = 3 << 13
 
 
@@ -27,18 +27,19 @@ def become_program(
     """Confines this process and replaces it by the program; returns only by an exception.
 
     Args:
-        job: what to run and within which limits.
+        job: the program and its limits.
         pipes: descriptors of the job.
-        uid: the unprivileged uid and gid to take on, None to stay what we are.
-        scratch: where the program may write.
+        uid: unprivileged uid and gid to switch to; None to keep the current ones.
+        scratch: directory where the program may write.
         count: limit of processes for the uid.
-        started: descriptor to which bubblewrap reports that the program ran.
-        shared_memory: the kernel counts shared memory of no file, so the program may have it.
+        started: descriptor on which bubblewrap reports that the program started.
+        shared_memory: whether the kernel counts anonymous shared memory, so that the program may
+            use it.
     """
     os.setsid()
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    # If memory gets short the kernel shall take this process first, never the trainer.
+    # When memory runs out, the kernel should kill this process first, never the trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     _set_limits(job.limits, count)
@@ -48,7 +49,7 @@ def become_program(
         os.setresuid(uid, uid, uid)
     elif os.geteuid() == 0 and job.backend != "none":
         raise OSError("a program never runs as root")
-    # After the change of uid, which clears it.
+    # After the change of uid, which clears this setting.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     os.umask(0o077)
@@ -75,7 +76,7 @@ def become_program(
 
 
 def environment(job: Job, directory: str) -> dict[str, str]:
-    """All variables that a program sees: the same for each call and each machine."""
+    """Returns all variables that a program sees: the same for each call and each machine."""
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": directory,
@@ -95,18 +96,19 @@ def environment(job: Job, directory: str) -> dict[str, str]:
 
 
 def _command(job: Job, program: str) -> list[str]:
-    # Neither site-packages (-S, -s), which halves the start, nor byte code (-B).
+    # No site-packages (-S, -s), which halves the start-up time, and no byte code (-B).
     return [job.interpreter, "-S", "-s", "-B", program]
 
 
 def _give_way() -> None:
-    """Lets other work of the machine go first; the program cannot undo that."""
+    """Lowers the priority of this process; the program cannot undo that."""
     os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
         kernel.syscall(seccomp.number("ioprio_set"), 1, 0, _IDLE_IO)
-    # Where the kernel shares processors among sessions, each process alone does not count.
+    # Where the kernel shares processors among sessions, the priority of a single process has no
+    # effect.
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
         file.write(str(_NICE))
 
@@ -128,13 +130,13 @@ def _set_limits(limits: Limits, count: int) -> None:
     }
     for limit, (soft, hard) in wanted.items():
         ceiling = resource.getrlimit(limit)[1]
-        if ceiling != resource.RLIM_INFINITY:  # the caller may itself be limited
+        if ceiling != resource.RLIM_INFINITY:  # the caller may have limits itself
             soft, hard = min(soft, ceiling), min(hard, ceiling)
         resource.setrlimit(limit, (soft, hard))
 
 
 def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
-    """Puts the pipes onto 0, 1, 2; of all other descriptors only ``keep`` survive exec."""
+    """Moves the pipes to descriptors 0, 1, 2; of all others only ``keep`` survive exec."""
     for number, end in enumerate((pipes.stdin, pipes.stdout, pipes.stderr)):
         os.dup2(end, number)
     for name in os.listdir("/proc/self/fd"):
@@ -143,7 +145,7 @@ def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
             try:
                 os.set_inheritable(descriptor, False)
             except OSError:
-                continue  # the one that listed the directory
+                continue  # the descriptor that listed the directory
     for descriptor in keep:
         os.set_inheritable(descriptor, True)
 
@@ -160,16 +162,16 @@ def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_mem
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]
-    # Shared memory with a name lies in the scratch space, so that one limit bounds both.
+    # Named shared memory lies in the scratch space, so that one limit covers both.
     arguments += ["--symlink", PRIVATE_TMP, "/dev/shm"]
-    for path in job.readable:  # after the scratch space, since a library may lie below /tmp
+    for path in job.readable:  # after the scratch space, since a library may be below /tmp
         arguments += ["--ro-bind", path, path]
     for target, path in job.links:
         arguments += ["--symlink", target, path]
     program = f"{PRIVATE_TMP}/{PROGRAM}"
     arguments += ["--file", str(source), program, "--chdir", PRIVATE_TMP]
-    # What is left of the new root is memory without a limit, and through /proc a program could
-    # make the kernel spare it when memory gets short: make both read-only.
+    # The rest of the new root is memory without a limit, and through /proc a program could exempt
+    # itself from the kernel's out-of-memory killer: both become read-only.
     arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
     arguments += ["--json-status-fd", str(started)]
     arguments += ["--seccomp", str(rules), "--", *_command(job, program)]

@@ -1,7 +1,7 @@
-"""Hostile programs that want more memory or disk space than they may have, and their measure.
+"""Hostile programs that try to exceed their memory or disk limit, and report how far they get.
 
-Each says after every few MiB how much it holds and when.  So whoever runs it learns by how much
-it passed the limit, and how long it lived after that.
+Every few MiB a program prints how much it holds and when. So the caller learns by how much the
+limit was exceeded, and how long the program survived after that.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ _EMPTY = """
 
 @dataclasses.dataclass(frozen=True)
 class Hoard:
-    """A program that measures what it holds.
+    """A program that reports how much it holds.
 
     Attributes:
         source: the program.
-        kind: "memory" or "disk", the limit that it wants to pass.
+        kind: "memory" or "disk", the limit that it tries to exceed.
     """
 
     source: str
@@ -158,7 +158,7 @@ class Hoard:
 
 
 def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
-    """Programs, by what they try, that want a multiple of these limits."""
+    """Returns programs, by the method they try, that want several times these limits."""
 
     def of(kind: str, body: str, processes: int = 4, linger: float = 60.0) -> Hoard:
         most = (3 * memory_mb if kind == "memory" else 8 * disk_mb) // processes
@@ -183,15 +183,15 @@ def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
 
 
 def measure(said: str, limit: float, ended: float) -> tuple[float, float]:
-    """What a hoard held, from what it said.
+    """Evaluates the output of a hoard.
 
     Args:
         said: its standard output.
         limit: MiB that it may hold.
-        ended: when all of its processes were gone, on the clock of ``time.monotonic``.
+        ended: time when all of its processes had ended, on the clock of ``time.monotonic``.
 
     Returns:
-        (MiB at most, seconds for which it lived with more than ``limit``)
+        (largest amount in MiB, seconds for which it held more than ``limit``)
     """
     total = most = 0.0
     passed = ended

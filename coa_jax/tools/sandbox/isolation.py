@@ -1,4 +1,6 @@
-"""What isolation this machine offers: found by trying it, never by believing a version."""
+"""Finds the isolation that this machine offers, by testing it instead of trusting version
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ _DESCRIBE = (
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """A python that the sandboxed user can start.
+    """A Python that the sandboxed user can start.
 
     Attributes:
         path: the executable.
         prefixes: directories of its standard library.
-        version: as "3.11.2".
+        version: version, e.g. "3.11.2".
     """
 
     path: str
@@ -49,12 +51,12 @@ class Interpreter:
 
 @dataclasses.dataclass(frozen=True)
 class Isolation:
-    """A way to run programs that was tried on this machine.
+    """An isolation that was tested on this machine.
 
     Attributes:
         backend: "bubblewrap", "landlock" or "none".
-        interpreter: the python that programs get.
-        refused: (back end, why not) of the better ones.
+        interpreter: the Python that runs the programs.
+        refused: (back end, reason) of the better back ends that do not work here.
     """
 
     backend: str
@@ -68,7 +70,13 @@ class Isolation:
         namespaces: bool = True,
         cgroup: bool = True,
     ) -> Job:
-        """The job description; ``libraries`` are directories added to the import path."""
+        """Returns the description of a job.
+
+        Args:
+            limits: limits of the program.
+            libraries: directories added to the import path.
+            namespaces, cgroup: whether Landlock may use namespaces and a control group.
+        """
         readable, links = _file_system(self.interpreter, libraries)
         return Job(
             self.backend,
@@ -85,13 +93,13 @@ class Isolation:
 
 
 def find_isolation(backend: str = "auto") -> Isolation:
-    """The best isolation that holds here; tried once a process.
+    """Returns the best isolation that works here; tested once per process.
 
     Args:
-        backend: "auto", or one of ``BACKENDS`` to insist on it.
+        backend: "auto", or one of ``BACKENDS`` to require it.
 
     Raises:
-        UserError: nothing holds, or the name is unknown.
+        UserError: no isolation works, or the name is unknown.
     """
     if backend not in ("auto", *BACKENDS):
         raise UserError(f"sandbox back end {backend!r} is unknown: use auto, {', '.join(BACKENDS)}")
@@ -109,10 +117,11 @@ def find_isolation(backend: str = "auto") -> Isolation:
 
 
 def without_isolation(asked: bool) -> Isolation:
-    """Limits only, for a machine that may be harmed; needs two separate words of consent.
+    """Returns limits without isolation; the user must consent twice, since the machine may be
+    harmed.
 
     Raises:
-        UserError: only one of them was given.
+        UserError: only one of the two consents was given.
     """
     if not asked or os.environ.get(UNSAFE_VARIABLE) != "1":
         raise UserError(
@@ -124,7 +133,7 @@ def without_isolation(asked: bool) -> Isolation:
 
 @functools.lru_cache
 def _why_not(backend: str) -> str | None:
-    """None if a back end holds what it promises, else a short reason."""
+    """Returns None if a back end passes its test, else a short reason."""
     if not sys.platform.startswith("linux"):
         return f"needs Linux, this is {sys.platform}"
     if backend == "bubblewrap" and shutil.which("bwrap", path=_search_path()) is None:
@@ -146,10 +155,10 @@ def _why_not(backend: str) -> str | None:
 
 @functools.lru_cache
 def find_interpreter() -> Interpreter:
-    """A python that an unprivileged user can start.
+    """Finds a Python that an unprivileged user can start.
 
-    The one of a virtual environment below a private home is of no use: a user without rights
-    cannot get there.
+    The Python of a virtual environment in a private home directory does not qualify, since an
+    unprivileged user cannot enter the directory.
 
     Raises:
         UserError: there is none.
@@ -181,9 +190,9 @@ def find_interpreter() -> Interpreter:
 
 
 def reachable(path: str) -> bool:
-    """Whether the user that programs run as can read and enter ``path``.
+    """Returns whether the user that runs the programs can read and enter ``path``.
 
-    That is an unprivileged stranger where this process is root, else ourselves.
+    That user is an unprivileged one if this process is root, else the current user.
     """
     if os.geteuid() != 0:
         return os.access(path, os.R_OK | os.X_OK)

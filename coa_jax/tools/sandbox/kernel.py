@@ -1,4 +1,4 @@
-"""The few calls of the C library that python does not offer."""
+"""The few system calls that Python's standard library does not offer."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def is_memory(path: str) -> bool:
-    """Whether files at ``path`` lie in memory (tmpfs or ramfs). Raises OSError."""
-    answer = ctypes.create_string_buffer(256)  # struct statfs, which begins with the type
+    """Returns whether files at ``path`` are stored in memory (tmpfs or ramfs). Raises OSError."""
+    answer = ctypes.create_string_buffer(256)  # struct statfs; its first field is the type
     _check(_libc.statfs(path.encode(), answer), f"statfs {path}")
     return ctypes.c_long.from_buffer(answer).value in (0x01021994, 0x858458F6)
 
 
 def syscall(number: int, *arguments: Any) -> int:
-    """A raw system call; arguments are ints or ctypes values. Raises OSError."""
+    """Makes a raw system call; arguments are ints or ctypes values. Raises OSError."""
     return _check(_libc.syscall(ctypes.c_long(number), *arguments), f"system call {number}")

@@ -1,4 +1,4 @@
-"""Landlock: the kernel's sandbox that needs neither root nor namespaces."""
+"""Landlock: a sandbox of the kernel that needs neither root nor namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NET_BIND_CONNECT = 0b11
 _SCOPE_SOCKETS_AND_SIGNALS = 0b11
 _ONLY_FOR_DIRECTORIES = sum(1 << bit for bit in (3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13))
 
-MINIMUM_ABI = 3  # older ones cannot refuse to truncate a file
+MINIMUM_ABI = 3  # older versions cannot forbid truncating a file
 SIGNAL_SCOPE_ABI = 6
 
 
@@ -34,7 +34,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """Version of Landlock in the running kernel, 0 where there is none."""
+    """Returns the version of Landlock in the running kernel; 0 without Landlock."""
     try:
         return kernel.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:
@@ -61,15 +61,18 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> None:
-    """Locks this process and its descendants in for good; needs no_new_privs.
+    """Restricts this process and its descendants permanently; needs no_new_privs.
 
-    Files: ``readable`` may be read and executed, all below ``writable`` may be done, a few
-    harmless devices may be used: ``/dev/zero``, which gives shared memory, only with
-    ``shared_memory``.  TCP, signals and abstract sockets to processes outside are
-    refused as far as the kernel knows how.
+    TCP, signals and abstract sockets to processes outside are forbidden as far as the kernel
+    supports it. A few harmless devices may be used.
+
+    Args:
+        readable: paths that may be read and executed.
+        writable: directory with full access.
+        shared_memory: whether ``/dev/zero``, which gives shared memory, may be used.
 
     Raises:
-        OSError: the kernel has no Landlock, or one that is too old.
+        OSError: the kernel has no Landlock, or its version is too old.
     """
     version = abi()
     if version < MINIMUM_ABI:
@@ -87,7 +90,7 @@ def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> N
     try:
         for path in readable:
             _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
-        # Device ioctls stay refused even there.
+        # Ioctls on devices are still forbidden there.
         _allow(ruleset, writable, rights & ~_IOCTL_DEV)
         for device in ("/dev/null", "/dev/full", *(["/dev/zero"] if shared_memory else [])):
             _allow(ruleset, device, (_READ_FILE | _WRITE_FILE | _TRUNCATE) & rights)

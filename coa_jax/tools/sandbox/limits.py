@@ -1,4 +1,4 @@
-"""What one program may use up, and the job description that goes to the server."""
+"""The limits of one program, and the job description that goes to the server."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ import dataclasses
 import json
 
 PROGRAM = "program.py"
-"""Name of the file in which a program lies."""
+"""File name of a program."""
 
 PRIVATE_TMP = "/tmp"
-"""Where a program in bubblewrap sees its scratch space."""
+"""Path at which a program in bubblewrap sees its scratch space."""
 
 MEMORY = "/dev/shm"
-"""Where a program under Landlock sees its scratch space, if that is a file system of its own."""
+"""Path at which a program under Landlock sees its scratch space, if that is a separate file
+system.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Budgets of one program.
+    """Limits of one program.
 
-    The defaults of time and memory are those of the paper's code sandbox (paper App. A).
+    The default time and memory limits are those of the paper's code sandbox (paper App. A).
 
     Attributes:
         wall_s: seconds of wall time until everything is killed.
-        starved_s: seconds at most by which that is put off where the program was ready to run but
-            other work had the processors.
+        starved_s: maximum number of seconds added to ``wall_s`` for the time in which the program
+            was ready to run but other processes had the processors.
         cpu_s: seconds of processor time for each process.
-        memory_mb: MiB of address space for each process, and of memory for all processes
-            together; with a control group that includes scratch space in memory.
-        disk_mb: MiB of private scratch space, with a file for each 4 KiB at most.
-        processes: processes and threads at a time.
+        memory_mb: MiB of address space for each process, and of memory for all processes together.
+            With a control group this includes scratch space in memory.
+        disk_mb: MiB of private scratch space, with at most one file per 4 KiB.
+        processes: concurrent processes and threads.
         open_files: file descriptors of each process.
-        output_bytes: bytes that are read from stdout and stderr together before the kill.
+        output_bytes: bytes of stdout and stderr together, after which the program is killed.
     """
 
     wall_s: float = 7.0
@@ -46,19 +48,19 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything the server has to know to run one program.
+    """All data that the server needs to run one program.
 
     Attributes:
         backend: "bubblewrap", "landlock" or "none".
-        interpreter: absolute path of the python that runs the program.
+        interpreter: absolute path of the Python that runs the program.
         readable: existing absolute paths that the program may read and execute.
         links: (target, path) of symbolic links at the top of the file system.
-        import_path: directories that are added to the program's ``sys.path``.
-        scratch: directory below which a private one is made where there is no private /tmp.
+        import_path: directories added to the program's ``sys.path``.
+        scratch: parent of the private scratch directory, where there is no private /tmp.
         bwrap: path of bubblewrap, or "".
-        namespaces: whether Landlock is helped by namespaces where there are any.
-        cgroup: whether a control group limits the memory where this machine lets us make one.
-        limits: the budgets.
+        namespaces: whether Landlock is combined with namespaces if they are available.
+        cgroup: whether a control group limits the memory if this machine allows one.
+        limits: limits of the program.
     """
 
     backend: str
@@ -73,12 +75,12 @@ class Job:
     limits: Limits
 
     def encode(self) -> bytes:
-        """The job as JSON."""
+        """Encodes the job as JSON."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @staticmethod
     def decode(data: bytes) -> Job:
-        """The job that ``encode`` wrote."""
+        """Decodes a job from ``encode``."""
         fields = json.loads(data)
         return Job(**{**fields, "limits": Limits(**fields["limits"])})
 
@@ -90,8 +92,8 @@ class Pipes:
     Attributes:
         source: file with the program.
         stdin, stdout, stderr: the ends that the program gets.
-        control: readable, or at its end, when the client gives up.
-        report: where the report is written as JSON.
+        control: becomes readable, or reaches its end, when the client gives up.
+        report: receives the report as JSON.
     """
 
     source: int
@@ -104,13 +106,13 @@ class Pipes:
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Where one program may write.
+    """The directory where one program may write.
 
     Attributes:
-        path: its directory; "" where only the program sees it.
-        top: directory below which it may write.
-        bounded: the kernel bounds its size, because it is a file system of its own.
-        in_memory: its files are memory.
+        path: the directory; "" if only the program sees it.
+        top: directory below which the program may write.
+        bounded: whether the kernel limits its size, because it is a separate file system.
+        in_memory: whether its files are stored in memory.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""The asynchronous client: sends programs to the server and collects what comes back."""
+"""The asynchronous client: sends programs to the server and collects their results."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pathlib import Path
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, Job
 
 GRACE_S = 6.0
-"""How much longer than the wall limit the server may take for killing and cleaning."""
+"""Seconds after the wall limit that the server may use to kill the program and clean up."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself does not work; the program is not to blame."""
+    """The sandbox itself does not work; the program is not at fault."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """An output stream of which only both ends are kept.
+    """An output stream of which only the beginning and the end are kept.
 
     Attributes:
         head: the first characters.
-        tail: the last characters, overlapping ``head`` in a short text.
-        length: number of characters of the whole.
+        tail: the last characters; in a short text they overlap ``head``.
+        length: number of characters of the whole stream.
     """
 
     head: str
@@ -41,7 +41,7 @@ class Captured:
     length: int
 
     def clip(self, room: int) -> str:
-        """The text in at most ``room`` characters and a notice; room <= len(head), len(tail)."""
+        """Returns at most ``room`` characters plus a notice; room <= len(head), len(tail)."""
         if self.length <= room:
             return self.head[: self.length]
         front = room // 2
@@ -50,7 +50,7 @@ class Captured:
         return f"{self.head[:front]}\n[... {left_out} characters left out ...]\n{back}"
 
     def rename(self, old: str, new: str) -> Captured:
-        """With one string replaced by another."""
+        """Returns the stream with one string replaced by another."""
         if old not in self.head and old not in self.tail:
             return self
         head, tail = self.head.replace(old, new), self.tail.replace(old, new)
@@ -60,16 +60,16 @@ class Captured:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
-        stdout, stderr: what it wrote.
-        reason: "exit", "wall", "memory", "disk", "processes" or "output".
-        code: its exit code, 128 + number for a signal; None if it was stopped.
+        stdout, stderr: output of the program.
+        reason: why it ended: "exit", "wall", "memory", "disk", "processes" or "output".
+        code: exit code, 128 + number for a signal; None if the program was stopped.
         cpu_s: processor seconds of the program and of its sandbox.
-        uid: the user it ran as.
-        ended: when all of its processes were gone, on the clock of ``time.monotonic``.
-        totals: who enforced the totals of memory and files.
+        uid: uid of the program.
+        ended: time when all of its processes had ended, on the clock of ``time.monotonic``.
+        totals: mechanism that enforced the limits on memory and files.
     """
 
     stdout: Captured
@@ -113,7 +113,7 @@ class _Reader(asyncio.Protocol):
 
 
 class _Feeder(asyncio.BaseProtocol):
-    """Knows whether the program's standard input is still open."""
+    """Tracks whether the program's standard input is still open."""
 
     lost = False
 
@@ -122,7 +122,7 @@ class _Feeder(asyncio.BaseProtocol):
 
 
 class Flood:
-    """Counts bytes of output down and gives the alarm at zero; later bytes are dropped."""
+    """Counts down the remaining bytes of output; raises the alarm at zero and drops later bytes."""
 
     def __init__(self, budget: int, give_up: int) -> None:
         self._left = budget
@@ -139,7 +139,7 @@ class Flood:
 
 
 class Server:
-    """The server process of this process; started on first use, and again if it died."""
+    """The sandbox server of this process; started on first use, and restarted if it died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class Server:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Beside the package and without site-packages: nothing heavy is ever imported.
+        # Started next to the package and without site-packages, so nothing heavy is imported.
         start = (
             "import sys; sys.path.append(sys.argv[1])\n"
             "from sandbox import server; server.serve(int(sys.argv[2]))"
@@ -164,13 +164,13 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 cwd="/",
                 env={"LANG": "C.UTF-8"},
-                start_new_session=True,  # Ctrl-C is for the caller, who will close the socket
+                start_new_session=True,  # Ctrl-C is for the caller, which will close the socket
             )
         self._socket, self.process_id = ours, process.pid
         self._close = weakref.finalize(self, _stop, ours, process)
 
     def send(self, message: bytes, descriptors: list[int]) -> None:
-        """Hands a job over. Raises SandboxError if no server can be reached."""
+        """Sends a job to the server. Raises SandboxError if no server can be reached."""
         with self._lock:
             for attempt in (1, 2):
                 try:
@@ -208,18 +208,18 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
     Cancelling kills the program and everything that it started.
 
     Args:
-        job: how to run it.
-        source: python source.
-        stdin: what the program can read.
-        keep: characters of each output stream that are kept at either end.
+        job: description of the job.
+        source: Python source.
+        stdin: standard input of the program.
+        keep: characters that are kept at each end of each output stream.
 
     Raises:
-        SandboxError: the sandbox could not run it, or could not clean up behind it.
+        SandboxError: the sandbox could not run the program, or could not clean up after it.
     """
     try:
         return await _run_once(job, source, stdin, keep)
     except _NoReportError:
-        # A program leaves no trace, so it may simply run again, with a new server.
+        # A program has no side effects, so it can be run again with a new server.
         return await _run_once(job, source, stdin, keep)
 
 
@@ -268,7 +268,7 @@ async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
         await asyncio.wait([out.closed, error.closed], timeout=1.0)
         return _result(report.captured().head, out, error)
     finally:
-        # Closing the control pipe is what kills a program that still runs.
+        # Closing the control pipe kills a program that is still running.
         for end in ends:
             os.close(end)
         for reading in transports:
@@ -292,7 +292,7 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
         reason = "output"
     code = fields["code"] if reason == "exit" else None
     streams = [reader.captured() for reader in (out, error)]
-    if fields["directory"]:  # a random name; programs shall see the same text each time
+    if fields["directory"]:  # replaces a random name, so that output is deterministic
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
     return Result(
         *(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"]),
@@ -301,7 +301,9 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
 
 
 def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
-    """``run`` from code without an event loop, or inside of one; with its wall seconds."""
+    """Runs a program synchronously, inside or outside an event loop; also returns its wall
+    seconds.
+    """
     answer: list[Result] = []
     failure: list[BaseException] = []
 

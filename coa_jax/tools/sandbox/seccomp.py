@@ -1,8 +1,8 @@
-"""The system calls a program must not make, as a BPF filter for x86_64 and aarch64.
+"""The system calls that a program must not make, as a BPF filter for x86_64 and aarch64.
 
-A list of refusals, with two doors closed around it: foreign calling conventions kill the
-process, and calls newer than this table answer ENOSYS as they would on an older kernel.
-Refused calls answer EPERM, so that an innocent library falls back instead of dying.
+The filter is a list of forbidden calls with two additions: foreign calling conventions kill the
+process, and calls newer than this table return ENOSYS as on an older kernel. Forbidden calls return
+EPERM, so that a harmless library can fall back instead of crashing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import struct
 
 from . import kernel
 
-# name: (number on x86_64, number on aarch64), -1 where the machine has no such call.
+# name: (number on x86_64, number on aarch64), -1 if the machine has no such call.
 FORBIDDEN = {
-    # Sockets: a pair of connected streams is all that a program can have.
+    # Sockets: programs may only use pairs of connected streams.
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
@@ -24,7 +24,7 @@ FORBIDDEN = {
     "accept": (43, 202),
     "accept4": (288, 242),
     "setsockopt": (54, 208),  # larger buffers
-    # Other processes: reading, tracing and steering them.
+    # Other processes: reading, tracing and controlling them.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -92,7 +92,7 @@ FORBIDDEN = {
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
-    # Memory that no limit of the process counts, or that outlives it.
+    # Memory that no limit of the process counts, or that outlives the process.
     "vmsplice": (278, 75),
     "splice": (275, 76),
     "tee": (276, 77),
@@ -103,12 +103,12 @@ FORBIDDEN = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
-    # Locks on files that programs share.
+    # Locks on files that several programs share.
     "flock": (73, 32),
 }
 
-# Landlock does not control these, so a program could spoil files that its user owns, or fill
-# the disk unseen.
+# Landlock does not control these calls. With them a program could damage files of its user, or fill
+# the disk unnoticed.
 METADATA = {
     "truncate": (76, 45),
     "chmod": (90, -1),
@@ -131,10 +131,10 @@ METADATA = {
     "fremovexattr": (199, 16),
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
-    "fallocate": (285, 47),  # room on the disk that counts as nothing written
+    "fallocate": (285, 47),  # disk space that does not count as written
 }
 
-# Only where neither a foreign uid nor Landlock's signal scope protects other processes.
+# Only where neither a separate uid nor Landlock's signal scope protects other processes.
 SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -163,16 +163,16 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _AND = 0x54
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 _SHARED_AND_ANONYMOUS = 0x21
-# Typing into a terminal, pasting into a console, and naming who gets a signal.
+# Typing into a terminal, pasting into a console, and choosing who receives a signal.
 _IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)
-# F_SETOWN, F_SETSIG, F_SETOWN_EX name who gets which signal; F_SETLEASE delays whoever else opens
-# a file; F_NOTIFY; F_SETPIPE_SZ lets a pipe hold more.
+# F_SETOWN, F_SETSIG, F_SETOWN_EX choose who receives which signal; F_SETLEASE delays other
+# processes that open a file; F_NOTIFY; F_SETPIPE_SZ enlarges a pipe's buffer.
 _FCNTLS = (8, 10, 15, 1024, 1026, 1031)
-_PRCTLS = (4,)  # PR_SET_DUMPABLE would hide a process from the watch
+_PRCTLS = (4,)  # PR_SET_DUMPABLE would hide a process from `watch`
 
 
 def number(name: str) -> int:
-    """Number of a system call of ``FORBIDDEN`` on this machine. Raises OSError."""
+    """Returns the number of a system call of ``FORBIDDEN`` on this machine. Raises OSError."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers for {machine}")
@@ -185,10 +185,11 @@ def compile_filter(
     """Assembles the filter.
 
     Args:
-        metadata: also refuse to change modes, owners, times and attributes of files.
-        signals: also refuse to send signals.
-        shared_memory: allow shared memory of no file, which only a control group can count.
-        machine: "x86_64" or "aarch64"; None is this machine.
+        metadata: whether changes of modes, owners, times and attributes of files are forbidden too.
+        signals: whether sending signals is forbidden too.
+        shared_memory: whether anonymous shared memory is allowed, which only a control group can
+            count.
+        machine: "x86_64" or "aarch64"; None for this machine.
 
     Returns:
         An array of ``struct sock_filter``.
@@ -239,7 +240,7 @@ def compile_filter(
         if numbers[column] >= 0:
             emit(_EQUAL, numbers[column], 0, 1)
             emit(_RETURN, refuse)
-    # The flags of clone3 lie in memory that a filter cannot read; libc falls back to clone.
+    # The flags of clone3 are in memory that a filter cannot read; libc falls back to clone.
     emit(_EQUAL, CLONE3[column], 0, 1)
     emit(_RETURN, missing)
     emit(_EQUAL, CLONE[column], 0, 4)
@@ -255,7 +256,7 @@ def compile_filter(
     emit(_EQUAL, _SOCK_STREAM, 0, 1)
     emit(_RETURN, _ALLOW)
     emit(_RETURN, refuse)
-    refuse_unless(PRLIMIT64, 0, 0)  # own limits only
+    refuse_unless(PRLIMIT64, 0, 0)  # only the process's own limits
     refuse_unless(SCHED_SETAFFINITY, 0, 0)
     refuse_if(IOCTL, 1, _IOCTLS)
     refuse_if(FCNTL, 1, _FCNTLS)
@@ -275,7 +276,7 @@ class _Program(ctypes.Structure):
 
 
 def install(code: bytes) -> None:
-    """Puts a filter on this process for good; needs no_new_privs. Raises OSError."""
+    """Installs a filter in this process permanently; needs no_new_privs. Raises OSError."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.addressof(program))

@@ -1,8 +1,8 @@
-"""The process that forks a supervisor for each program.
+"""The server process, which forks a supervisor for each program.
 
-A training process is large, has threads and must not fork.  So the client starts this one small
-process without threads and sends it jobs: JSON and six descriptors over a socket.  When the
-socket closes, because the client ended in whatever way, the server ends too.
+A training process is large, has threads and must not fork. So the client starts this small process
+without threads and sends it jobs: JSON and six descriptors over a socket. When the client ends in
+any way, the socket closes and the server ends too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MESSAGE_BYTES = 1 << 16
 
 
 def serve(descriptor: int) -> None:
-    """Takes jobs from the socket until its other end closes."""
+    """Receives jobs from the socket until its other end closes."""
     home = cgroup.find()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     connection = socket.socket(fileno=descriptor)
@@ -31,7 +31,7 @@ def serve(descriptor: int) -> None:
         try:
             process = os.fork()
         except OSError as error:
-            # The client reads the end of the report and calls it a fault.
+            # The client sees the end of the report pipe and reports a fault.
             print(f"sandbox: cannot fork: {error}", file=sys.stderr, flush=True)
             process = -1
         if process == 0:

@@ -1,4 +1,4 @@
-"""The life of one program, seen from its supervisor: start, watch, kill, clean up, report."""
+"""The supervisor of one program: starts, watches, kills, cleans up and reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .watch import Watch, every_descendant, process_ids
 UIDS = range(60578, 61184)
 
 LOCKS = f"{'/run' if os.access('/run', os.W_OK) else '/tmp'}/coa_jax.sandbox.uids"
-"""File of which byte N is locked while a program has the uid N; only root can open it."""
+"""Lock file whose byte N is locked while a program has the uid N; only root can open it."""
 
 _SWEEP_S = 5.0
 
@@ -31,16 +31,16 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
     """Runs one program to its end and writes the report.
 
     The report has ``reason`` ("exit", "wall", "memory", "disk", "processes", "cancelled" or
-    "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``,
-    ``directory`` (path of the scratch space, "" if only the program saw it), ``clean`` (no process
-    and no file is left), ``ended`` (when all processes were gone, on the clock of
-    ``time.monotonic``), ``totals`` (who enforces the totals of memory and files) and ``error``
-    (why there was a fault).
+    "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``, ``directory``
+    (path of the scratch space, "" if only the program saw it), ``clean`` (whether no process and no
+    file is left), ``ended`` (time when all processes had ended, on the clock of
+    ``time.monotonic``), ``totals`` (mechanism that enforces the limits on memory and files) and
+    ``error`` (reason of a fault).
 
     Args:
-        job: what to run.
+        job: description of the job.
         pipes: descriptors of the job.
-        home: where a control group for the program can be made, None for nowhere.
+        home: control group in which a group for the program can be made; None for none.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -73,13 +73,13 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
 
 
 def claim_uid() -> int | None:
-    """A uid that no other program has; None unless this process is root.
+    """Returns a uid that no other program has; None unless this process is root.
 
-    With a uid of its own a program has a process count of its own and cannot touch its
-    neighbours.  The kernel frees the lock on the uid when this process ends.
+    A program with its own uid has its own process count and cannot access other programs. The
+    kernel releases the lock on the uid when this process ends.
 
     Raises:
-        OSError: no uid is free, or the file of locks is not ours.
+        OSError: no uid is free, or another user owns the lock file.
     """
     if os.geteuid() != 0:
         return None
@@ -88,7 +88,7 @@ def claim_uid() -> int | None:
     found = os.fstat(locks)
     if found.st_uid != 0 or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISREG(found.st_mode):
         raise OSError(f"{LOCKS} must be a file that only root can open; remove it")
-    # Not the first free uid: the next call shall not meet what an earlier one might have left.
+    # Not the first free uid: the next program must not find leftovers of an earlier one.
     first = os.getpid() % len(UIDS)
     for uid in (*UIDS[first:], *UIDS[:first]):
         try:
@@ -114,8 +114,8 @@ def _run(
 ) -> dict[str, object]:
     failure_read, failure_write = os.pipe2(os.O_CLOEXEC)
     started_read, started_write = os.pipe2(os.O_CLOEXEC)
-    # The kernel counts the processes of a uid.  Without a uid of its own the program shares
-    # that count with its caller, and the watch below is what bounds it.
+    # The kernel counts the processes of a uid. Without its own uid the program shares this count
+    # with its caller, and `watch` enforces the limit.
     count = job.limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
     watch = Watch(job.limits, scratch, group)
 
@@ -142,7 +142,7 @@ def _run(
     for end in (failure_write, started_write, pipes.stdin, pipes.stdout, pipes.stderr):
         os.close(end)
     reason = watch.wait(child, pipes.control)
-    _kill([child])  # a zombie until the wait below, so never a stranger
+    _kill([child])  # a zombie until the wait below, so its id is not reused
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = 128 - status if status < 0 else status
     clean = _sweep(uid, group)
@@ -151,7 +151,8 @@ def _run(
         reason = watch.last_look() or reason
     error = os.read(failure_read, 4096).decode() if clean else ""
     wrapped = clean and reason == "exit" and job.backend == "bubblewrap"
-    # Its exit code is the program's only if it says so; else it failed on the way there.
+    # The exit code belongs to the program only if the program reports so; otherwise the start
+    # failed.
     if wrapped and b"exit-code" not in os.read(started_read, 4096):
         error = error or "bubblewrap did not start the program"
     if error:
@@ -160,9 +161,9 @@ def _run(
 
 
 def _new_namespaces() -> bool:
-    """Whether the children of this process will live in namespaces of their own.
+    """Returns whether the children of this process will live in their own namespaces.
 
-    This process itself gets a file system view of its own, in which it may mount.
+    This process itself gets its own view of the file system, in which it may mount.
     """
     user, group = os.geteuid(), os.getegid()
     wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNS
@@ -172,7 +173,7 @@ def _new_namespaces() -> bool:
         kernel.unshare(wanted)
     except OSError:
         return False
-    if user != 0:  # without these it could not make files in a file system of its own
+    if user != 0:  # needed to create files in its own file system
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
@@ -181,9 +182,9 @@ def _new_namespaces() -> bool:
 
 
 def _be_init(program: Callable[[], None], keep: int) -> None:
-    """First process of a namespace: starts the program, reaps, ends with its exit code.
+    """The first process of a namespace: starts the program, reaps, ends with its exit code.
 
-    When it ends the kernel kills every process that is left in the namespace.
+    When it ends, the kernel kills every process left in the namespace.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     main = os.fork()
@@ -213,10 +214,10 @@ def _tasks_of(uid: int) -> int:
 
 
 def _sweep(uid: int | None, group: cgroup.Group | None) -> bool:
-    """Kills and reaps every descendant; False if one is left after some seconds.
+    """Kills and reaps every descendant; returns False if one is left after some seconds.
 
-    Orphans become children of this process (it is their subreaper), so no child left means
-    that nothing is left.
+    Orphans become children of this process (it is their subreaper), so when no child is left, no
+    descendant is left.
     """
     end = time.monotonic() + _SWEEP_S
     while True:
@@ -237,11 +238,11 @@ def _sweep(uid: int | None, group: cgroup.Group | None) -> bool:
 
 def _kill(processes: Iterable[int]) -> None:
     for process in processes:
-        # First no more children, so that a fork bomb cannot outrun the kills.  The process may
-        # be gone, or not ours to limit: then the signal decides.
+        # First forbid new children, so that a fork bomb cannot outrun the kills. The process may be
+        # gone, or belong to another user: then only the signal works.
         with contextlib.suppress(OSError, ValueError):
             resource.prlimit(process, resource.RLIMIT_NPROC, (0, 0))
-        with contextlib.suppress(OSError):  # dying takes processor time too
+        with contextlib.suppress(OSError):  # exiting takes processor time too
             os.setpriority(os.PRIO_PROCESS, process, 0)
             with open(f"/proc/{process}/autogroup", "w") as file:
                 file.write("0")
@@ -252,7 +253,7 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def _kill_all_of(uid: int) -> None:
-    """One kill for all processes of a uid, which no race can escape."""
+    """Kills all processes of a uid with a single call, without races."""
     helper = os.fork()
     if helper == 0:
         try:
@@ -266,7 +267,7 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _scratch(job: Job, pipes: Pipes, uid: int | None, isolated: bool) -> Scratch:
-    """A private directory with the program in it; bubblewrap makes its own in memory."""
+    """Creates a private directory with the program; bubblewrap makes its own in memory."""
     if job.backend == "bubblewrap":
         return Scratch("", "", bounded=True, in_memory=True)
     bounded = isolated and _mount_memory(job.limits.disk_mb)
@@ -286,8 +287,11 @@ def _scratch(job: Job, pipes: Pipes, uid: int | None, isolated: bool) -> Scratch
 
 
 def _mount_memory(size_mb: int) -> bool:
-    """Whether ``MEMORY`` is now a file system of its own, which only this process and its
-    children see."""
+    """Mounts a separate file system at ``MEMORY``, visible only to this process and its children.
+
+    Returns:
+        Whether that succeeded.
+    """
     options = f"size={size_mb}m,nr_inodes={size_mb << 8},mode=1777"
     try:
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -298,13 +302,13 @@ def _mount_memory(size_mb: int) -> bool:
 
 
 def _remove(scratch: Scratch) -> bool:
-    """Removes a tree whatever its depth and modes; False if something is left.
+    """Removes a tree with any depth and modes; returns False if something is left.
 
-    Directories are first moved up to the top, so no path gets longer than the system allows.
+    Directories are first moved to the top, so no path exceeds the system's maximum length.
     """
     directory = scratch.path
     if scratch.bounded:
-        return True  # the file system goes with the last process that sees it
+        return True  # the file system ends with the last process that sees it
     token = os.path.basename(directory)
     try:
         names = os.listdir(directory)
@@ -319,7 +323,7 @@ def _remove(scratch: Scratch) -> bool:
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.path)
                         continue
-                    os.chmod(entry.path, 0o700)  # moving a directory writes into it
+                    os.chmod(entry.path, 0o700)  # moving a directory needs write permission in it
                     names.append(f"{token}.{len(names)}.{entry.inode()}")
                     os.rename(entry.path, os.path.join(directory, names[-1]))
             os.rmdir(path)

@@ -1,4 +1,4 @@
-"""Runs hostile programs and looks whether anything outside of the sandbox noticed."""
+"""Runs hostile programs and checks that nothing outside the sandbox has changed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CONTENT = "precious"
 
 
 class Scene:
-    """Files, listeners and marks around a sandbox, all of which must stay as they are."""
+    """Files, listeners and markers around a sandbox, which must stay unchanged."""
 
     def __init__(self, directories: list[Path], listeners: dict[str, socket.socket]) -> None:
         self.files = [directory / "file" for directory in directories]
         for path in self.files:
             path.write_text(_CONTENT)
-            path.chmod(0o666)  # so that only the sandbox protects it
+            path.chmod(0o666)  # so only the sandbox protects it
         self._directories = directories
         self._listeners = listeners
         environment = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -55,7 +55,7 @@ class Scene:
         )
 
     def damage(self, result: Result) -> list[str]:
-        """What a program did outside of its sandbox, in words."""
+        """Describes what a program changed outside of its sandbox."""
         found = []
         for path, directory in zip(self.files, self._directories, strict=True):
             if not path.exists() or path.read_text() != _CONTENT:
@@ -72,7 +72,7 @@ class Scene:
 
 
 def _remains(uid: int, marker: str) -> list[str]:
-    """Processes and directories that are left; looks again for a while before it says so."""
+    """Returns leftover processes and directories; retries for a while before reporting any."""
     end = time.monotonic() + _SETTLE_S
     while True:
         found = []
@@ -96,7 +96,7 @@ def _remains(uid: int, marker: str) -> list[str]:
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Sets everything up and takes it away again."""
+    """Sets up the scene and removes it afterwards."""
     with contextlib.ExitStack() as stack:
         directories = []
         for parent in (Path.home(), Path(tempfile.gettempdir())):
@@ -126,13 +126,13 @@ def scene() -> Iterator[Scene]:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """How a hostile program fared.
+    """The result of a hostile program.
 
     Attributes:
-        wrong: what went wrong, in words; empty if it was contained.
-        seconds: until it had ended.
-        over_mb: MiB by which it passed its limit, if it is one that measures.
-        over_s: seconds for which it lived after that.
+        wrong: descriptions of failures; empty if the program was contained.
+        seconds: time until it had ended.
+        over_mb: MiB by which it exceeded its limit, if it measures that.
+        over_s: seconds for which it survived after that.
     """
 
     wrong: tuple[str, ...]
@@ -142,7 +142,13 @@ class Attempt:
 
 
 async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
-    """Lets a hostile program try, under ``TRIAL_LIMITS``."""
+    """Runs a hostile program under ``TRIAL_LIMITS``.
+
+    Args:
+        job: description of the job.
+        canary: the program.
+        around: the scene.
+    """
     start = time.monotonic()
     try:
         result = await run(job, canary.source, keep=1 << 17)
@@ -156,7 +162,7 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
         most, over_s = measure(result.stdout.head, limit, result.ended)
         over_mb = max(0.0, most - limit)
     if over_mb == 0.0 and canary.hoards:
-        pass  # it was refused what it wanted, and may end as it likes
+        pass  # the attack failed, so any end is acceptable
     elif result.reason not in canary.endings:
         found.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
     elif result.reason == "exit" and not result.stdout.head.startswith(canary.says):

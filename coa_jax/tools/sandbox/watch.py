@@ -1,9 +1,9 @@
-"""Counts what a running program holds, and says which limit it has passed.
+"""Measures the resources of a running program, and reports which limit it has exceeded.
 
 Where the kernel enforces a total (a memory control group, scratch space in memory, the process
-limit of a uid) the watch only asks the kernel.  Elsewhere it counts itself, often enough that a
-program is killed within a quarter of a second after it passed a limit.  A program that is faster
-than the watch is caught by totals that the kernel sums up over all of its processes.
+limit of a uid), the watch only asks the kernel. Elsewhere it measures itself, often enough to kill
+a program within a quarter of a second after it exceeded a limit. Totals that the kernel sums over
+all processes of the program catch a program that is faster than the watch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .cgroup import Group
 from .limits import PRIVATE_TMP, Limits, Scratch
 
 _FIRST_LOOK_S = 0.005
-_COUNTING_S, _ASKING_S = 0.02, 0.1  # longest pause between looks: counting, or asking the kernel
-_SHARE_OF_CPU = 20  # looking takes one in so many seconds, as far as the pauses above allow
+_COUNTING_S, _ASKING_S = 0.02, 0.1  # longest pause between checks: measuring, or asking the kernel
+_SHARE_OF_CPU = 20  # checks take one in this many seconds, within the pauses above
 _PRECISE_S = 0.05
 _SPARE_PROCESSES = 4  # those of the sandbox itself
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """The watch over the processes below this one, which belong to one program."""
+    """Watches the processes below this one, which belong to one program."""
 
     def __init__(self, limits: Limits, scratch: Scratch, group: Group | None) -> None:
         self._limits, self._scratch, self._group = limits, scratch, group
         self._start = _written([], scratch.in_memory)
-        self._net = 0  # bytes written and not taken back, at the last look
-        self._gross = 0  # bytes written, at the last look
+        self._net = 0  # bytes written and not deleted, at the last check
+        self._gross = 0  # bytes written, at the last check
         counting = group is None or not scratch.bounded
         self._longest_pause = _COUNTING_S if counting else _ASKING_S
 
@@ -40,7 +40,7 @@ class Watch:
 
         Args:
             child: process whose end is the end of the program.
-            control: descriptor that is readable, or at its end, when the caller gives up.
+            control: descriptor that becomes readable, or reaches its end, when the caller gives up.
         """
         start = time.monotonic()
         end = start + self._limits.wall_s
@@ -72,7 +72,7 @@ class Watch:
             os.close(handle)
 
     def look(self) -> str:
-        """The name of a limit that the program has passed, or ""."""
+        """Returns the name of a limit that the program has exceeded, or ""."""
         processes = descendants(os.getpid())
         if self._group is not None:
             if self._group.exceeded():
@@ -85,7 +85,7 @@ class Watch:
         return self._look_at_files(processes)
 
     def last_look(self) -> str:
-        """As ``look``, after all processes have ended and were reaped."""
+        """Like ``look``, for the time after all processes have ended and were reaped."""
         if self._group is not None and self._group.exceeded():
             return "memory"
         return self._look_at_files([])
@@ -93,36 +93,38 @@ class Watch:
     def _look_at_files(self, processes: list[int]) -> str:
         limit = self._limits.disk_mb << 20
         if self._scratch.bounded:
-            # Empty files take memory of the kernel and no room of the file system.
+            # Empty files take kernel memory but no space of the file system.
             hidden = not self._scratch.path and _private_files(processes, limit) > limit >> 12
             return "disk" if hidden else ""
         if _disk_usage(self._scratch.path, limit) > limit:
             return "disk"
         gross, net = _written(processes, self._scratch.in_memory)
         gross, net = gross - self._start[0], net - self._start[1]
-        # Files may be gone, or open without a name.  All that can be held now are bytes that
-        # were written and not taken back; since the last look all that was written besides.
+        # Files may be deleted, or open without a name. The program can hold at most the bytes
+        # written and not deleted at the last check, plus all bytes written since.
         held = max(net, self._net + gross - self._gross)
-        if gross >= self._gross:  # else the account of a process that just ends is on its way
+        if gross >= self._gross:  # otherwise a process is just ending and its bytes are missing
             self._net, self._gross = net, gross
         return "disk" if held > limit else ""
 
     def _starved_s(self) -> float:
-        """Seconds for which the program could have run, had other programs not."""
+        """Returns the seconds for which the program was ready to run while others had the
+        processors.
+        """
         waited = used = 0.0
         for process in descendants(os.getpid()):
             waited = max(waited, _numbers(process, "schedstat", (1,))[0] / 1e9)
             used += sum(_numbers(process, "stat", (11, 12, 13, 14))) / _TICKS
-        return max(0.0, waited - used)  # while its own processes ran, it was in its own way
+        return max(0.0, waited - used)  # its own processes do not count as others
 
 
 def process_ids() -> list[int]:
-    """All processes of the machine, as far as this one sees them."""
+    """Returns all processes of the machine that this process can see."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below ``root`` now; one that is just being started may be missing."""
+    """Returns the processes below ``root`` now; a process that is just starting may be missing."""
     found: list[int] = []
     queue = [root]
     while queue:
@@ -135,14 +137,14 @@ def descendants(root: int) -> list[int]:
                 queue += below
         except FileNotFoundError:
             if process == root:
-                return every_descendant(root)  # a kernel without such lists
+                return every_descendant(root)  # a kernel without lists of children
         except OSError:
             continue
     return found
 
 
 def every_descendant(root: int) -> list[int]:
-    """Processes below ``root``, by the parent that each process of the machine names."""
+    """Finds the processes below ``root`` from the parent of each process of the machine."""
     children: dict[int, list[int]] = {}
     for process in process_ids():
         parent = _numbers(process, "stat", (1,))[0]
@@ -157,7 +159,9 @@ def every_descendant(root: int) -> list[int]:
 
 
 def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
-    """Fields of a file below /proc/PID, counted behind the name of the process; else zeros."""
+    """Reads numbers of a file below /proc/PID, by position after the process name; zeros if
+    unreadable.
+    """
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -167,17 +171,17 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
 
 
 def _holds_more(processes: list[int], limit: int) -> bool:
-    """Whether processes hold more than ``limit`` bytes together.
+    """Returns whether processes together hold more than ``limit`` bytes.
 
-    A process holds its private memory, also what is swapped out, its page tables, and a full
-    buffer for each open descriptor, which may be a socket.  Shared memory of no file does not
-    occur: the filter of system calls refuses it where this watch counts.
+    A process holds its private memory, including swapped memory, its page tables, and a full buffer
+    for each open descriptor, which may be a socket. Anonymous shared memory does not occur: where
+    this watch measures, the system call filter forbids it.
     """
     private = {process: _private(process) for process in processes}
     bound = sum(private.values()) + _socket_bytes() * sum(map(_descriptors, processes))
     if bound <= limit:
         return False
-    # Pages that processes share since a fork, and sockets, may have been counted twice.
+    # Pages shared since a fork, and sockets, may have been counted twice.
     end = time.monotonic() + _PRECISE_S
     total, sockets = 0, set[str]()
     for process in sorted(private, key=private.__getitem__, reverse=True):
@@ -195,13 +199,13 @@ def _private(process: int) -> int:
 
 
 def _proportional(process: int, most: int) -> int:
-    """Private memory, where a page of n processes counts 1/n for each."""
+    """Returns private memory, where a page of n processes counts 1/n for each."""
     wanted = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
     return min(most, _kilobytes(process, "smaps_rollup", wanted)) or most
 
 
 def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
-    """Sum in bytes of some lines of a file below /proc/PID; 0 if it cannot be read."""
+    """Sums lines of a file below /proc/PID, in bytes; 0 if the file cannot be read."""
     total = 0
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
@@ -217,7 +221,7 @@ def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
 def _descriptors(process: int) -> int:
     try:
         path = f"/proc/{process}/fd"
-        return os.stat(path).st_size or len(os.listdir(path))  # the size since Linux 6.2
+        return os.stat(path).st_size or len(os.listdir(path))  # st_size since Linux 6.2
     except OSError:
         return 0
 
@@ -235,8 +239,9 @@ def _socket_names(process: int) -> set[str]:
 
 
 def _socket_bytes() -> int:
-    """What a socket holds at most: its buffer, which a program cannot enlarge, and the message
-    that still went in before the buffer was full."""
+    """Returns the maximum memory of a socket: its buffer, which a program cannot enlarge, and the
+    last message that was accepted before the buffer was full.
+    """
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
             return 2 * int(file.read())
@@ -245,7 +250,7 @@ def _socket_bytes() -> int:
 
 
 def _private_files(processes: list[int], limit: int) -> int:
-    """Number of files in the private /tmp that processes see.
+    """Counts files in the private /tmp that processes see.
 
     A process that is still being isolated sees other file systems; they are larger than ``limit``
     bytes and do not count.
@@ -264,8 +269,10 @@ def _private_files(processes: list[int], limit: int) -> int:
 
 
 def _disk_usage(directory: str, limit: int) -> float:
-    """Bytes below a directory, counted until there are more than ``limit``; infinite where
-    nobody can look.  A file without content counts as a block."""
+    """Returns the bytes below a directory, counted until they exceed ``limit``.
+
+    A file without content counts as one block. The result is infinite if a directory is unreadable.
+    """
     total = 0
     queue = [directory]
     while queue and total <= limit:
@@ -279,18 +286,22 @@ def _disk_usage(directory: str, limit: int) -> float:
                     if total > limit:
                         break
         except FileNotFoundError:
-            continue  # just removed
+            continue  # was just removed
         except PermissionError:
             if os.stat(place).st_mode & 0o300 == 0o300:
-                return math.inf  # the program can write into it, and hides what
+                return math.inf  # the program can write here, but hides the content
         except OSError:
             return math.inf
     return total
 
 
 def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
-    """(bytes written, those of them that were not taken back) by processes and by all that were
-    reaped below them and below this one; infinite where a process hides the figures."""
+    """Returns (bytes written, bytes written and not deleted) by processes and their reaped
+    children.
+
+    Children reaped by this process count too. The result is infinite if a process hides the
+    numbers.
+    """
     gross = taken_back = 0
     names: list[int | str] = ["self", *processes]
     for process in names:
@@ -298,11 +309,11 @@ def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
             with open(f"/proc/{process}/io") as file:
                 figures = dict(line.split(": ") for line in file)
         except PermissionError:
-            if _kilobytes(process, "status", (b"VmSize",)):  # else it is just ending
+            if _kilobytes(process, "status", (b"VmSize",)):  # otherwise it is just ending
                 return 1 << 62, 1 << 62
         except OSError:
-            continue  # it has ended, or the kernel keeps no such account
-        # What goes into memory is not counted as written to a device.
+            continue  # it has ended, or the kernel does not count
+        # Writes to memory do not count as written to a device.
         gross += int(figures["wchar" if in_memory else "write_bytes"])
         taken_back += 0 if in_memory else int(figures["cancelled_write_bytes"])
     return gross, gross - taken_back

@@ -116,7 +116,7 @@ def test_a_key_that_stands_twice_is_no_record(tmp_path):
     path.write_bytes(file_of(tower())[:-2] + b', "prediction": "Bob"}\n' + file_of(product()))
     traces, report = read_traces(path, "oagents")
     assert [trace.log.answer for trace in traces] == ["391"]
-    assert "the key 'prediction' stands twice" in report.problems[0].reason
+    assert "the key 'prediction' occurs twice" in report.problems[0].reason
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
