@@ -10,6 +10,8 @@ from coa_jax.engine.group import make_engines, new_copies, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
+from coa_jax.learn.advantages import advantages_of
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
@@ -160,6 +162,21 @@ class Learner:
         self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
 
 
-def group_rows(groups: Sequence[Sequence[Trajectory]]) -> list[dict[str, Any]]:
-    """The trajectories of groups as JSON objects."""
-    return [trajectory.to_json() for group in groups for trajectory in group]
+def group_rows(
+    algorithm: Algorithm, groups: Sequence[Sequence[Trajectory]]
+) -> list[dict[str, Any]]:
+    """The trajectories of groups as JSON objects.
+
+    ``metadata.advantage`` is the advantage of a graded trajectory, where the algorithm gives one
+    number for a trajectory that depends on its group alone.
+    """
+    rows = []
+    for group in groups:
+        graded = [] if algorithm.whitened else advantages_of(algorithm, group)
+        known = {id(trajectory): float(a) for trajectory, a in graded if not a.ndim}
+        for trajectory in group:
+            row = trajectory.to_json()
+            if id(trajectory) in known:
+                row["metadata"] = {**row["metadata"], "advantage": known[id(trajectory)]}
+            rows.append(row)
+    return rows

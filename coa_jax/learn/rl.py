@@ -360,7 +360,8 @@ def _loop(
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             with clock("traces"):
                 source.log.learned(learner.step, parameters)
-                rows = group_rows(config.traces.kept(sampled.everything))
+                kept = config.traces.kept(sampled.everything)
+                rows = group_rows(config.chosen, kept)
                 run.traces(learner.step, "rl", rows, config.traces.format)
             figures |= describe_sources(config, sampled)
             row = {**stats, **_describe(sampled, learner, stats, clock), **figures}

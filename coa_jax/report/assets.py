@@ -109,6 +109,12 @@ details.more { margin-top: 14px; } details.more > summary { color: var(--accent)
 .segment.env { background: var(--env-bg); border-left-style: double; margin-left: 28px;
   padding: 6px 12px; } .segment.env pre { max-height: 22em; overflow: auto; }
 .segment.r-code pre, .segment.env pre { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
+.tokens pre { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate;
+  max-height: 40em; overflow: auto; }
+.tokens span { border-radius: 3px; box-shadow: inset -1px 0 var(--rule); }
+.tokens .prompt { color: var(--dim); } .tokens .tool { background: var(--env-bg); }
+.p0, .p1, .p2, .p3, .p4 { background: color-mix(in srgb, var(--accent) var(--p), transparent); }
+.p0 { --p: 8%; } .p1 { --p: 18%; } .p2 { --p: 30%; } .p3 { --p: 42%; } .p4 { --p: 54%; }
 @media (max-width: 640px) { body { padding: 16px 12px 48px; }
   .charts { grid-template-columns: 1fr; } .trace > summary { flex-wrap: wrap; }
   .question { flex-basis: 80%; }
@@ -176,6 +182,11 @@ if (traces.length) {
   }
   addEventListener('hashchange', () => location.hash.includes('=') && filtersFromAddress());
   filtersFromAddress();
+}
+
+for (const list of document.querySelectorAll('.tokens pre')) {
+  const told = list.parentNode.querySelector('output');
+  list.addEventListener('click', event => { told.value = event.target.title || told.value; });
 }
 
 const short = value => Math.abs(value) >= 1000 ? Math.round(value).toLocaleString('en')

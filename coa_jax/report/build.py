@@ -27,6 +27,7 @@ from coa_jax.report.page import (
     step_of,
     whole_page,
 )
+from coa_jax.report.tokens import Spell, render_tokens, spelling
 from coa_jax.report.traces import (
     STAGES,
     Sample,
@@ -38,6 +39,7 @@ from coa_jax.report.traces import (
 )
 
 TRACES_PER_STAGE = 60
+_WITH_TOKENS = 12  # traces of each stage whose tokens are shown: they make most of the page
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
 # (title, metrics in one chart); a star stands for any text.
@@ -101,7 +103,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
             _warnings(rows),
             _results(summary),
             _curves(rows),
-            _traces(sample),
+            _traces(sample, spelling(root, config)),
         ],
     )
     path = root / "report" / "index.html"
@@ -238,7 +240,7 @@ def _short_name(series: Series, wanted: Sequence[str]) -> Series:
     return Series(name or series.name, series.x, series.y)
 
 
-def _traces(sample: Sample) -> str:
+def _traces(sample: Sample, spell: Spell | None) -> str:
     parts = ['<h2 id="traces">Traces</h2>']
     shown = [trace for traces in sample.shown.values() for trace in traces]
     if not shown:
@@ -272,7 +274,10 @@ def _traces(sample: Sample) -> str:
         '<button id="filter-reset" type="button" hidden>show all</button>'
         f'<output id="filter-count">{len(shown)} traces</output></div>'
     )
-    parts += [render_trace(trace) for trace in shown]
+    for traces in sample.shown.values():
+        for place, trace in enumerate(traces):
+            tokens = render_tokens(trace, spell) if spell and place < _WITH_TOKENS else ""
+            parts.append(render_trace(trace, tokens))
     return "".join(parts)
 
 

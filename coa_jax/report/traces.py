@@ -107,8 +107,13 @@ def _hash(text: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def render_trace(trajectory: Trajectory) -> str:
-    """One trace as a ``<details>`` element that the page's filters know."""
+def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
+    """One trace as a ``<details>`` element that the page's filters know.
+
+    Args:
+        trajectory: the trace.
+        tokens: HTML of its tokens, see `coa_jax.report.tokens`.
+    """
     verdict, stage = verdict_of(trajectory), stage_of(trajectory)
     hops = trajectory.metadata.get("hops")
     task = escape(trajectory.task_id)
@@ -128,7 +133,8 @@ def render_trace(trajectory: Trajectory) -> str:
     return (
         f'<details class="trace" data-stage="{escape(stage)}" data-verdict="{verdict}" '
         f'data-hops="{escape(str(hops))}" data-task="{task}">{summary}'
-        f'<div class="body">{_outcome(trajectory)}{"".join(_segments(trajectory))}</div></details>'
+        f'<div class="body">{_outcome(trajectory)}{"".join(_segments(trajectory))}{tokens}</div>'
+        "</details>"
     )
 
 

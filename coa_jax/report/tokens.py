@@ -1,0 +1,73 @@
+"""The tokens of a trajectory on a page: author and log-probability of each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from coa_jax.report.traces import escape
+from coa_jax.trajectory import Author, Trajectory
+
+MAX_TOKENS = 4000
+"""Tokens of a trajectory that are shown."""
+
+Spell = Callable[[Sequence[int]], list[str]]
+"""Texts of token ids, each alone; a part of a character is U+FFFD."""
+
+_BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities between which the shade of a token changes
+
+
+def spelling(run: Path, config: Mapping[str, Any] | None) -> Spell | None:
+    """Finds the tokenizer of a run: beside its models, or beside the model that its config names.
+
+    Returns:
+        None if there is no tokenizer, or it cannot be read.
+    """
+    folders = [run / "model", *sorted((run / "models").glob("*"))]
+    if config is not None and isinstance(config.get("model"), str):
+        folders.append(Path(config["model"]))
+    for path in (folder / "tokenizer.json" for folder in folders):
+        if not path.is_file():
+            continue
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception:  # the library raises nothing narrower for a damaged file
+            continue
+        return lambda ids: tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
+    return None
+
+
+def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
+    """A ``<details>`` element with every token, shaded by its probability."""
+    ids = trajectory.tokens[:MAX_TOKENS].tolist()
+    spans = "".join(
+        _span(text, token, author, logp)
+        for text, token, author, logp in zip(
+            spell(ids), ids, trajectory.author.tolist(), trajectory.logp.tolist(), strict=False
+        )
+    )
+    left = len(trajectory.tokens) - len(ids)
+    more = f'<p class="dim">{left:,} more tokens are not shown.</p>' if left else ""
+    advantage = trajectory.metadata.get("advantage")
+    about = "The policy sampled the shaded tokens; the paler the shade, the likelier the token."
+    if isinstance(advantage, int | float):
+        about += f" Their advantage is {advantage:.4g}."
+    return (
+        f'<details class="more tokens"><summary>{len(trajectory.tokens):,} tokens</summary>'
+        f'<p class="dim">{about}</p><output>Click a token to see its log-probability.</output>'
+        f"<pre>{spans}</pre>{more}</details>"
+    )
+
+
+def _span(text: str, token: int, author: int, logp: float) -> str:
+    shown = escape(text.replace("\n", "\u21b5\n"))
+    if author != Author.POLICY:
+        kind = "prompt" if author == Author.PROMPT else "tool"
+        return f'<span class="{kind}" title="{kind}, id {token}">{shown}</span>'
+    probability = math.exp(min(logp, 0.0))
+    shade = sum(probability < bound for bound in _BOUNDS)
+    return f'<span class="p{shade}" title="policy, id {token}, log p {logp:.3f}">{shown}</span>'
