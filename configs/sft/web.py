@@ -2,13 +2,13 @@ r"""Fine-tunes Qwen2.5-Instruct as the paper's web agent.
 
     python -m coa_jax.sft --config=configs/sft/web.py:7b --workdir=/mnt/runs/sft-web-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
-configs/sft/tiny.py.
-Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or 3B, 32B) in Hugging
-Face format and distilled data of the protocol ``web``, or the published SFT file, with
-``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
-of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks
-whether the run fits another slice; ``launch/`` has the scripts that start the run on a slice.
+Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or 3B, 32B)
+in Hugging Face format and distilled data of the protocol ``web``, or the published SFT
+file as it is, with ``--config.prompt_style=data`` for its own instructions (docs/data.md).
+7b is for the 64 chips of a
+v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
+another slice will do, ``launch/`` has what starts it there.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/web.py starts from.
 

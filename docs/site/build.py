@@ -83,7 +83,9 @@ def _page(path: str) -> str | None:
 def write_pages(folder: Path) -> None:
     """Writes every page and picture of the site into a folder, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(
+        ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "*.cast", "__pycache__")
+    )
     sources = [ROOT / name for name in OF_ROOT] + sorted((ROOT / "docs").rglob("*.md"))
     texts = {}
     for path in sources:

@@ -48,7 +48,7 @@ _KINDS = {
     "bool": "switch",
     "int": "whole number",
     "float": "number",
-    "comma separated list of strings": "words with commas",
+    "comma separated list of strings": "words separated by commas",
 }
 _ENDLESS = re.compile(rf" to ({MAX_INT}|{2**63 - 1})$")
 
@@ -200,7 +200,7 @@ def _command(command: str, shown: set[type[Any]]) -> str:
         lines += [
             "## Settings",
             "",
-            "The config file gives the settings; `--config.KEY=VALUE` overrides one of them.",
+            "The config file sets these values; `--config.KEY=VALUE` overrides a value.",
             "",
             *_group(settings, "", None, shown, 2),
         ]
@@ -233,8 +233,9 @@ def _other_settings(shown: set[type[Any]]) -> str:
     lines = [
         "# Further groups of settings",
         "",
-        "Groups that no command has at a fixed place: the values of tables whose keys you choose,",
-        "such as `tools.mcp.TAG` and `graders.rewards.NAME`, and arguments of the Python API.",
+        "These groups have no fixed place in the config of a command.  They are values of tables",
+        "whose keys you choose, such as `tools.mcp.TAG` and `graders.rewards.NAME`, or arguments",
+        "of the Python API.",
         "",
     ]
     for cls in config_classes():

@@ -1,4 +1,4 @@
-"""Chain-of-agents against the same policy without tools: the same tasks, budgets and sampling."""
+"""Compares a chain of agents with the same policy without tools: same tasks and budgets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import coa_jax
 from coa_jax.tasks import load_tasks
 
 ALONE = {"names": (), "protocol": "alone"}
-"""Without tools the protocol has no tag for one, so that no token goes into a call."""
+"""A protocol without tool tags: the policy cannot write a call."""
 
 
 def compare(config: Any, policy: str, workdir: str) -> tuple[coa_jax.Evaluation, ...]:

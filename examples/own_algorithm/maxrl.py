@@ -4,10 +4,10 @@ import numpy as np
 
 
 def maxrl(rewards: np.ndarray) -> np.ndarray:
-    """``(R - mean) / mean`` of rewards from 0 on; 0 for a group without a reward.
+    """``(R - mean) / mean`` of non-negative rewards; 0 for a group whose rewards are all 0.
 
-    Of right or wrong answers, the gradient is that of the logarithm of the pass rate, as far as a
-    group of this size can estimate it: tasks that are seldom solved count for more.
+    For rewards 0 and 1, the policy gradient estimates the gradient of the logarithm of the pass
+    rate, so tasks that are rarely solved have more weight.
     """
     mean = rewards.mean()
     return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)

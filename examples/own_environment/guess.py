@@ -1,4 +1,4 @@
-"""Guess a number: an environment with a state, a reward for each turn and an end of its own."""
+"""Guess a number: an environment with state, a reward per turn, and its own end of episode."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""The tasks of a verifiers task set, by number: what they ask stays with verifiers."""
+"""The tasks of a verifiers task set, by number; verifiers keeps their questions."""
 
 from coa_jax.tasks import Task
 
@@ -6,7 +6,7 @@ from coa_jax.tasks import Task
 def load(
     n: int | None, taskset: str, harness: str = "null", seat: str = "agent", max_tokens: int = 1024
 ) -> list[Task]:
-    """The first ``n`` tasks, for the policy in a seat, with a bound on each of its replies."""
+    """The first ``n`` tasks; the policy takes ``seat`` and writes ``max_tokens`` per reply."""
     player = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
     told = {"env": {"taskset": {"id": taskset}, seat: player}, "max_tokens": max_tokens}
     names = [f"{taskset}-{i}" for i in range(n or 100)]
