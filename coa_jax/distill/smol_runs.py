@@ -120,6 +120,11 @@ def run_smolagents(
     """
     jsonl.append_lines(path, [])  # creates it, or cuts off an unfinished last line
     spent, lock = Spent(), threading.Lock()
+    if limits.max_per_second:
+        raise UserError(
+            "config.endpoint.max_per_second holds for the requests of our own client, and smolagents "
+            "brings one of its own; give 0, and limit config.concurrency"
+        )
     purse = Purse(limits, limits.model, "config.endpoint")
     usable = False  # known of this process: an earlier one may have had other settings
     done: set[str] = set()

@@ -93,8 +93,6 @@ class GradersConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.judge_all and not self.judge:
-            raise UserError("judge_all is True, but judge.chat.url is empty; name a judge")
         for name, settings in self.rewards.items():
             check(name, Name, "rewards")
             reward = build(RewardConfig, settings, f"rewards.{name}")
@@ -104,6 +102,19 @@ class GradersConfig(Bounded):
             if name in TAKEN or (reward.path and name in taken):
                 why = "is the name of another metric" if name in TAKEN else "is built in"
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
+
+
+    def check_judge(self) -> None:
+        """Refuses a run whose judge is still to be named.
+
+        Raises:
+            UserError: a judge has to grade all answers, and there is none.
+        """
+        if self.judge_all and not self.judge:
+            raise UserError(
+                "graders.judge.chat.url is empty, and judge_all is True: a judge grades all "
+                "answers; give --config.graders.judge.chat.url=http://HOST:8000/v1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +143,10 @@ class Graders:
         """Finds the rewards that the settings name, and opens what they keep on disk.
 
         Raises:
-            UserError: a reward is not there or does not fit, or the cache of the judge cannot be
-                used.
+            UserError: a reward is not there or does not fit, the judge is not named, or its cache
+                cannot be used.
         """
+        config.check_judge()
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
         self.programs = Turns(config.programs)

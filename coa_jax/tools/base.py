@@ -9,6 +9,7 @@ import time
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from coa_jax import jsonl
+from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.net.secrets import redact_all
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
@@ -115,7 +116,8 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
 
     A deadline that passes becomes ``timeout``, also where the tool does not heed its cancellation.
     An exception becomes ``fault``, whatever its kind, and so do an observation that is none and the
-    cancellation of what a tool waits for.  Only cancellation of the caller itself is let through.
+    cancellation of what a tool waits for.  Only cancellation of the caller itself is let through,
+    and that the budget of a tool is spent, which ends the run.
     No key is in the observation, whatever tool gave it (`redact_all`).
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
@@ -129,6 +131,8 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
         return Observation(text, False, "timeout", seconds)
+    except BudgetSpentError:
+        raise
     except (Exception, asyncio.CancelledError) as error:  # a broken tool is a value, not a crash
         if isinstance(error, asyncio.CancelledError) and _being_cancelled():
             await _end(task)
