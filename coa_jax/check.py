@@ -11,6 +11,7 @@ wrong on any host.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -266,7 +267,8 @@ def _writable(workdir: Path) -> str:
     processes.meet("the check of the work directory", _WAIT_S)
     others = [n for n in range(processes.count()) if not (workdir / f".check-of-{n}").exists()]
     processes.meet("the end of the check of the work directory", _WAIT_S)
-    mine.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        mine.unlink()
     if isinstance(fault, UserError):
         raise fault
     if others:

@@ -97,7 +97,10 @@ HOST = {
     "JAX_FORCE_TPU_INIT": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * HOSTS),
-    "JAX_NUM_CPU_DEVICES": "1",
+    # Else JAX asks the metadata server of a cloud.
+    "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1",
+    "MEGASCALE_NUM_SLICES": "1",
+    "MEGASCALE_SLICE_ID": "0",
 }
 """Variables of a host: those of a worker of a TPU slice, whose chip is a CPU."""
 

@@ -161,7 +161,7 @@ def join() -> None:
             heartbeat_timeout_seconds=int(2 * seconds) + 30,
             shutdown_timeout_seconds=3600,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"cannot join the other processes ({reason}); outside of a cluster that JAX knows set "
