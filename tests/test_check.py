@@ -70,6 +70,8 @@ def test_every_fault_is_told_and_not_only_the_first(folder, looked, tmp_path, mo
         "graders.judge.chat.model": "m",
         "tools.names": ("web_search",),
         "tools.web_search.provider": "serper",
+        "mesh.fsdp": -1,
+        "mesh.decode_tensor": 4,
         "probe_s": 2.0,
     }
     pytest.importorskip("libtpu")
