@@ -352,7 +352,9 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
     model = sum(math.prod(x.shape) * 2 for x in jax.tree.leaves(arrays.parameters(setup)))
     count = config.keep_last + 1 + bool(config.keep_best)
     needed = count * size + model
-    folder = next(path for path in (workdir.absolute(), *workdir.absolute().parents) if path.exists())
+    folder = next(
+        path for path in (workdir.absolute(), *workdir.absolute().parents) if path.exists()
+    )
     free = shutil.disk_usage(folder).free
     text = f"{needed / 1e9:.1f} GB for {count} checkpoints and the model, {free / 1e9:.1f} GB free"
     if free < needed:
@@ -374,4 +376,6 @@ def _compiled(where: Slice) -> str:
         raise UserError(last.removeprefix("error: "))
     result = json.loads(done.stdout.strip().splitlines()[-1])
     peak = result["peak_bytes_per_chip"] / 1e9
-    return f"compile for {where.name}, {peak:.1f} GB a chip at most, {result['free_share']:.0%} free"
+    return (
+        f"compile for {where.name}, {peak:.1f} GB a chip at most, {result['free_share']:.0%} free"
+    )

@@ -160,7 +160,9 @@ def worst_case(config: Mapping[str, Any]) -> str:
 def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
     """Samples of a run, and the product that they are."""
     if "groups" in config:
-        updates = config["epochs"] * -(-config["groups"] // (config["mini_batch"] or config["groups"]))
+        updates = config["epochs"] * -(
+            -config["groups"] // (config["mini_batch"] or config["groups"])
+        )
         steps = config["optimizer"]["total_steps"] // updates
         groups, size = int(config["groups"] * config["max_sampled"]), config["group_size"]
         return steps * groups * size, f"{steps} steps x {groups} groups x {size} samples"

@@ -76,11 +76,15 @@ def ssh(name: str, command: str) -> int:
         subprocess.Popen(
             ["bash", "-c", command],
             cwd=home,
-            env={**HOST, "HOME": str(home), "TPU_WORKER_ID": str(number),
-                 "JAX_COORDINATOR_PORT": str(port)},
+            env={
+                **HOST,
+                "HOME": str(home),
+                "TPU_WORKER_ID": str(number),
+                "JAX_COORDINATOR_PORT": str(port),
+            },
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
         for number, home in enumerate(homes(name))
     ]
     groups.write_text("\n".join(str(process.pid) for process in running))

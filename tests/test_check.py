@@ -101,7 +101,10 @@ def test_a_judge_that_is_still_to_be_named_hides_no_other_fault(folder, looked, 
 
 def test_data_that_cannot_be_read_are_named_by_file(folder, looked, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    given = {"model": str(folder / "model"), "data": f"{folder / 'data.jsonl'},{tmp_path}/bad.jsonl"}
+    given = {
+        "model": str(folder / "model"),
+        "data": f"{folder / 'data.jsonl'},{tmp_path}/bad.jsonl",
+    }
     found = looked("sft", load_config("configs/sft/tiny.py", given), tmp_path / "run")
     assert found["data"][0] is False and "bad.jsonl" in found["data"][1]
     assert found["validation"][0] is False
@@ -138,7 +141,7 @@ def test_the_hosts_of_a_run_are_checked_together(folder, tmp_path):
     program = tmp_path / "own.py"
     program.write_text(
         "import os, sys, runpy\n"
-        f"sys.argv = os.path.expandvars({words[len('-m coa_jax.sft') - 7:]!r}).split()\n"
+        f"sys.argv = os.path.expandvars({words[len('-m coa_jax.sft') - 7 :]!r}).split()\n"
         "runpy.run_module('coa_jax.sft', run_name='__main__')\n"
     )
     done = launch(2, 1, str(program))

@@ -119,7 +119,11 @@ def test_a_run_whose_slice_is_taken_away_ends_with_the_parameters_of_one_that_ke
     assert [row["step"] for row in rows(parts, stage)] == [r["step"] for r in rows(whole, stage)]
     left, right, start = (
         load_file(path / "model.safetensors")
-        for path in (whole / "model", parts / "model", shared / ("base" if stage == "sft" else "model"))
+        for path in (
+            whole / "model",
+            parts / "model",
+            shared / ("base" if stage == "sft" else "model"),
+        )
     )
     assert any((left[name] != start[name]).any() for name in left)
     for name in left:

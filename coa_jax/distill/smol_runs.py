@@ -122,8 +122,8 @@ def run_smolagents(
     spent, lock = Spent(), threading.Lock()
     if limits.max_per_second:
         raise UserError(
-            "config.endpoint.max_per_second holds for the requests of our own client, and smolagents "
-            "brings one of its own; give 0, and limit config.concurrency"
+            "config.endpoint.max_per_second holds for the requests of our own client, and "
+            "smolagents brings one of its own; give 0, and limit config.concurrency"
         )
     purse = Purse(limits, limits.model, "config.endpoint")
     usable = False  # known of this process: an earlier one may have had other settings

@@ -103,7 +103,6 @@ class GradersConfig(Bounded):
                 why = "is the name of another metric" if name in TAKEN else "is built in"
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
-
     def check_judge(self) -> None:
         """Refuses a run whose judge is still to be named.
 

@@ -46,7 +46,13 @@ def check_ready(
     if not seconds:
         return
     found = look(
-        seconds, tasks=tasks, graders=graders, tools=tools, answered=answered, chats=chats, made=True
+        seconds,
+        tasks=tasks,
+        graders=graders,
+        tools=tools,
+        answered=answered,
+        chats=chats,
+        made=True,
     )
     missing = [each for each in found if not each.ok]
     if missing:

@@ -50,7 +50,9 @@ def test_two_processes_spend_no_more_than_one_budget_over_their_restarts(tmp_pat
         env = {"RUN": str(tmp_path / "run"), "CALLS": str(tmp_path / "calls"), "MOST": str(most)}
         done = launch(2, 1, str(tmp_path / "program.py"), timeout=120, **env)
         assert done.returncode == 0, done.stderr
-        said = {line[1]: line[4:].split()[0] for line in done.stdout.splitlines() if "spent" in line}
+        said = {
+            line[1]: line[4:].split()[0] for line in done.stdout.splitlines() if "spent" in line
+        }
         assert [said["0"], said["1"]] == shares
         assert len((tmp_path / "calls").read_text()) == most
 
@@ -70,7 +72,9 @@ def test_a_run_of_two_processes_that_has_spent_its_budget_ends_in_a_line_and_goe
     done = launch(2, 1, *words, "--config.tools.budgets.wiki_search.max_calls=2")
     assert done.returncode == 2, done.stderr
     (line,) = {each[4:] for each in done.stderr.splitlines() if "] error: the budget" in each}
-    assert line.startswith("error: the budget tools.budgets.wiki_search.max_calls=2 is spent (1 by ")
+    assert line.startswith(
+        "error: the budget tools.budgets.wiki_search.max_calls=2 is spent (1 by "
+    )
     assert "Traceback" not in done.stderr
     done = launch(2, 1, *words, "--config.tools.budgets.wiki_search.max_calls=1000")
     assert done.returncode == 0, done.stderr

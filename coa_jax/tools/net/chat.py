@@ -31,8 +31,8 @@ from coa_jax.bounds import (
 )
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
-from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net import budget
+from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net.budget import Budget, Purse
 from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
 from coa_jax.tools.net.http import Limits, attempts, seconds_of, too_large
