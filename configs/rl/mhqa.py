@@ -6,8 +6,8 @@ Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: c
 Needs: the policy of configs/sft/mhqa.py and, in a directory that all hosts share (here /mnt),
 the training questions of NQ and HotpotQA; a search engine over Wikipedia that all hosts ask, by
 ``--config.tools.wiki_url=http://HOST:8002/retrieve`` (docs/tools.md).  7b is for the 64 chips of a
-v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will do,
-``launch/`` has what starts it there.
+v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
+another slice will do, ``launch/`` has what starts it there.
 Takes: no figure: it was not run at this size by its authors; docs/scaling.md has the compiler's.
 Gives: a policy in WORKDIR/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
 
