@@ -183,6 +183,8 @@ def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
     assert any("KeyError: 'no such thing'" in line for line in lines(done.stderr, 1))
     (line,) = lines(done.stderr, 0)
     assert "error: process 1 (" in line and "has failed: KeyError('no such thing')" in line
+    # No launcher shall start it again, whichever process it asks.
+    assert [f"process {n} ended with exit code 1" in done.stderr for n in (0, 1)] == [True, True]
 
 
 STOPPING = """
