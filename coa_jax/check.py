@@ -42,7 +42,6 @@ from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.questions import questions
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.training import TrainingConfig
 from coa_jax.model.api import describe_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.shapes import architecture_of
@@ -145,11 +144,9 @@ def _run(command: str, config: Any) -> Iterator[Line]:
     if not getattr(config, "endpoint", None):
         yield _tried("model", lambda: (None, _model(config.model)))[1]
     tools = config.tools if hasattr(config, "tools") and _asks_tools(config) else None
-    made = True, ""
+    made: Line = "tools", True, ""
     if tools is not None:
-        _, (_, *made) = _tried(
-            "tools", lambda: (make_tools(tools, tags_of(_environment(config))), "")
-        )
+        made = _tried("tools", lambda: (make_tools(tools, tags_of(_environment(config))), ""))[1]
     if isinstance(config, SFTConfig):
         for name in ("data", "validation"):
             for path in filter(None, getattr(config, name).split(",")):
@@ -179,8 +176,8 @@ def _run(command: str, config: Any) -> Iterator[Line]:
         yield line
     for each in found or ():
         yield each.name, each.ok, each.text
-    if not made[0] and all(each.ok for each in found or ()):
-        yield "tools", *made
+    if not made[1] and all(each.ok for each in found or ()):
+        yield made
 
 
 def _environment(config: Any) -> EnvironmentConfig:
@@ -312,7 +309,7 @@ def _capability(kind: str) -> float:
     return CHIPS[kind].capability if kind in CHIPS else 0.0
 
 
-def _setup(config: TrainingConfig) -> tuple[arrays.Setup, str]:
+def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
     """The run on its devices, or on those of ``--topology``; what a line says of them."""
     if topology := flags.FLAGS.topology:
         where = parse_slice(topology)
