@@ -34,6 +34,7 @@ from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
+from coa_jax.tools.net.budget import spending
 from coa_jax.tools.turns import apart
 from coa_jax.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 
@@ -94,6 +95,10 @@ class RLRun(RLConfig):
     """
 
     tools: ToolsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.graders.check_judge()
 
 
 def train_sft(
@@ -191,6 +196,10 @@ class EvaluateRun(EvaluateConfig):
     model: Place
     stage: Name
     tools: ToolsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.graders.check_judge()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +300,7 @@ def evaluate_policy(
     found, path = build(EvaluateRun, values), Path(workdir)
 
     def measure() -> Evaluation:
-        with RunDir(path) as run:
+        with RunDir(path) as run, spending(path / "spent"):
             run.write_config(values)
             evaluation = Evaluation(path, _measured(found, run, fresh))
             write_page(evaluation.outcome, evaluation.page)
@@ -306,7 +315,8 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     live = [] if config.agent else make_tools(config.tools, tags)
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
-    described.pop("store")  # the storage of answers does not affect them
+        for setting in ("store", "budgets"):  # neither affects the answers
+            described.pop(setting)
     again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
         path = Path(config.model)

@@ -1,41 +1,32 @@
-"""What a run needs, found before machines are paid for: packages, keys, servers, paths, memory.
+"""What a command needs on the machines that run it, read from its config.
 
-    python -m coa_jax.needs rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/a
-    python -m coa_jax.needs rl --config=... --workdir=... --check --hosts=16 --topology=v5p:4x4x4
+    python -m coa_jax.needs rl --config=configs/rl/web.py:7b
 
-The first prints what the config says: extras of setup.py, environment variables, servers, paths,
-and the most calls of tools that the run can make.  The scripts of ``launch/`` read it.  ``--check``
-looks on this machine, as it does on every host by ``launch/tpu_pod.sh check``: whether packages,
-keys and paths are there, the tools and the judge answer, and with ``--topology`` whether the
-programs fit the chips.  Each fault is a line on stderr; then the exit code is 1.
+Prints the extras of setup.py, the environment variables with keys, the servers, the paths, and what
+the run can cost at most.  The scripts of ``launch/`` read it.  ``--check`` of the command itself
+looks whether all of it is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
-import urllib.parse
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.errors import UserError
-from coa_jax.installed import install_hint, requirements_of
+from coa_jax.installed import requirements_of
 from coa_jax.settings import build
 from coa_jax.tasks.graders import GradersConfig
-from coa_jax.tasks.ready import check_ready
-from coa_jax.tools.make import ToolsConfig, make_tools
 
 COMMANDS = ("sft", "rl", "rft", "dpo", "evaluate", "distill", "synthesize")
 _SOURCES = ("tasks", "data", "validation", "traces", "questions")
-_LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
+LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
+"""Hosts of an address that are another machine on each host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +38,20 @@ class Needs:
         variables: names of environment variables with keys.
         servers: setting -> address.
         paths: setting -> file or folder that is read.
-        calls: the most calls of tools; 0 where that is not known.
+        cost: the most that the run can call and spend, in words.
     """
 
     extras: tuple[str, ...]
     variables: tuple[str, ...]
     servers: Mapping[str, str]
     paths: Mapping[str, str]
-    calls: int
+    cost: str
 
     def __str__(self) -> str:
         lines = [f"extras: {' '.join(self.extras)}", f"variables: {' '.join(self.variables)}"]
         lines += [f"server: {url} ({setting})" for setting, url in self.servers.items()]
         lines += [f"path: {path} ({setting})" for setting, path in self.paths.items()]
-        return "\n".join([*lines, f"calls of tools: at most {self.calls:,}"])
+        return "\n".join([*lines, f"cost: {self.cost}"])
 
 
 def needs_of(command: str, config: Mapping[str, Any], wandb: bool = False) -> Needs:
@@ -82,7 +73,7 @@ def needs_of(command: str, config: Mapping[str, Any], wandb: bool = False) -> Ne
         tuple(sorted(filter(None, keys))),
         servers,
         paths,
-        _most_calls(config),
+        worst_case(config),
     )
 
 
@@ -131,58 +122,89 @@ def _path_of(source: str) -> str:
     return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?=[/.\w])", "", source))
 
 
-def _most_calls(config: Mapping[str, Any]) -> int:
-    """Of an RL run or an evaluation, if each sample makes as many calls as it may."""
-    most = config.get("rollout", {}).get("max_tool_calls", 0)
-    if "groups" in config:
-        samples = config["groups"] * config["group_size"] * config["max_sampled"]
-        return int(samples * config["optimizer"]["total_steps"] * most)
-    return int(config.get("num_tasks", 0)) * int(config.get("samples", 0) or 0) * int(most)
+# --- what a run can cost -------------------------------------------------------------------
+
+_CHARS = 3.0
+"""Characters of a token, on the safe side for English."""
+
+_OWN_CHARS = 3000
+"""Characters of a request beside the text that it is about: instructions and question."""
 
 
-def faults_of(
-    needs: Needs, config: Mapping[str, Any], workdir: Path, hosts: int = 1
-) -> Iterator[str]:
-    """A line for each thing that this machine lacks.
+def worst_case(config: Mapping[str, Any]) -> str:
+    """The most calls, verdicts and money of an RL run or an evaluation, in words.
 
-    Args:
-        needs: of the run.
-        config: of the run.
-        workdir: where the run is written; made if it is not there.
-        hosts: how many the run has.
+    Each sample makes as many calls as it may, all of them of the dearest tool that still has a
+    budget.  Tokens of prompts are estimated from the characters that may be in them.
     """
-    for extra in needs.extras:
-        if not all(map(_is_installed, requirements_of(extra))):
-            yield f"packages of the extra {extra} are missing: {install_hint(extra)}"
-    for name in needs.variables:
-        if not os.environ.get(name, "").strip():
-            yield f"the environment variable {name} is not set: --secret-env {name}"
-    for setting, url in needs.servers.items():
-        if hosts > 1 and urllib.parse.urlsplit(url).hostname in _LOCAL:
-            yield (
-                f"config.{setting} is {url}, another server on each of {hosts} hosts: name one "
-                "that all of them reach"
-            )
-    for setting, path in needs.paths.items():
-        if not Path(path).exists() and not any(c in path for c in "*?,"):
-            yield f"config.{setting}: {path} does not exist on this machine"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / f".writable-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        yield f"--workdir={workdir} cannot be written: {error.strerror or error}"
-    try:
-        tools = build(ToolsConfig, config["tools"], "config.tools") if "tools" in config else None
-        graders = None
-        if "graders" in config:
-            graders = build(GradersConfig, config["graders"], "config.graders")
-        if tools is not None:
-            make_tools(tools)
-        check_ready(float(config.get("probe_s") or 10.0), graders=graders, tools=tools)
-    except UserError as error:
-        yield str(error)
+    samples, how = _most_samples(config)
+    if not samples:
+        return "no calls of tools"
+    each = int(config["rollout"]["max_tool_calls"])
+    tools, judge = config.get("tools", {}), config.get("graders", {}).get("judge", {})
+    verdicts = samples * bool(config["graders"].get("judge_all")) if judge else 0
+    names = ", ".join(tools.get("names", ())) or "no tool"
+    told = f"at most {samples * each:,} calls of {names} ({how} x {each} calls)"
+    told += f" and {verdicts:,} verdicts" if verdicts else ""
+    money, priced = _money_of_tools(tools, samples * each)
+    if verdicts:
+        price = _price_of_chat(judge["chat"], judge["answer_chars"])
+        cost = verdicts * price
+        money += min(cost, judge["chat"]["max_money"] or cost)
+        priced |= price > 0
+    if not priced:
+        return f"{told}; no price is known (tools.budgets.TAG.price, judge.chat.prices)"
+    return f"{told}; money: at most {money:,.2f}"
+
+
+def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
+    """Samples of a run, and the product that they are."""
+    if "groups" in config:
+        updates = config["epochs"] * -(
+            -config["groups"] // (config["mini_batch"] or config["groups"])
+        )
+        steps = config["optimizer"]["total_steps"] // updates
+        groups, size = int(config["groups"] * config["max_sampled"]), config["group_size"]
+        return steps * groups * size, f"{steps} steps x {groups} groups x {size} samples"
+    tasks, samples = int(config.get("num_tasks", 0)), int(config.get("samples", 0) or 0)
+    return tasks * samples, f"{tasks} tasks x {samples} samples"
+
+
+def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
+    """The most that calls can cost, and whether any price is known."""
+    dear = []
+    for tag in tools.get("names", ()):
+        budget = tools["budgets"].get(tag, {})
+        price = most = float(budget.get("price", 0.0))
+        if tag == "crawl_page":
+            crawl = tools["crawl_page"]
+            chat = crawl["summarizer"]
+            # Of each call one request for the aim, and one for each page.
+            asked = _price_of_chat(chat, 8 * crawl["page_chars"]) if chat["url"] else 0.0
+            price += (crawl["max_pages"] + 1) * asked
+        caps = [budget["max_calls"]] if budget.get("max_calls") else []
+        caps += [int(budget["max_money"] / most)] if budget.get("max_money") and most else []
+        dear.append((price, min(caps, default=calls)))
+    money = 0.0
+    for price, cap in sorted(dear, reverse=True):
+        money += price * min(calls, cap)
+        calls -= min(calls, cap)
+    return money, any(price for price, _ in dear)
+
+
+def _price_of_chat(chat: Mapping[str, Any], chars: float) -> float:
+    """Money for a request about a text of so many characters."""
+    price = next((each[1:] for each in chat["prices"] if each[0] == chat["model"]), (0.0, 0.0))
+    prompt = (chars + _OWN_CHARS) / _CHARS
+    return float((prompt * price[0] + chat["max_tokens"] * price[1]) / 1e6)
+
+
+# --- what is there -------------------------------------------------------------------------
+
+
+def has_extra(extra: str) -> bool:
+    """Whether the packages of an extra of setup.py are installed."""
+    return all(map(_is_installed, requirements_of(extra)))
 
 
 def _is_installed(requirement: str) -> bool:
@@ -200,38 +222,17 @@ def define_flags() -> None:
     config_flag("configs/rl/factbook.py")
     workdir_flag("directory of the run", required=False)
     flags.DEFINE_string("wandb_project", "", "as of the command")
-    flags.DEFINE_bool("check", False, "look whether all of it is there on this machine")
-    flags.DEFINE_integer("hosts", 1, "hosts of the run", lower_bound=1)
-    flags.DEFINE_string("topology", "", "chips that the programs have to fit, e.g. v5p:4x4x4")
-    flags.DEFINE_float("call_price", 0.0, "money of a call of a tool", lower_bound=0.0)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     if len(argv) != 2 or argv[1] not in COMMANDS:
         raise UserError(f"of which command? one of {', '.join(COMMANDS)}")
     config = values.config.to_dict()
-    needs = needs_of(argv[1], config, bool(values.wandb_project))
-    print(needs)
-    if values.call_price:
-        print(f"money for tools: at most {needs.calls * values.call_price:,.2f}")
-    if not values.check:
-        return 0
-    if not values.workdir:
-        raise UserError("--workdir is missing: the directory of the run, which has to be writable")
-    faults = list(faults_of(needs, config, Path(values.workdir), values.hosts))
-    if values.topology:
-        given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
-        aot = [sys.executable, "-m", "coa_jax.aot", f"--topology={values.topology}", *given]
-        done = subprocess.run(aot, capture_output=True, text=True)
-        if done.returncode:
-            faults += done.stderr.strip().splitlines()[-1:]
-    for fault in faults:
-        print(f"error: {fault}", file=sys.stderr)
-    if not faults:
-        print("ready")
-    return 1 if faults else 0
+    if "graders" in config:
+        build(GradersConfig, config["graders"], "config.graders").check_judge()
+    print(needs_of(argv[1], config, bool(values.wandb_project)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ml_collections.config_flags import config_path
 from coa_jax.errors import UserError
 
 _NEW_KEY = re.compile(
-    r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|rewards|mixture|\w*options))"
+    r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|budgets|rewards|mixture|\w*options))"
     r"\.((?:\w+\.)*\w+)(?:=(.*))?",
     re.DOTALL,
 )

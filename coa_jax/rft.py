@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import functools
 
+from absl import flags
+
+from coa_jax.check import check
 from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags, run_fit
 from coa_jax.learn.rejection import RFTConfig, train
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Entry point."""
+    if flags.FLAGS.check != "false":
+        return check("rft")
     run_fit(RFTConfig, train)
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from absl import flags
 
 from coa_jax import files
 from coa_jax.api import RLRun, train_rl
+from coa_jax.check import check
 from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags
 from coa_jax.learn.rl import repeat
@@ -29,6 +30,8 @@ from coa_jax.settings import build
 def main(argv: list[str]) -> int:
     """Entry point."""
     values = flags.FLAGS
+    if values.check != "false":
+        return check("rl")
     if values.replay:
         run_path = Path(values.replay)
         find_protocols(run_path)

@@ -12,15 +12,19 @@ import functools
 from absl import flags
 
 from coa_jax.api import train_sft
+from coa_jax.check import check
 from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Entry point."""
     values = flags.FLAGS
+    if values.check != "false":
+        return check("sft")
     run = train_sft(values.config, values.workdir, wandb_project=values.wandb_project)
     print(f"model -> {run.model}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ do_it() {
 needs() { [ "${dry_run:-no}" = yes ] || command -v "$1" >/dev/null || fail "$1 is not installed"; }
 
 # run_again CODE: whether a command that ended so is to be given again on the same machines.  3: a
-# process of the run is gone (coa_jax.parallel.processes).  255: ssh has lost a host.
-run_again() { [ "$1" = 3 ] || [ "$1" = 255 ]; }
+# process of the run is gone (coa_jax.parallel.processes), or the run was told to stop and has saved.
+# 137, 143: this is the process that was killed.  255: ssh has lost a host.
+run_again() { [[ "$1" =~ ^($again|255)$ ]]; }
+again="3|137|143"
 
 # parse_flags VALUES SWITCHES ARG...: reads the flags at the head of the arguments into variables of
 # their names.  VALUES names those with a value, as `--name x` or `--name=x`, SWITCHES those that
-# are only there or not, which become "yes".  The first word that is none becomes `action`, what
+# are only there or not, which become "yes"; --check=compile becomes "compile".  The first word that is none becomes `action`, what
 # comes after it the array `words`.  Where VALUES has `config.*`, flags of that form go into the
 # array `settings` as they are.  Where it has `env`, --env NAME=VALUE and --secret-env NAME go into
 # the arrays `variables` and `secrets`.
@@ -42,8 +44,8 @@ parse_flags() {
     case "$1" in
       -h | --help) usage; exit 0 ;;
       --*)
-        if [[ "$__switches" == *" $__name "* && "$1" != *=* ]]; then
-          printf -v "${__name//-/_}" yes
+        if [[ "$__switches" == *" $__name "* && "$1" =~ ^(--check=compile|[^=]*)$ ]]; then
+          printf -v "${__name//-/_}" %s "$([[ "$1" == *=* ]] && echo compile || echo yes)"
         elif [[ "$__name" == config.* && "$__values" == *" config.* "* ]]; then
           settings+=("$1")
         elif [[ "$__name" =~ ^(env|secret-env)$ && "$__values" == *" env "* ]]; then
@@ -97,10 +99,27 @@ plain() { [[ "$1" =~ ^[A-Za-z0-9._/:@,-]+$ ]] || fail "$2 $1: only letters, digi
 coa_command() {
   [ $# -gt 0 ] || fail "run what? e.g. run sft --config=configs/sft/web.py:7b --workdir=DIR"
   [[ "$1" =~ ^[a-z_]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
-  local command=".venv/bin/python -u -m coa_jax.$1"
+  local command
+  command="$(environment)/bin/python -u -m coa_jax.$1"
   shift
   [ $# -eq 0 ] || command+="$(printf ' %q' "$@")"
-  printf 'COA_JAX_DISTRIBUTED=1%s %s' "$(assignments)" "$command"
+  printf 'COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3%s %s' "$(assignments)" "$command"
+}
+
+# environment: the folder of Python on the hosts: .venv, or that of --env COA_JAX_VENV=FOLDER.
+environment() {
+  local word
+  for word in ${variables[@]+"${variables[@]}"}; do
+    case "$word" in COA_JAX_VENV=?*) printf %q "${word#*=}"; return ;; esac
+  done
+  echo .venv
+}
+
+# check_command COMMAND ARG...: the same command with --check, as the variable `check` says.
+check_command() {
+  case "$1" in sft | rl | rft | dpo | evaluate) ;; *) fail "--check: there is none of $1" ;; esac
+  printf '%s --check' "$(coa_command "$@")"
+  [ "$check" != compile ] || printf '=compile'
 }
 
 # assignments: what stands before a command for the variables of `presets` and of --env.
@@ -108,7 +127,7 @@ assignments() {
   [ ${#tuned[@]} -eq 0 ] || printf ' %q' "${tuned[@]}"
   [ ${#variables[@]} -eq 0 ] || printf ' %q' "${variables[@]}"
 }
-tuned=() variables=() secrets=()
+tuned=() variables=() secrets=() check=no
 
 # presets KIND: fills `tuned` with variables for chips (tpu, v6e, cuda); none for nothing.  The TPU
 # compiler takes all of these flags for every generation (tests/test_launch_presets.py); what they gain
@@ -143,6 +162,12 @@ passed_on() {
   for word in ${secrets[@]+"${secrets[@]}"}; do passed+=(--secret-env "$word"); done
 }
 
+# checks_of: the flag of tpu_pod.sh for the variable `check`, in the array `checks`.
+checks_of() {
+  checks=()
+  case "$check" in yes) checks=(--check) ;; compile) checks=(--check=compile) ;; esac
+}
+
 # flag_of NAME: the value of a flag among `words`.
 flag_of() {
   local at
@@ -154,14 +179,13 @@ flag_of() {
   done
 }
 
-# needed: fills `extras` with those of setup.py that the command in `words` needs, by its config, and
-# `needs` with the command that checks all of it on a host.  Keys that the config names are added to
-# `secrets`.  COA_JAX_PYTHON names a Python with this package, by default that of .venv.
+# needed: fills `extras` with those of setup.py that the command in `words` needs, by its config.  Keys
+# that the config names are added to `secrets`.  COA_JAX_PYTHON names a Python with this package, by default that of .venv.
 needed() {
   local python="${COA_JAX_PYTHON:-$COA_ROOT/.venv/bin/python}" told name word given=() follows=no
   local there=" ${secrets[*]-} "
   for word in ${variables[@]+"${variables[@]}"}; do there+="${word%%=*} "; done
-  extras=gguf needs=""
+  extras=gguf
   [ ${#words[@]} -gt 0 ] || return 0
   case "${words[0]}" in
     sft | rl | rft | dpo | evaluate | distill | synthesize) ;;
@@ -175,8 +199,6 @@ needed() {
     esac
     case "$word" in --config | --workdir | --wandb_project) follows=yes ;; esac
   done
-  needs=".venv/bin/python -m coa_jax.needs ${words[0]}$(printf ' %q' ${given[@]+"${given[@]}"})"
-  needs+=" --check --hosts=${hosts:-2}"
   if [ ! -x "$python" ]; then
     echo "note: $python is not there to read the config: the packages of all tools are installed" >&2
     extras="endpoint gguf maths mcp tasks web"

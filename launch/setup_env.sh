@@ -10,13 +10,14 @@
 # found, uv installs one if it is there.
 # CONSTRAINTS=jax-0.12 installs the tested versions of coa_jax/constraints/jax-0.12.txt; a path names
 # a file of your own.  Later runs keep to that file.
-# COA_JAX_VENV=.venv-other makes or completes an environment of that name beside .venv.
+# COA_JAX_VENV=.venv-other makes or completes an environment of that name beside .venv.  A path from
+# the root names an environment of an image or a shared disk: it is taken as it is.
 # The second run is instant: .venv/.coa_jax names what was installed for which setup.py, and it
 # is written last, so an interrupted installation is completed by the next run.
 # shellcheck shell=bash
 
 COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-COA_VENV="$COA_ROOT/${COA_JAX_VENV:-.venv}"
+case "${COA_JAX_VENV:-}" in /*) COA_VENV="$COA_JAX_VENV" ;; *) COA_VENV="$COA_ROOT/${COA_JAX_VENV:-.venv}" ;; esac
 
 coa_say() { printf '[setup] %s\n' "$*" >&2; }
 
@@ -199,7 +200,12 @@ coa_setup_env() {
       flock 9
     fi
   fi
-  if ! coa_installed "$file" "$@"; then
+  if [[ "${COA_JAX_VENV:-}" = /* ]]; then
+    if ! "$COA_VENV/bin/python" -c 'import sys, jax; sys.exit(sys.version_info < (3, 11))'; then
+      coa_say "error: COA_JAX_VENV=$COA_VENV has no Python 3.11 or later with JAX"
+      return 1
+    fi
+  elif ! coa_installed "$file" "$@"; then
     coa_fresh=yes
     coa_make_venv && coa_install "$file" "$@" || return 1
   fi

@@ -11,7 +11,8 @@
 #   --bucket URL       s3://... or gs://..., mounted at /runs, where the work directory is (required)
 #   --spot             cheaper, may be taken away at any moment
 #   --retries N        how often a run that fails is started again (default 20)
-#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --check            before the run: is all that it needs there, on every host?  --check=compile also
+#                      compiles its programs
 #   --preset KIND      variables for the compiler: cuda, tpu, v6e or none (default: by --gpus)
 #   --env NAME=VALUE   a variable of the run; may be repeated
 #   --secret-env NAME  the same, with its value here; keys that the config names need no flag
@@ -32,18 +33,20 @@ parse_flags "name gpus nodes bucket retries preset env" "spot check" "$@"
 [[ "$retries" =~ ^[0-9]+$ ]] || fail "--retries is a whole number"
 needs sky
 
-extra=cuda hosts="$nodes"
+extra=cuda
 [[ "$gpus" != tpu* ]] || extra=tpu
 [ -n "$preset" ] || preset="$extra"
 [[ "$gpus" != tpu-v6e* || "$preset" != tpu ]] || preset=v6e
 presets "$preset"
 needed
 carried
-command="$(coa_command ${words[@]+"${words[@]}"})"
+command="$(coa_command ${words[@]+"${words[@]}"})" checked=""
+[ "$check" = no ] || checked="$(check_command "${words[@]}")"
 # On GPU machines nothing tells JAX about the others; SkyPilot knows them.
 if [ "$extra" = cuda ]; then
   others="COA_JAX_COORDINATOR=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"
-  command="$others COA_JAX_NUM_PROCESSES=\$SKYPILOT_NUM_NODES COA_JAX_PROCESS_ID=\$SKYPILOT_NODE_RANK $command"
+  others+=" COA_JAX_NUM_PROCESSES=\$SKYPILOT_NUM_NODES COA_JAX_PROCESS_ID=\$SKYPILOT_NODE_RANK"
+  command="$others $command" checked="${checked:+$others $checked}"
 fi
 task="$(
   cat <<TASK
@@ -55,7 +58,7 @@ resources:
   use_spot: $([ "$spot" = yes ] && echo true || echo false)
   job_recovery:
     max_restarts_on_errors: $retries
-    recover_on_exit_codes: [3]
+    recover_on_exit_codes: [${again//|/, }]
 file_mounts:
   /runs:
     source: $bucket
@@ -63,7 +66,7 @@ file_mounts:
 setup: |
   bash launch/setup_env.sh $extra $extras
 run: |
-$([ "$check" = no ] || printf '  env%s %s || exit 1' "$(assignments)" "$needs")
+$([ -z "$checked" ] || printf '  env %s || exit' "$checked")
   exec env $command
 TASK
 )"

@@ -14,28 +14,30 @@
 #   --name NAME        of the job (default coa_jax)
 #   --partition NAME   default: the cluster's
 #   --account NAME     default: yours
+#   --notice SECONDS   before the limit of the job, when it is told to save (default 600): longer than an
+#                      update and a checkpoint take
 #   --retries N        how often a job that has lost a process is queued again (default 20)
-#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --check            before the run: is all that it needs there, on every host?  --check=compile also
+#                      compiles its programs
 #   --preset KIND      variables for the compiler: cuda (default) or none
 #   --env NAME=VALUE   a variable of the run; may be repeated
 #   --secret-env NAME  the same, with its value here; keys that the config names need no flag
 #   --dry-run          print the job and the commands, run nothing
 #
 # A node has one process for all of its GPUs.  A job that a node failure or a preemption ends, or that
-# has lost a process, is queued again and continues; two minutes before its limit it is told to save
-# (SIGTERM).  sbatch hands on the variables that are set here, and so the keys.
+# has lost a process, is queued again and continues; so is one that comes to its limit, before which it
+# is told to save (SIGTERM).  sbatch hands on the variables that are set here, and so the keys.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 nodes=1 gpus=8 cpus=64 time=24:00:00 name=coa_jax partition="" account="" dry_run=no
-retries=20 preset=cuda check=no
-parse_flags "nodes gpus cpus time name partition account retries preset env" "check" "$@"
+retries=20 preset=cuda check=no notice=600
+parse_flags "nodes gpus cpus time name partition account retries notice preset env" "check" "$@"
 [ -n "$action" ] || fail "what to do? setup or run (--help explains)"
-for number in "$nodes" "$gpus" "$cpus" "$retries"; do
-  [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--nodes, --gpus, --cpus, --retries: whole numbers from 1"
+for number in "$nodes" "$gpus" "$cpus" "$retries" "$notice"; do
+  [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--nodes, --gpus, --cpus, --retries, --notice: whole numbers from 1"
 done
-hosts="$nodes"
 
 case "$action" in
   setup)
@@ -48,11 +50,12 @@ case "$action" in
     presets "$preset"
     needed
     carried
-    command="$(coa_command ${words[@]+"${words[@]}"})"
+    command="$(coa_command ${words[@]+"${words[@]}"})" checked=""
+    [ "$check" = no ] || checked="$(check_command "${words[@]}")"
     local_devices="$(seq -s, 0 $((gpus - 1)))"
     submit=(sbatch "--job-name=$name" "--nodes=$nodes" --ntasks-per-node=1
       "--gpus-per-node=$gpus" "--cpus-per-task=$cpus" "--time=$time" --requeue --open-mode=append
-      --signal=TERM@120 --export=ALL "--chdir=$COA_ROOT" "--output=$name-%j.log")
+      "--signal=TERM@$notice" --export=ALL "--chdir=$COA_ROOT" "--output=$name-%j.log")
     [ -z "$partition" ] || submit+=("--partition=$partition")
     [ -z "$account" ] || submit+=("--account=$account")
     # JAX finds the other processes by SLURM's variables, but would give each task one GPU.
@@ -61,11 +64,11 @@ case "$action" in
 #!/usr/bin/env bash
 set -euo pipefail
 export JAX_LOCAL_DEVICE_IDS=$local_devices
-$([ "$check" = no ] || printf 'srun env%s %s' "$(assignments)" "$needs")
+$([ -z "$checked" ] || printf 'srun --kill-on-bad-exit=1 env %s' "$checked")
 status=0
 srun --kill-on-bad-exit=1 env $command || status=\$?
-# 3: a process of the run is gone; 137: this is it.
-if [[ "\$status" =~ ^(3|137)$ && "\${SLURM_RESTART_COUNT:-0}" -lt $retries ]]; then
+# See run_again in launch/common.sh.
+if [[ "\$status" =~ ^($again)$ && "\${SLURM_RESTART_COUNT:-0}" -lt $retries ]]; then
   scontrol requeue "\$SLURM_JOB_ID"
 fi
 exit "\$status"

@@ -3,8 +3,8 @@
 #
 #   bash launch/tpu_pod.sh [FLAGS] setup [COMMAND ARG...]  copy this commit to all hosts, install it
 #                                                      with the packages that the command needs
-#   bash launch/tpu_pod.sh [FLAGS] check COMMAND ARG...    on each host: are keys and paths there, do the
-#                                                      tools and the judge answer?
+#   bash launch/tpu_pod.sh [FLAGS] check COMMAND ARG...    is all that the command needs there, on every
+#                                                      host?
 #   bash launch/tpu_pod.sh [FLAGS] run COMMAND ARG...  e.g. run sft --config=configs/sft/web.py:7b \
 #                                                           --workdir=/mnt/runs/a
 #   bash launch/tpu_pod.sh [FLAGS] logs                the end of each host's log
@@ -15,7 +15,7 @@
 #   --zone ZONE        its zone (required)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --dir DIR          where the code lives on the hosts (default coa_jax, in the home directory)
-#   --hosts N          hosts of the slice, for `check` (default 2, which stands for several)
+#   --check            run: check before; --check=compile also compiles the programs of the run
 #   --retries N        how often a run that has lost a process is started again (default 20)
 #   --poll SECONDS     before that (default 10)
 #   --preset KIND      variables for the compiler: tpu (default), v6e or none
@@ -33,13 +33,13 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-name="" zone="" project="" dir=coa_jax hosts=2 retries=20 poll=10 preset=tpu detach=no dry_run=no
-parse_flags "name zone project dir hosts retries poll preset env" "detach" "$@"
+name="" zone="" project="" dir=coa_jax check=no retries=20 poll=10 preset=tpu detach=no dry_run=no
+parse_flags "name zone project dir retries poll preset env" "check detach" "$@"
 [ -n "$action" ] || fail "what to do? setup, check, run, logs or stop (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
 [[ "$dir" =~ ^[A-Za-z0-9._/-]+$ ]] || fail "--dir $dir: only letters, digits, . _ - /"
-[[ "$hosts$retries$poll" =~ ^[0-9]+$ ]] || fail "--hosts, --retries and --poll are whole numbers"
+[[ "$retries$poll" =~ ^[0-9]+$ ]] || fail "--retries and --poll are whole numbers"
 needs gcloud
 
 where=("$name" "--zone=$zone" --worker=all)
@@ -67,12 +67,14 @@ send_secrets() {
   read_secrets='. "$HOME/.coa_jax.env" && '
 }
 
+check_all() { on_all "${read_secrets}cd $dir && env $(check_command "${words[@]}")"; }
+
 run_once() {
   if [ "$detach" = yes ]; then
-    on_all "${read_secrets}cd $dir && (nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
+    on_all "${read_secrets}cd $dir && $begin(nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
   else
     # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.
-    on_all "${read_secrets}cd $dir && bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
+    on_all "${read_secrets}cd $dir && ${begin}bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
 exec env \"\$@\"' run $command"
   fi
 }
@@ -84,35 +86,48 @@ case "$action" in
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
     # Many images of TPU VMs have Python 3.10 only: there 3.12 comes from uv.
-    on_all "mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && \
+    unpack="mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && "
+    venv="$(environment)"
+    if [[ "$venv" = /* ]]; then # is taken as it is
+      on_all "${unpack}COA_JAX_VENV=$venv bash $dir/launch/setup_env.sh tpu $extras"
+      exit
+    fi
+    on_all "${unpack}\
 python=\$(command -v python3.12 || command -v python3.13 || \
 { python3 -m pip install -q --user uv >&2 && ~/.local/bin/uv python install -q 3.12 >&2 && \
 ~/.local/bin/uv python find 3.12; } || true) && \
-PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
+COA_JAX_VENV=$venv PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
     ;;
   check)
-    presets none
+    [ ${#words[@]} -gt 0 ] || fail "check what? e.g. check rl --config=configs/rl/web.py:7b --workdir=DIR"
+    presets "$preset"
     needed
-    [ -n "$needs" ] || fail "check what? e.g. check rl --config=configs/rl/web.py:7b --workdir=DIR"
+    check_command "${words[@]}" >/dev/null
     send_secrets
-    on_all "${read_secrets}cd $dir && env$(assignments) $needs"
+    check_all
     ;;
   run)
     presets "$preset"
     needed
     command="$(coa_command ${words[@]+"${words[@]}"})"
+    [ "$check" = no ] || check_command "${words[@]}" >/dev/null
     send_secrets
+    [ "$check" = no ] || check_all
+    begin="rm -f run.stop && " # of an earlier run
     for ((attempt = 0; ; attempt++)); do
       status=0
       run_once || status=$?
-      run_again "$status" && [ "$attempt" -lt "$retries" ] || exit "$status"
-      echo "exit code $status: the run is started again ($((attempt + 1)) of $retries)" >&2
+      begin=""
+      run_again "$status" || exit "$status"
+      on_all "[ ! -e $dir/run.stop ]" || exit 0 # `stop` has asked for it
       # Its other processes may still wait for the one that is gone, and hold the chips.
       on_all "kill -9 \$(cat $dir/run.pid) 2>/dev/null || true" || true
+      [ "$attempt" -lt "$retries" ] || exit "$status"
+      echo "exit code $status: the run is started again ($((attempt + 1)) of $retries)" >&2
       sleep "$poll"
     done
     ;;
   logs) on_all "tail -n 20 $dir/run.log" ;;
-  stop) on_all "kill \$(cat $dir/run.pid)" ;;
+  stop) on_all "touch $dir/run.stop; kill \$(cat $dir/run.pid)" ;;
   *) fail "unknown action $action; setup, check, run, logs or stop" ;;
 esac

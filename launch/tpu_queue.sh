@@ -15,7 +15,8 @@
 #   --spot             cheaper, may be taken away at any moment
 #   --retries N        slices after the first (default 20)
 #   --poll SECONDS     between two looks at the request (default 60)
-#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --check            before the run: is all that it needs there, on every host?  --check=compile also
+#                      compiles its programs
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
 #   --secret-env NAME  the same, with its value here; keys that the config names need no flag
@@ -43,6 +44,7 @@ pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
 [ -z "$project" ] || pod+=(--project "$project")
 [ -n "$preset" ] || preset="$(kind_of "$type")"
 passed_on
+checks_of
 pod+=("${passed[@]}" --retries 0)
 
 ask() {
@@ -100,7 +102,13 @@ wait_for_slice() {
   done
 }
 
-checked() { [ "$check" = no ] || do_it "${pod[@]}" check "${words[@]}"; }
+# Checks before the first start: what is down for a moment later shall not end a run.
+start() {
+  local first=(${checks[@]+"${checks[@]}"})
+  do_it "${pod[@]}" setup "${words[@]}" || return
+  checks=()
+  do_it "${pod[@]}" ${first[@]+"${first[@]}"} run "${words[@]}"
+}
 
 case "$action" in
   run)
@@ -117,8 +125,7 @@ case "$action" in
       status=75
       if wait_for_slice; then
         status=0
-        { do_it "${pod[@]}" setup "${words[@]}" && checked && do_it "${pod[@]}" run "${words[@]}"; } ||
-          status=$?
+        start || status=$?
         [ "$dry_run" = no ] || exit "$status"
         # 0 may be that of a run which was told to save because its slice is being taken away; one
         # that had come to its end does so at once when it is started again.
@@ -126,7 +133,6 @@ case "$action" in
         if [ "$now" = ACTIVE ]; then
           run_again "$status" && [ "$attempt" -lt "$retries" ] || exit "$status"
           echo "exit code $status: the run is started again on $name" >&2
-          do_it "${pod[@]}" stop || true
           sleep "$poll"
           continue
         fi

@@ -13,7 +13,8 @@
 #   --version VERSION  software of the VM (default v2-alpha-tpuv5-lite; v5p: v2-alpha-tpuv5)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --spot             cheaper, may be taken away at any moment
-#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --check            before the run: is all that it needs there, on every host?  --check=compile also
+#                      compiles its programs
 #   --retries N        how often a run that has lost its connection is started again (default 20)
 #   --poll SECONDS     before that (default 10)
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
@@ -42,7 +43,8 @@ pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
 [ -z "$project" ] || pod+=(--project "$project")
 [ -n "$preset" ] || preset="$(kind_of "$type")"
 passed_on
-pod+=("${passed[@]}" --hosts 1 --retries "$retries" --poll "$poll")
+checks_of
+pod+=("${passed[@]}" --retries "$retries" --poll "$poll")
 
 case "$action" in
   run)
@@ -65,8 +67,7 @@ case "$action" in
       do_it "${create[@]}"
     fi
     do_it "${pod[@]}" setup "${words[@]}"
-    [ "$check" = no ] || do_it "${pod[@]}" check "${words[@]}"
-    do_it "${pod[@]}" run "${words[@]}"
+    do_it "${pod[@]}" ${checks[@]+"${checks[@]}"} run "${words[@]}"
     ;;
   logs) do_it "${pod[@]}" logs ;;
   delete) do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet ;;

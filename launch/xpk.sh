@@ -15,7 +15,8 @@
 #   --image IMAGE      that the code is put into (default python:3.12)
 #   --storage NAME     storage attached with `xpk storage create`, where the work directory is
 #   --restarts N       after a failure or a preemption (default 20)
-#   --check            before the run: are keys and paths there, do the tools and the judge answer?
+#   --check            before the run: is all that it needs there, on every host?  --check=compile also
+#                      compiles its programs
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
 #   --secret-env NAME  the same, with its value here; keys that the config names need no flag.  Whoever
@@ -47,7 +48,7 @@ case "$action" in
     needed
     carried
     command="bash launch/setup_env.sh tpu $extras && "
-    [ "$check" = no ] || command+="env$(assignments) $needs && "
+    [ "$check" = no ] || command+="env $(check_command "${words[@]}") && "
     command+="exec env $(coa_command ${words[@]+"${words[@]}"})"
     create=(xpk workload create "--workload=$name" "${where[@]}" "--tpu-type=$type" --num-slices=1
       "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts"

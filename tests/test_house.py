@@ -42,6 +42,8 @@ ROOMS = (
     ("learn", "small"),
     ("evaluate", "report", "bench", "aot"),
     ("api",),
+    ("needs",),
+    ("check",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 LINES = 450

@@ -14,9 +14,8 @@ LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 WORDS = ("rl", "--config=configs/rl/web.py:7b", "--config.note=it's a b")
 RUN = ("run", *WORDS)
 BARE = "coa_jax.rl --config=configs/rl/web.py:7b --config.note=it\\'s\\ a\\ b"
-NEEDS = BARE.replace("coa_jax.rl", ".venv/bin/python -m coa_jax.needs rl")
 PYTHON = f".venv/bin/python -u -m {BARE}"
-COMMAND = f"COA_JAX_DISTRIBUTED=1 {PYTHON}"
+COMMAND = f"COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3 {PYTHON}"
 FLAGS = {
     "tpu_vm.sh": ("--name", "vm", "--zone", "z", "--project", "p"),
     "tpu_queue.sh": ("--name", "q", "--zone", "z", "--type", "v5p-128"),
@@ -59,7 +58,7 @@ def test_a_tpu_vm_is_made_set_up_and_used():
         *("--accelerator-type=v5litepod-8", "--version=v2-alpha-tpuv5-lite"),
     ]
     pod = ["bash", str(LAUNCH / "tpu_pod.sh"), "--name", "vm", "--zone", "z", "--project", "p"]
-    pod += ["--preset", "none", "--hosts", "1", "--retries", "20", "--poll", "10"]
+    pod += ["--preset", "none", "--retries", "20", "--poll", "10"]
     assert setup == [*pod, "setup", *WORDS]
     assert start == [*pod, *RUN]
 
@@ -93,6 +92,7 @@ def test_a_slurm_job_has_one_process_for_all_gpus_of_a_node():
     submit = lines[-1]
     assert submit[0] == "sbatch"
     assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=4", "--requeue"} <= set(submit)
+    assert "--signal=TERM@600" in submit
     assert "--export=ALL" in submit  # the keys
 
 
@@ -110,7 +110,8 @@ def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_
         "[--config.note=it's a b][1]"  # fmt: skip
     # A job that has lost a process goes to the queue again, a few times; one that fails does not.
     program(tmp_path / ".venv" / "bin", "python", 'exit "$CODE"')
-    for code, before, again in ((3, "2", True), (137, "", True), (3, "20", False), (2, "", False)):
+    codes = [(3, "2", True), (137, "", True), (143, "", True), (3, "20", False), (2, "", False)]
+    for code, before, again in codes:
         (tmp_path / "queued").unlink(missing_ok=True)
         env = {"PATH": f"{tools}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "7"}
         env |= {"SLURM_RESTART_COUNT": before} if before else {}
@@ -127,7 +128,7 @@ def test_a_sky_task_mounts_the_bucket_and_names_the_other_machines():
     assert "COA_JAX_PROCESS_ID=$SKYPILOT_NODE_RANK " + COMMAND in text
     sky = ["sky", "jobs", "launch", "--yes", "--name=coa-jax"]
     assert lines[-1] == [*sky, "--secret", "SERPER_API_KEY", "task.yaml"]
-    assert ["recover_on_exit_codes:", "[3]"] in lines
+    assert ["recover_on_exit_codes:", "[3,", "137,", "143]"] in lines
     text, _ = dry("sky.sh", "--gpus", "tpu-v5p-64", *RUN)
     assert f"  exec env {COMMAND}\n" in text
     assert "setup_env.sh tpu gguf web" in text
@@ -185,7 +186,7 @@ def test_a_run_that_has_lost_a_process_goes_on_on_its_slice(cloud):
     assert log.count("queued-resources create") == 1
     assert "queued-resources delete" not in log
     assert log.count("coa_jax.rl") == 3
-    assert log.count("kill") == 2  # what is left of the run on other hosts
+    assert log.count("kill -9") == 2  # what is left of the run on other hosts
     done, log = cloud(2, 0, lost=3, script="tpu_vm.sh")
     assert done.returncode == 0, done.stderr
     assert log.count("coa_jax.rl") - 3 == 3
@@ -265,14 +266,24 @@ def test_a_key_that_is_not_here_is_named_before_anything_is_done(tmp_path):
 
 
 def test_hosts_are_checked_before_the_run_on_demand(reader):
-    _, lines = dry("tpu_queue.sh", "--check", *RUN)
-    assert [line[-4] for line in lines[2:]] == ["setup", "check", "run"]
-    done = launch("tpu_pod.sh", "--name", "p", "--zone", "z", "--dry-run", "check", *WORDS)
-    assert shlex.split(done.stdout.splitlines()[-1])[-1].endswith(f"{NEEDS} --check --hosts=2")
+    for script in ("tpu_queue.sh", "tpu_vm.sh"):
+        for flag in ("--check", "--check=compile"):
+            _, lines = dry(script, flag, *RUN)
+            assert lines[-2][-4] == "setup" and lines[-1][-5:] == [flag, *RUN], script
+    flags = ("--name", "p", "--zone", "z", "--preset", "none", "--dry-run")
+    done = launch("tpu_pod.sh", *flags, "check", *WORDS)
+    assert shlex.split(done.stdout.splitlines()[-1])[-1].endswith(f"env {COMMAND} --check")
+    done = launch("tpu_pod.sh", *flags, "--check=compile", *RUN)
+    check, start = (shlex.split(line)[-1] for line in done.stdout.splitlines()[-2:])
+    assert check.endswith(f"env {COMMAND} --check=compile") and "--check" not in start
     asked = "-m coa_jax.needs rl --config=configs/rl/web.py:7b --config.note=it's a b"
     assert reader.read_text().strip() == asked
     text, _ = dry("slurm.sh", "--check", *RUN)
-    assert f"srun env {NEEDS} --check --hosts=4\n" in text
+    assert f"srun --kill-on-bad-exit=1 env {COMMAND} --check\n" in text
+    text, _ = dry("xpk.sh", "--check", *RUN)
+    assert f"&& env {COMMAND} --check && exec env {COMMAND}" in shlex.split(text)[-1]
+    text, _ = dry("sky.sh", "--check=compile", "--nodes", "2", *RUN)
+    assert f"COA_JAX_PROCESS_ID=$SKYPILOT_NODE_RANK {COMMAND} --check=compile || exit\n" in text
 
 
 def test_without_a_python_the_packages_of_all_tools_are_installed():
@@ -296,6 +307,8 @@ def test_without_a_python_the_packages_of_all_tools_are_installed():
         ("slurm.sh", ["--dry-run", "run", "rl; ls"], "not a command"),
         ("slurm.sh", ["run", "rl"], "sbatch is not installed"),
         ("sky.sh", ["run", "rl"], "--bucket is missing"),
+        ("slurm.sh", ["--check=all", "run", "rl"], "unknown flag --check=all"),
+        ("slurm.sh", ["--check", "--dry-run", "run", "serve"], "--check: there is none of serve"),
         ("sky.sh", ["--bucket", "gs://a", "--dry-run", "run"], "run what?"),
     ],
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from coa_jax.api import EvaluateRun, RLRun
 from coa_jax.cli import load_config
-from coa_jax.needs import faults_of, needs_of
+from coa_jax.errors import UserError
+from coa_jax.needs import needs_of, worst_case
+from coa_jax.settings import build
+from coa_jax.tasks import Graders, GradersConfig
 from tests.test_launch import run
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
@@ -47,63 +50,99 @@ def test_no_config_of_a_run_on_many_hosts_has_a_server_on_each_of_them():
 
 
 def test_a_web_run_names_its_search_service_its_judge_and_the_most_calls():
-    found = needs("rl", "web.py:7b")
+    judge = {"graders.judge.chat.url": "http://judge:8000/v1"}
+    found = needs_of("rl", load_config("configs/rl/web.py:7b", judge).to_dict())
     assert found.servers == {
         "graders.judge.chat.url": "http://judge:8000/v1",
         "tools.web_search.url": "https://google.serper.dev/search",
     }
     assert found.paths["tasks"] == "/mnt/data/web_rl.jsonl"
     # 60 steps of 64 groups of 8, up to four times as many samples, 24 calls each.
-    assert found.calls == 60 * 64 * 8 * 4 * 24
+    assert found.cost.startswith("at most 2,949,120 calls of web_search, crawl_page (60 steps x")
+    assert " and 122,880 verdicts; no price is known" in found.cost
 
 
-def test_what_a_machine_lacks_is_listed_line_by_line(tmp_path, monkeypatch):
-    monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    overrides = {"graders.judge.chat.url": "http://127.0.0.1:9/v1", "probe_s": 2.0}
-    config = load_config("configs/rl/web.py:7b", overrides).to_dict()
-    (tmp_path / "file").touch()
-    found = list(faults_of(needs_of("rl", config), config, tmp_path / "file" / "run", hosts=16))
-    assert found[:4] == [
-        "the environment variable SERPER_API_KEY is not set: --secret-env SERPER_API_KEY",
-        "config.graders.judge.chat.url is http://127.0.0.1:9/v1, another server on each of 16 "
-        "hosts: name one that all of them reach",
-        "config.model: /mnt/runs/sft-web-qwen2.5-7b/model does not exist on this machine",
-        "config.tasks: /mnt/data/web_rl.jsonl does not exist on this machine",
-    ]
-    assert found[4] == f"--workdir={tmp_path / 'file' / 'run'} cannot be written: Not a directory"
-    assert "SERPER_API_KEY" in found[5]  # without its key the tool cannot be made
+def money(**overrides):
+    judge = {"graders.judge.chat.url": "http://judge:8000/v1"}
+    config = load_config("configs/rl/web.py:7b", judge).to_dict()
+    config["tools"]["budgets"] = overrides.pop("budgets", {})
+    config["graders"]["judge"]["chat"] |= overrides
+    return worst_case(config).partition("; money: at most ")[2]
 
 
-def test_a_machine_that_has_everything_is_ready(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "questions.jsonl").touch()
-    overrides = {
-        "model": str(tmp_path / "model"),
-        "tasks": f"{tmp_path / 'questions.jsonl'}:protocol=web_wiki",
-        "tools.names": ("wiki_search",),
-    }
-    config = load_config("configs/rl/tiny.py", overrides).to_dict()
-    found = needs_of("rl", config)
-    assert list(faults_of(found, config, tmp_path / "run")) == []
-    assert list((tmp_path / "run").iterdir()) == []
+def test_the_most_money_follows_from_prices_and_budgets():
+    search = {"price": 0.001}
+    assert money(budgets={"web_search": search}) == "2,949.12"
+    # What a budget keeps from the dear tool goes to the next one.
+    capped = {"web_search": {**search, "max_calls": 100_000}, "crawl_page": {"price": 0.0001}}
+    assert money(budgets=capped) == "384.91"  # 100 + 2,849,120 * 0.0001
+    assert money(budgets={"web_search": {**search, "max_money": 5.0}}) == "5.00"
+    # A verdict: (2,000 characters of an answer + 3,000 of the rest) / 3 tokens, and 512 of answer.
+    prices = (("Qwen/Qwen2.5-72B-Instruct", 3.0, 6.0),)
+    assert money(prices=prices) == f"{122_880 * (5000 / 3 * 3 + 512 * 6) / 1e6:,.2f}"
+    assert money(prices=prices, max_money=7.0) == "7.00"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PAPER if not name.startswith("distill")])
-def test_dry_runs_of_paper_configs_show_packages_flags_and_keys(name):
-    command, file = name.split()
-    extras, keys = PAPER[name]
+def test_updates_of_a_step_make_no_further_samples():
+    # The code agent: 150 steps of 8 updates; PPO: 1,005 of 2.
+    assert "(150 steps x 1024 groups x 8 samples x 8 calls)" in needs("rl", "code.py").cost
+    assert "(1005 steps x 512 groups x 1 samples x 7 calls)" in needs("rl", "mhqa.py").cost
+    assert needs("sft", "web.py").cost == "no calls of tools"
+
+
+@pytest.mark.parametrize(("settings", "command"), [(RLRun, "rl"), (EvaluateRun, "evaluate")])
+def test_a_web_run_without_a_judge_is_refused_in_one_line(settings, command):
+    config = load_config(f"configs/{command}/web.py")
+    with pytest.raises(UserError, match=r"^config.graders.judge.chat.url is empty, and judge_all"):
+        build(settings, config)
+    with pytest.raises(UserError, match=r"^graders.judge.chat.url is empty"):
+        Graders(build(GradersConfig, config.graders))
+
+
+SIZES = ("3b", "7b", "32b")
+DRY = [
+    (stage, f"{agent}.py:{size}")
+    for stage in ("sft", "rl")
+    for agent in ("web", "mhqa", "code")
+    for size in SIZES
+]
+FEW = {("rl", "web.py:7b")}
+SCRIPTS = {
+    "tpu_pod.sh": ("--name", "p", "--zone", "z"),
+    "tpu_queue.sh": ("--name", "q", "--zone", "z", "--type", "v5p-128"),
+    "slurm.sh": ("--nodes", "8"),
+    "xpk.sh": ("--cluster", "c", "--zone", "z", "--name", "w", "--type", "v6e-256"),
+    "sky.sh": ("--bucket", "gs://mine"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "file"),
+    [pytest.param(*each, marks=[] if each in FEW else pytest.mark.slow) for each in DRY],
+)
+def test_dry_runs_of_paper_configs_show_packages_flags_and_keys(stage, file):
+    extras, keys = PAPER[f"{stage} {file.partition(':')[0]}"]
     env = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "COA_JAX_PYTHON": sys.executable}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    words = (command, f"--config=configs/{command}/{file}", "--workdir=/mnt/runs/a")
-    pod = ("bash", str(LAUNCH / "tpu_pod.sh"), "--name", "p", "--zone", "z", "--dry-run")
-    shown = {}
-    for action in ("setup", "run"):
-        done = run(*pod, action, *words, env=env, cwd=LAUNCH.parent)
-        assert (done.returncode, done.stderr) == (0, "")
-        shown[action] = done.stdout
-    assert shlex.split(shown["setup"].splitlines()[-1])[-1].endswith(f"tpu {' '.join(extras)}")
-    last = shlex.split(shown["run"].splitlines()[-1])[-1]
-    assert "LIBTPU_INIT_ARGS=--xla_tpu_enable_async_collective_fusion=true" in last
-    assert "JAX_COMPILATION_CACHE_DIR=/mnt/runs/compiled" in last
-    assert all(f"# SECRETS: {key}" in shown["run"] for key in keys)
+    words = (stage, f"--config=configs/{stage}/{file}", "--workdir=/mnt/runs/a")
+    if "web" in file and stage == "rl":
+        words += ("--config.graders.judge.chat.url=http://10.0.0.2:8000/v1",)
+    few = (stage, file) in FEW
+    for script in ("xpk.sh",) if few else SCRIPTS:
+        shown = ""
+        actions = ("setup", "run") if script in ("tpu_pod.sh", "slurm.sh") else ("run",)
+        for action in actions:
+            command = ("bash", str(LAUNCH / script), *SCRIPTS[script], "--dry-run", action, *words)
+            done = run(*command, env=env, cwd=LAUNCH.parent)
+            assert (done.returncode, done.stderr) == (0, ""), script
+            shown += done.stdout.replace("\\ ", " ").replace("\\\\", "\\")
+        if script == "tpu_queue.sh":  # leaves the rest to tpu_pod.sh
+            assert "tpu_pod.sh --name q --zone z --preset tpu" in shown
+            continue
+        chips = "cuda" if script in ("slurm.sh", "sky.sh") else "tpu"
+        assert f"setup_env.sh {chips} {' '.join(extras)}" in shown, script
+        flag = "--xla_gpu_enable_latency" if chips == "cuda" else "--xla_tpu_enable_async"
+        assert flag in shown and "JAX_COMPILATION_CACHE_DIR=/mnt/runs/compiled" in shown, script
+        assert "COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3" in shown, script
+        if script != "slurm.sh":  # sbatch hands on the environment
+            assert all(key in shown for key in keys), script

@@ -119,6 +119,11 @@ def run_smolagents(
     """
     jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
     spent, lock = Spent(), threading.Lock()
+    if limits.max_per_second:
+        raise UserError(
+            "config.endpoint.max_per_second holds for the requests of our own client, and "
+            "smolagents brings one of its own; give 0, and limit config.concurrency"
+        )
     purse = Purse(limits, limits.model, "config.endpoint")
     usable = False  # in this process: earlier ones may have had other settings
     done: set[str] = set()

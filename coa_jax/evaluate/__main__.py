@@ -13,7 +13,9 @@ from __future__ import annotations
 from absl import flags
 
 from coa_jax.api import evaluate_policy
+from coa_jax.check import check
 from coa_jax.cli import config_flag, run_main, workdir_flag
+from coa_jax.learn.command import check_flags
 
 
 def define_flags() -> None:
@@ -21,14 +23,18 @@ def define_flags() -> None:
     config_flag("configs/evaluate/factbook.py")
     workdir_flag("where the results are written")
     flags.DEFINE_bool("fresh", False, "delete the existing samples of the stage")
+    check_flags()
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Entry point."""
     values = flags.FLAGS
+    if values.check != "false":
+        return check("evaluate")
     evaluation = evaluate_policy(values.config, values.workdir, fresh=values.fresh)
     print(evaluation)
     print(f"page -> {evaluation.page}")
+    return 0
 
 
 if __name__ == "__main__":

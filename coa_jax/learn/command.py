@@ -14,6 +14,7 @@ from coa_jax.installed import warn_untested
 from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.tools.net.budget import spending
 
 # Flags defined by the helper below belong to the command that calls it (for --help).
 flags.disclaim_key_flags()
@@ -31,6 +32,19 @@ def define_flags(config: str, *, workdir_required: bool = True) -> None:
     config_flag(config)
     workdir_flag("where the run is written", required=workdir_required)
     flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
+    check_flags()
+
+
+def check_flags() -> None:
+    """The flags ``--check`` and ``--topology`` of a command that `coa_jax.check` knows."""
+    flags.DEFINE(
+        flags.EnumParser(["false", "true", "compile"]),
+        "check",
+        "false",
+        "run nothing, but look for all that the run needs; --check=compile compiles it, too",
+    )
+    flags.FLAGS["check"].boolean = True
+    flags.DEFINE_string("topology", "", "chips to --check for in place of these, e.g. v5p:4x4x4")
 
 
 @contextlib.contextmanager
@@ -47,8 +61,12 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
     active = processes.index() == 0
     if active:
         warn_untested()
-    with RunDir(workdir, active=active, wandb_project=wandb_project) as run:
+    with (
+        RunDir(workdir, active=active, wandb_project=wandb_project) as run,
+        spending(workdir / "spent", processes.index(), processes.count()),
+    ):
         run.write_config(config)
+        processes.meet("what the run has spent", 600.0)  # all have read it before any spends
         yield run, workdir / "model"
 
 

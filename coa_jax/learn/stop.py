@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -93,7 +94,11 @@ def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> Non
 
 
 def end_run(step: int, total: int) -> NoReturn:
-    """Ends a command that was asked to stop and has saved its state, with exit code 0."""
+    """Ends a command that was asked to stop and has saved its state.
+
+    The exit code is 0, or that of COA_JAX_STOP_CODE: the scripts that start runs set it, so that
+    they tell a run that has to go on from one that has come to its end.
+    """
     if jax.process_index() == 0:
         print(
             f"stopped by SIGTERM after step {step} of {total}, which is saved; "
@@ -101,4 +106,4 @@ def end_run(step: int, total: int) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    raise SystemExit(0)
+    raise SystemExit(int(os.environ.get("COA_JAX_STOP_CODE", "0")))

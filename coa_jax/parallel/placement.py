@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from coa_jax.bounds import MAX_INT, Between, Bounded, Natural, Seconds
 from coa_jax.errors import UserError
 from coa_jax.parallel.mesh import make_mesh, sharding_for
+from coa_jax.parallel.processes import meet
 
 T = TypeVar("T")
 
@@ -121,7 +123,30 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
             rows,
             parts,
         )
+    if mesh is not None and processes > 1 and devices[0].platform == "cpu":
+        meet("the mesh", config.wait_seconds)
+        _find_each_other(mesh)
     return mesh
+
+
+def _find_each_other(mesh: Mesh) -> None:
+    """Lets each group of devices of CPUs sum once, in programs that compile in no time.
+
+    Gloo fails where a process comes to the first sum of a group 30 s after another, and a step may
+    take longer to compile.
+    """
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    for count in range(1, len(axes) + 1):
+        for group in itertools.combinations(axes, count):
+
+            def total(group: tuple[str, ...] = group) -> jax.Array:
+                return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), group)
+
+            # A sum over some axes differs along the others.
+            summed = jax.shard_map(
+                total, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
+            )
+            jax.block_until_ready(jax.jit(summed)())
 
 
 def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:

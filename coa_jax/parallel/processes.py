@@ -49,7 +49,7 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 EXIT_LOST = 3
-"""Exit code of a process that ends because another one is gone."""
+"""Exit code of a process that ends because another one is gone: the same command goes on."""
 
 _ROOT = "coa_jax"
 _VERDICT = f"{_ROOT}/verdict"
@@ -161,7 +161,7 @@ def join() -> None:
             heartbeat_timeout_seconds=int(2 * seconds) + 30,
             shutdown_timeout_seconds=3600,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"cannot join the other processes ({reason}); outside of a cluster that JAX knows set "
@@ -346,14 +346,15 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
 def fail(error: BaseException, reason: str, code: int) -> NoReturn:
     """Ends this process because of an error, which has been printed, and tells the others.
 
-    A process that went through the interpreter's end would wait there for all the others.
+    They end with the same exit code: what one of them cannot do is not tried again.  A process that
+    went through the interpreter's end would wait there for all the others.
     """
     if _joined is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             # What fails in a program of all may be another process; then the watch ends this one.
             time.sleep(_joined.lost_seconds + 2 * _interval(_joined))
         name = f"process {_joined.index} ({socket.gethostname()}, pid {os.getpid()})"
-        _say(_joined, f"{name} has failed: {reason}")
+        _say(_joined, f"{name} has failed: {reason}", code)
         if _joined.index == 0:
             time.sleep(1.0)  # the service ends with this process: let the others read that
     _exit(code)
@@ -369,10 +370,10 @@ def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
         thread.join(3 * _interval(here) + 1)
 
 
-def _say(here: _Joined, verdict: str) -> None:
+def _say(here: _Joined, verdict: str, code: int = EXIT_LOST) -> None:
     # The first verdict stands: a key that is there cannot be set.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        here.client.key_value_set(_VERDICT, json.dumps([here.index, verdict]))
+        here.client.key_value_set(_VERDICT, json.dumps([here.index, verdict, code]))
 
 
 def _exit(code: int) -> NoReturn:
@@ -402,10 +403,10 @@ def _watch(here: _Joined) -> None:
         try:
             # This wait is what the connection's end interrupts at once.
             text = here.client.blocking_key_value_get(_VERDICT, int(_interval(here) * 1000))
-            by, verdict = json.loads(text)
-            if by == here.index and "has failed" in verdict:
+            by, verdict, code = json.loads(text)
+            if by == here.index and code != EXIT_LOST:
                 return  # that is this process, which is about to end
-            _end(here, verdict)
+            _end(here, verdict, code)
         except jax.errors.JaxRuntimeError:
             pass  # there is none, or the question has not been answered
         try:
@@ -430,9 +431,9 @@ def _watch(here: _Joined) -> None:
                 _say(here, verdict)
 
 
-def _end(here: _Joined, verdict: str) -> NoReturn:
-    line = f"error: {verdict}; run the same command again to continue\n"
-    os.write(2, line.encode())
+def _end(here: _Joined, verdict: str, code: int = EXIT_LOST) -> NoReturn:
+    again = "; run the same command again to continue" if code == EXIT_LOST else ""
+    os.write(2, f"error: {verdict}{again}\n".encode())
     if here.index == 0:
         time.sleep(min(1.0, here.lost_seconds))  # until the others have read it too
-    _exit(EXIT_LOST)
+    _exit(code)

@@ -98,8 +98,6 @@ class GradersConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.judge_all and not self.judge:
-            raise UserError("judge_all is True, but judge.chat.url is empty; name a judge")
         for name, settings in self.rewards.items():
             check(name, Name, "rewards")
             reward = build(RewardConfig, settings, f"rewards.{name}")
@@ -109,6 +107,18 @@ class GradersConfig(Bounded):
             if name in TAKEN or (reward.path and name in taken):
                 why = "is the name of another metric" if name in TAKEN else "is built in"
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
+
+    def check_judge(self) -> None:
+        """Refuses a run whose judge is still to be named.
+
+        Raises:
+            UserError: a judge has to grade all answers, and there is none.
+        """
+        if self.judge_all and not self.judge:
+            raise UserError(
+                "graders.judge.chat.url is empty, and judge_all is True: a judge grades all "
+                "answers; give --config.graders.judge.chat.url=http://HOST:8000/v1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +149,11 @@ class Graders:
         """Looks up the rewards that the settings name, and opens their files.
 
         Raises:
-            UserError: a reward does not exist or has wrong parameters, or the cache of the judge
+            UserError: a reward does not exist or has wrong parameters, the judge is not named, or its
+                cache cannot be used.
                 cannot be used.
         """
+        config.check_judge()
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
         self.programs = Turns(config.programs)

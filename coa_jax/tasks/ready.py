@@ -46,6 +46,38 @@ def check_ready(
     """
     if not seconds:
         return
+    found = look(
+        seconds,
+        tasks=tasks,
+        graders=graders,
+        tools=tools,
+        answered=answered,
+        chats=chats,
+        made=True,
+    )
+    missing = [each for each in found if not each.ok]
+    if missing:
+        listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
+        raise UserError(f"not ready: {listed}; fix this, or start anyway with --config.probe_s=0")
+
+
+def look(
+    seconds: float,
+    *,
+    tasks: Sequence[Task] = (),
+    graders: GradersConfig | None = None,
+    tools: ToolsConfig | None = None,
+    answered: Collection[str] = (),
+    chats: Mapping[str, ChatConfig] | None = None,
+    made: bool = False,
+) -> list[Finding]:
+    """What there is of everything that a run depends on, and what is not there.
+
+    Args:
+        seconds: that each server has to answer.
+        tasks, graders, tools, answered, chats: see `check_ready`.
+        made: see `findings`.
+    """
     found = [*_protocols(tasks, tools, answered), *_tests(tasks, graders)]
     chats = dict(chats or {})
     if graders and graders.judge and (not tasks or any(asks_judge(graders, t) for t in tasks)):
@@ -53,14 +85,11 @@ def check_ready(
 
     async def ask() -> list[Finding]:
         asked = [finding(name, chat_answers(chat, seconds)) for name, chat in chats.items()]
-        servers = findings(tools or ToolsConfig(names=()), seconds, made=True)
+        servers = findings(tools or ToolsConfig(names=()), seconds, made=made)
         models, tags = await asyncio.gather(asyncio.gather(*asked), servers)
         return [*models, *tags]
 
-    missing = [each for each in (*found, *asyncio.run(ask())) if not each.ok]
-    if missing:
-        listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
-        raise UserError(f"not ready: {listed}; fix this, or start anyway with --config.probe_s=0")
+    return [*found, *asyncio.run(ask())]
 
 
 def asks_judge(graders: GradersConfig, task: Task) -> bool:

@@ -9,6 +9,7 @@ import time
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from coa_jax import jsonl
+from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.net.secrets import redact_all
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
@@ -125,8 +126,9 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
 
     A passed deadline becomes ``timeout``, even if the tool ignores its cancellation. An exception
     becomes ``fault``, whatever its type, and so does an invalid observation or the cancellation of
-    something the tool waits for. Only the cancellation of the caller itself propagates. Keys are
-    removed from the observation, whichever tool returned it (`redact_all`).
+    something the tool waits for. Only two exceptions propagate: the cancellation of the caller
+    itself, and a spent budget of a tool, which ends the run. Keys are removed from the observation,
+    whichever tool returned it (`redact_all`).
 
     Args:
         tool: the tool.
@@ -144,6 +146,8 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
         return Observation(text, False, "timeout", seconds)
+    except BudgetSpentError:
+        raise
     except (Exception, asyncio.CancelledError) as error:  # a broken tool gives a value, not a crash
         if isinstance(error, asyncio.CancelledError) and _being_cancelled():
             await _end(task)

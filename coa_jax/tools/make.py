@@ -39,6 +39,7 @@ from coa_jax.protocol import (
 )
 from coa_jax.settings import build
 from coa_jax.tools.base import Tool
+from coa_jax.tools.budgeted import Budgeted
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_libraries import Library
 from coa_jax.tools.corpus import read_corpus
@@ -46,6 +47,7 @@ from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
 from coa_jax.tools.encoder import EncoderConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
+from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Mode, Recorded
@@ -137,6 +139,9 @@ class ToolsConfig(Bounded):
         mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
         own: tag -> ``path`` and ``options`` of a custom tool, or of a tool by its short name, see
             `Extension` and docs/extending.md.
+        budgets: tag -> price of a call, and limits that all processes of a run share, see
+            `CallBudget`. A call counts once, however many requests its tool makes; an answer from
+            the store costs nothing.
         store: storage of tool answers.
     """
 
@@ -162,6 +167,7 @@ class ToolsConfig(Bounded):
     visual_inspector: VisualConfig = dataclasses.field(default_factory=VisualConfig)
     mcp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    budgets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
@@ -182,6 +188,8 @@ class ToolsConfig(Bounded):
         for tag, settings in self.own.items():
             if not build(Extension, settings, f"own.{tag}").path and not TOOLS.knows(tag):
                 raise UserError(f"own.{tag}.path is missing; give package.module:name")
+        for tag, settings in self.budgets.items():
+            build(CallBudget, settings, f"budgets.{tag}")
         known = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
         check(self.names, tuple[known, ...], "names")
         check(self.store.tools, tuple[known, ...], "store.tools")
@@ -240,7 +248,18 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
         add_protocol(protocol_with_tools(config.protocol, tags, {**told, **own}, schemas))
     if "code" in config.names:
         add_note("code", _note(config, tools))
-    return _stored(tools, config)
+    return _stored(_budgeted(tools, config), config)
+
+
+def _budgeted(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
+    unknown = sorted(set(config.budgets) - {tool.name for tool in tools})
+    if unknown:
+        raise UserError(
+            f"config.tools.budgets.{unknown[0]} is the budget of no tool; the tools are "
+            f"{', '.join(tool.name for tool in tools) or 'none'}"
+        )
+    found = {tag: build(CallBudget, x, f"budgets.{tag}") for tag, x in config.budgets.items()}
+    return [Budgeted(t, found[t.name]) if t.name in found else t for t in tools]
 
 
 def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
@@ -396,7 +415,8 @@ def _index(config: ToolsConfig) -> str:
 
 def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
     """Names the text or server on which the answers of a tool depend, besides the tag."""
-    if isinstance(tool, WikiSearch | WebSearch | CrawlPage):
+    inner = tool.tool if isinstance(tool, Budgeted) else tool
+    if isinstance(inner, WikiSearch | WebSearch | CrawlPage):
         return _index(config)
     if is_path(name) or name in config.own:
         return json.dumps([name, dataclasses.asdict(_own(name, config))], default=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.wiki_search import Index
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_QUERY = 2000
 """Characters to which a query is truncated; in a URL a non-Latin character takes up to nine."""
@@ -245,6 +248,11 @@ class WebSearch:
             UserError: a setting is wrong, or the key is not in the environment.
         """
         self.provider, self._search = choose(config), provider_of(config, index)
+        if config.provider == "auto" and self.provider == "local":
+            _log.warning(
+                "web_search searches the local index, because %s is not set; web_search.provider "
+                "names the one that is meant", config.key_env
+            )  # fmt: skip
         self._config, self._guard = config, Guard(block=config.blocked)
         self._blame = Blame()
         self._limits = Limits(

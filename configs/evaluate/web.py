@@ -36,7 +36,7 @@ FILES = {
     "webwalker": "webwalker_main.json",
 }
 JUDGE = {
-    "url": "http://judge:8001/v1",
+    "url": "",  # give the address of yours
     "model": "Qwen/Qwen2.5-72B-Instruct",
     "max_tokens": 512,
 }
@@ -64,7 +64,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "max_turn_tokens": 4096,
                 "max_tool_calls": 35,
             },
-            "graders": {"judge": {"chat": {**JUDGE, "timeout_s": 60.0}}},
+            "graders": {"judge_all": True, "judge": {"chat": {**JUDGE, "timeout_s": 60.0}}},
             "best_of": {"n": 0, "chat": JUDGE},
             "endpoint": {"opening": "<think>"},
             "protocol": "web",
@@ -82,5 +82,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"
-        config.graders.judge.chat.url, config.tools.web_search.provider = "", "local"
+        config.graders.judge_all, config.tools.web_search.provider = False, "local"
     return config

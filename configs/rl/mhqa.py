@@ -4,9 +4,10 @@ r"""Trains the paper's agent for multi-hop questions (MHQA) by RL with a search 
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
 Needs: the policy of configs/sft/mhqa.py and, in a directory that all hosts share (here /mnt),
-the training questions of NQ and HotpotQA.  7b is for the 64 chips of a v5p:4x4x4, 32b for the
-128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice will do,
-``launch/`` has what starts it there.
+the training questions of NQ and HotpotQA; a search engine over Wikipedia that all hosts ask, by
+``--config.tools.wiki_url=http://HOST:8002/retrieve`` (docs/tools.md).  7b is for the 64 chips of a
+v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
+another slice will do, ``launch/`` has what starts it there.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
 
@@ -88,8 +89,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             },
         },
     )
-    config.tools = complete(ToolsConfig, {"names": ("wiki_search",)})
+    config.tools = complete(
+        ToolsConfig, {"names": ("wiki_search",), "wiki_url": "http://search:8002/retrieve"}
+    )
     if debug:
         config = in_small(config, "rl")
-        config.tasks += ":protocol=mhqa"
+        config.tasks, config.tools.wiki_url = config.tasks + ":protocol=mhqa", ""
     return config

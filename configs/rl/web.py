@@ -5,7 +5,8 @@ r"""Trains the paper's web agent by RL with live search (DAPO).
 Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
 Needs: the policy of configs/sft/web.py and, in a directory that all hosts share (here /mnt),
 questions with answers; the key of serper.dev in ``SERPER_API_KEY``; the judge, an OpenAI-compatible
-server, at ``graders.judge.chat.url``, which all hosts ask.  7b is for the 64 chips of a v5p:4x4x4,
+server that all hosts ask, by ``--config.graders.judge.chat.url=http://HOST:8000/v1``.  ``--check``
+looks for all of it and says what the run can cost at most.  7b is for the 64 chips of a v5p:4x4x4,
 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice
 will do, ``launch/`` has what starts it there.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
@@ -86,7 +87,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "judge_all": True,
                 "judge": {
                     "chat": {
-                        "url": "http://judge:8000/v1",
+                        "url": "",  # give the address of yours
                         "model": "Qwen/Qwen2.5-72B-Instruct",
                         "max_tokens": 512,
                         "timeout_s": 60.0,
@@ -111,5 +112,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config = in_small(config, "rl")
         config.tasks += ":protocol=web_wiki"
         config.tools.names = ("wiki_search",)
-        config.graders.judge_all, config.graders.judge.chat.url = False, ""
+        config.graders.judge_all = False
     return config

@@ -49,7 +49,7 @@ def test_the_reward_of_answers_in_words_is_chosen_by_name(answer, value):
 def test_the_agents_of_the_paper_are_graded_as_it_says():
     assert built("mhqa.py").graders == built("code.py").graders == GradersConfig()
     web = built("web.py").graders
-    assert web.judge_all and web.judge.chat.url and "Qwen2.5-72B" in web.judge.chat.model
+    assert web.judge_all and not web.judge and "Qwen2.5-72B" in web.judge.chat.model
     assert not built("web.py:debug").graders.judge_all
     with pytest.raises(UserError, match=r"config\.graders\.answer is 'em'; give one of"):
         built("mhqa.py", answer="em")

@@ -183,6 +183,8 @@ def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
     assert any("KeyError: 'no such thing'" in line for line in lines(done.stderr, 1))
     (line,) = lines(done.stderr, 0)
     assert "error: process 1 (" in line and "has failed: KeyError('no such thing')" in line
+    # No launcher shall start it again, whichever process it asks.
+    assert [f"process {n} ended with exit code 1" in done.stderr for n in (0, 1)] == [True, True]
 
 
 STOPPING = """
@@ -217,3 +219,31 @@ def test_a_request_to_stop_reaches_the_others_though_its_process_waits_for_them(
     done = launch(2, 1, str(tmp_path / "program.py"), timeout=200, CASE=case)
     assert done.returncode == 0, done.stderr
     assert [lines(done.stdout, process)[-1] for process in (0, 1)] == ["stopped"] * 2
+
+
+LATE = """
+import time
+from coa_jax.cli import run_main
+
+def main(argv):
+    import jax, jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+    from coa_jax.parallel import processes
+    from coa_jax.parallel.placement import MeshConfig, training_mesh
+    mesh = training_mesh(MeshConfig(1, 2, 2))
+    place = NamedSharding(mesh, PartitionSpec(("fsdp", "tensor")))
+    rows = jax.make_array_from_callback((4,), place, lambda index: jnp.ones(4)[index])
+    if processes.index() == 1:
+        time.sleep(45)  # compiles a large program
+    print("sum", float(jax.jit(jnp.sum)(rows)), flush=True)
+
+run_main(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_for_long_is_waited_for_at_the_first_collective(tmp_path):
+    (tmp_path / "program.py").write_text(LATE)
+    done = launch(2, 2, str(tmp_path / "program.py"), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [lines(done.stdout, process)[-1] for process in (0, 1)] == ["sum 4.0"] * 2

@@ -14,7 +14,6 @@ import json
 import math
 import re
 import ssl
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +31,7 @@ from coa_jax.bounds import (
 )
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.tools.net import budget
 from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net.budget import Budget, Purse
 from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
@@ -132,17 +132,9 @@ def trusting(url: str) -> Guard:
     return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
 
 
-_purses: dict[tuple[Any, ...], Purse] = {}
-_purses_lock = threading.Lock()
-
-
 def purse_of(config: ServedModel) -> Purse:
-    """Returns the purse of this process for a model with its budget."""
-    limits = (config.prices, config.max_calls, config.max_total_tokens, config.max_money)
-    with _purses_lock:
-        where = f"chat ({config.model})"
-        key = (config.url, config.model, *limits)
-        return _purses.setdefault(key, Purse(config, config.model, where))
+    """Returns the purse of this process for a model with its budget; see `budget.purse_of`."""
+    return budget.purse_of(config, config.url, config.model, f"chat ({config.model})")
 
 
 def check_client() -> None:
@@ -219,6 +211,7 @@ class Client:
         )
 
         async def attempt() -> T:
+            await self._purse.turn()
             self._purse.begin()
             usage, answered = None, False
             try:

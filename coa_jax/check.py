@@ -1,0 +1,378 @@
+"""What a command does with ``--check`` in place of its work: it tries what would fail later.
+
+    python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=... --check
+
+Looks on each host of the run whether the settings, packages, keys, model, data, tools, judge, work
+directory, disk and memory are there, and prints a line for each; every fault is told, not only the
+first.  ``--check=compile`` compiles the programs of the run, too.  Exit code 2 if something is
+wrong on any host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from coa_jax import needs
+from coa_jax.aot import arrays
+from coa_jax.aot.slices import TPUS, Slice, devices_of, parse_slice
+from coa_jax.api import EvaluateRun, RLRun
+from coa_jax.environments.base import EnvironmentConfig, tags_of
+from coa_jax.errors import UserError
+from coa_jax.evaluate.run import load
+from coa_jax.installed import install_hint
+from coa_jax.learn.preference import DPOConfig
+from coa_jax.learn.questions import questions
+from coa_jax.learn.rejection import RFTConfig
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.model.api import describe_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.shapes import architecture_of
+from coa_jax.parallel import processes
+from coa_jax.parallel.chips import CHIPS, KINDS, Chip
+from coa_jax.records import iterate_records
+from coa_jax.settings import build
+from coa_jax.tasks import Graders
+from coa_jax.tasks.ready import look
+from coa_jax.tools.make import make_tools
+
+SETTINGS: dict[str, Any] = {
+    "sft": SFTConfig, "rl": RLRun, "rft": RFTConfig, "dpo": DPOConfig, "evaluate": EvaluateRun,
+}  # fmt: skip
+"""Command -> class of its settings."""
+
+_RECORDS = 1000
+"""Records of a file of training data that are read."""
+
+_RESERVE = 0.1
+"""Share of the memory of a chip that has to stay free, as in `coa_jax.aot`."""
+
+_WAIT_S = 60.0
+
+Line = tuple[str, bool, str]
+"""What was looked at, whether it is well, and how it is."""
+
+
+def check(command: str) -> int:
+    """Looks for all that a command needs with the flags that were given; returns the exit code."""
+    values = flags.FLAGS
+    faults = 0
+    for name, ok, text in _lines(command, values.config.to_dict(), values.workdir):
+        faults += not ok
+        host = f"{socket.gethostname()} ({processes.index()}): " if processes.count() > 1 else ""
+        print(f"{host}{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
+    told = asyncio.run(processes.exchange(faults, "the check of the other hosts", _WAIT_S))
+    if not any(told):
+        print("ready", flush=True)
+        return 0
+    where = [f"{count} on host {number}" for number, count in enumerate(told) if count]
+    listed = f": {', '.join(where)}" if processes.count() > 1 else ""
+    print(f"error: {sum(told)} checks failed{listed}; see the lines with FAIL", file=sys.stderr)
+    return 2
+
+
+def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterator[Line]:
+    """A line for each thing that is looked at; nothing that is wrong keeps it from the next."""
+    config, line = _tried("settings", lambda: (build(SETTINGS[command], values), "can be read"))
+    yield line
+    wanted = needs.needs_of(command, values, bool(flags.FLAGS["wandb_project"].value))
+    yield from _here(wanted)
+    if config is None:
+        config = _without_fault(command, values)
+    if config is not None:
+        yield from _run(command, config)
+    yield from _places(Path(workdir or ""), config)
+    yield "cost", True, needs.worst_case(values)
+
+
+def _without_fault(command: str, values: dict[str, Any]) -> Any:
+    """The settings without those of grading: a judge that is not named hides no other fault."""
+    rest = {key: value for key, value in values.items() if key != "graders"}
+    return _tried("", lambda: (build(SETTINGS[command], rest), ""))[0]
+
+
+def _tried(name: str, look: Callable[[], tuple[Any, str]]) -> tuple[Any, Line]:
+    """(What was found, its line); nothing found and what is wrong where it fails."""
+    try:
+        found, text = look()
+        return found, (name, True, text)
+    except UserError as error:
+        return None, (name, False, str(error))
+    except Exception as error:  # a fault of ours, which must not hide those of the run
+        logging.getLogger(__name__).exception("the check of %s has failed", name)
+        return None, (name, False, f"{type(error).__name__}: {error}")
+
+
+def _here(wanted: needs.Needs) -> Iterator[Line]:
+    for extra in wanted.extras:
+        there = needs.has_extra(extra)
+        text = "installed" if there else f"not installed; run: {install_hint(extra)}"
+        yield f"packages of {extra}", there, text
+    for name in wanted.variables:
+        there = bool(os.environ.get(name, "").strip())
+        yield f"key {name}", there, "is set" if there else f"is not set: --secret-env {name}"
+    for setting, url in wanted.servers.items():
+        if processes.count() > 1 and urllib.parse.urlsplit(url).hostname in needs.LOCAL:
+            yield (
+                f"config.{setting}", False, f"{url} is another server on each of "
+                f"{processes.count()} hosts: name one that all of them reach"
+            )  # fmt: skip
+
+
+# --- the run -------------------------------------------------------------------------------
+
+
+def _run(command: str, config: Any) -> Iterator[Line]:
+    """Model, data, tools and judge, as the run itself opens them."""
+    if not getattr(config, "endpoint", None):
+        yield _tried("model", lambda: (None, _model(config.model)))[1]
+    tools = config.tools if hasattr(config, "tools") and _asks_tools(config) else None
+    made: Line = "tools", True, ""
+    if tools is not None:
+        made = _tried("tools", lambda: (make_tools(tools, tags_of(_environment(config))), ""))[1]
+    if isinstance(config, SFTConfig):
+        for name in ("data", "validation"):
+            for path in filter(None, getattr(config, name).split(",")):
+                yield _tried(name, lambda path=path: (None, _records(path, config.protocol)))[1]
+    elif isinstance(config, RFTConfig | DPOConfig) and config.traces:
+        there = Path(config.traces).exists()
+        yield "traces", there, f"{config.traces}{'' if there else ' does not exist'}"
+    asked, line = _tried("tasks", lambda: _tasks(config))
+    if line[2]:
+        yield line
+    seconds = getattr(config, "probe_s", 0.0) or 10.0
+    graders = getattr(config, "graders", None) if line[2] else None
+    found, line = _tried(
+        "servers",
+        lambda: (
+            look(
+                seconds,
+                tasks=asked or (),
+                graders=graders,
+                tools=tools,
+                answered=tags_of(_environment(config)),
+            ),
+            "",
+        ),
+    )
+    if not line[1]:
+        yield line
+    for each in found or ():
+        yield each.name, each.ok, each.text
+    if not made[1] and all(each.ok for each in found or ()):
+        yield made
+
+
+def _environment(config: Any) -> EnvironmentConfig:
+    found: EnvironmentConfig = getattr(config, "environment", EnvironmentConfig())
+    return found
+
+
+def _asks_tools(config: Any) -> bool:
+    """Whether the run calls tools: SFT does so only where it is evaluated."""
+    if isinstance(config, SFTConfig):
+        return config.evaluate_every > 0
+    return not config.agent
+
+
+def _model(path: str) -> str:
+    model = describe_model(path)
+    layers, width = model.config.num_layers, model.config.hidden_size
+    return f"{path}: {model.config.architecture}, {layers} layers of {width}"
+
+
+def _records(path: str, protocol: str) -> str:
+    read = list(itertools.islice(iterate_records(path, protocol), _RECORDS))
+    fit = sum(hasattr(each, "record") for each in read)
+    if not fit:
+        raise UserError(f"{path}: none of the first {len(read)} records can be read")
+    return f"{path}: {fit} of the first {len(read)} records can be read"
+
+
+def _tasks(config: Any) -> tuple[Any, str]:
+    """Tasks that are asked; also whether all of them can be graded here."""
+    if isinstance(config, RLRun):
+        parts, _, _ = questions(config)
+        tasks = [task for each in parts.values() for task in each]
+    elif isinstance(config, EvaluateRun):
+        tasks = load(config)
+        Graders(config.graders).check(tasks)
+    else:
+        return None, ""
+    return tasks, f"{len(tasks)} can be read and graded"
+
+
+# --- the machines --------------------------------------------------------------------------
+
+
+def _places(workdir: Path, config: Any) -> Iterator[Line]:
+    """Work directory, disk and memory."""
+    yield _tried("workdir", lambda: (None, _writable(workdir)))[1]
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if cache and "://" not in cache:
+        yield _tried("compiled programs", lambda: (None, _written(Path(cache))))[1]
+    if not isinstance(config, SFTConfig | RLRun):
+        return
+    setup, line = _tried("mesh", lambda: _setup(config))
+    yield line
+    if setup is None:
+        return
+    yield _tried("memory", lambda: (None, _memory(setup)))[1]
+    yield _tried("disk", lambda: (None, _disk(workdir, setup)))[1]
+    if flags.FLAGS.check == "compile" and processes.index() == 0:
+        yield _tried("programs", lambda: (None, _compiled(setup.where)))[1]
+
+
+def _written(folder: Path, name: str = "") -> str:
+    """Writes a file to a folder, which is made, and removes it."""
+    probe = folder / f".check-{name or os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return f"{folder} can be written"
+
+
+def _writable(workdir: Path) -> str:
+    """Whether the work directory can be written, and is the same one for all hosts."""
+    text, fault = "", None
+    mine = workdir / f".check-of-{processes.index()}"
+    try:
+        text = _written(workdir)
+        mine.write_bytes(b"")
+    except (UserError, OSError) as error:
+        fault = error
+    processes.meet("the check of the work directory", _WAIT_S)
+    others = [n for n in range(processes.count()) if not (workdir / f".check-of-{n}").exists()]
+    processes.meet("the end of the check of the work directory", _WAIT_S)
+    with contextlib.suppress(OSError):
+        mine.unlink()
+    if isinstance(fault, UserError):
+        raise fault
+    if others:
+        raise UserError(
+            f"{workdir} is not shared: host {processes.index()} does not see what host {others[0]} "
+            "writes there; name a directory that all hosts mount"
+        )
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here(Slice):
+    """The devices of this run, with the memory that JAX may take of one."""
+
+    found: Chip = CHIPS["v5p"]
+
+    @property
+    def chip(self) -> Chip:
+        """The device; only its memory and its host are asked for."""
+        return self.found
+
+
+def _slice_here() -> tuple[Slice, list[Any]]:
+    devices, local = jax.devices(), jax.local_devices()
+    kind = KINDS.get(devices[0].device_kind, "")
+    stats = None if devices[0].platform == "cpu" else local[0].memory_stats()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    if devices[0].platform != "cpu":
+        memory = (stats or {}).get("bytes_limit") or Slice("", kind, (1,)).chip.hbm_bytes
+    chip = Chip(1.0, memory, 1.0, 1.0, host=len(local), capability=_capability(kind))
+    if kind in TPUS:
+        places = [device.coords for device in devices]
+        sizes = [max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)]
+        shape = tuple(sizes if kind in ("v4", "v5p", "v7x") else sizes[:2])
+        return _Here(f"{kind}:{'x'.join(map(str, shape))}", kind, shape, chip), devices
+    name = f"gpu:{len(devices)}x{kind}" if kind else devices[0].device_kind
+    return _Here(name, kind, (len(devices),), chip), devices
+
+
+def _capability(kind: str) -> float:
+    return CHIPS[kind].capability if kind in CHIPS else 0.0
+
+
+def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
+    """The run on its devices, or on those of ``--topology``; what a line says of them."""
+    if topology := flags.FLAGS.topology:
+        where = parse_slice(topology)
+        devices = devices_of(where)
+    else:
+        where, devices = _slice_here()
+    try:
+        model: ModelConfig = describe_model(config.model).config
+    except UserError:  # is told elsewhere; the name of a published model says as much here
+        _, model = architecture_of(config.model)
+    setup = arrays.set_up(config, model, where, devices)
+    shape = " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
+    return setup, f"{len(devices)} devices of {where.name}: {shape}"
+
+
+def _memory(setup: arrays.Setup) -> str:
+    """Whether what a chip keeps between programs, and the gradients of an update, fit.
+
+    What programs need beside that only the compiler knows.
+    """
+    gradients = arrays.chip_bytes(arrays.policy(setup).params)
+    kept = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
+    most = setup.where.chip.hbm_bytes
+    text = f"at least {kept / 1e9:.1f} of {most / 1e9:.1f} GB a device"
+    if kept > (1 - _RESERVE) * most:
+        raise UserError(
+            f"{text}, of which {_RESERVE:.0%} have to stay free: take more chips, raise mesh.fsdp "
+            "or mesh.tensor, or lower engine.slots"
+        )
+    return f"{text}; --check=compile tells what programs need beside that"
+
+
+def _disk(workdir: Path, setup: arrays.Setup) -> str:
+    """Whether the checkpoints of the run and its model have room in the work directory."""
+    state, config = arrays.policy(setup), setup.config
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    model = sum(math.prod(x.shape) * 2 for x in jax.tree.leaves(arrays.parameters(setup)))
+    count = config.keep_last + 1 + bool(config.keep_best)
+    needed = count * size + model
+    folder = next(
+        path for path in (workdir.absolute(), *workdir.absolute().parents) if path.exists()
+    )
+    free = shutil.disk_usage(folder).free
+    text = f"{needed / 1e9:.1f} GB for {count} checkpoints and the model, {free / 1e9:.1f} GB free"
+    if free < needed:
+        raise UserError(f"{text} in {folder}: free some space, or lower keep_last")
+    return text
+
+
+def _compiled(where: Slice) -> str:
+    """What `coa_jax.aot` says; in a process of its own, which takes no chip."""
+    given, words = [], iter(sys.argv[1:])
+    for word in words:
+        if word.lstrip("-").startswith("config"):
+            given += [word] if "=" in word else [word, next(words, "")]
+    alone = {key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")}
+    command = [sys.executable, "-m", "coa_jax.aot", f"--topology={where.name}", *given]
+    done = subprocess.run(command, capture_output=True, text=True, env=alone)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        raise UserError(last.removeprefix("error: "))
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    peak = result["peak_bytes_per_chip"] / 1e9
+    return (
+        f"compile for {where.name}, {peak:.1f} GB a chip at most, {result['free_share']:.0%} free"
+    )

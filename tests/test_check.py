@@ -1,0 +1,152 @@
+"""``--check``: what a run lacks is told before it begins, all of it, and nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from coa_jax import check
+from coa_jax.cli import load_config
+from coa_jax.trajectory import write_records
+from tests import tiny_policy
+from tests.parallel.launched import ROOT, launch
+
+SMALL = {"row_length": 192, "engine.max_length": 192, "rollout.max_tokens": 192}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("check")
+    tiny_policy.write_untrained(path / "model")
+    write_records(path / "data.jsonl", tiny_policy.records())
+    tasks = [{"id": t.id, "question": t.question, "answer": t.gold[0]} for t in tiny_policy.TASKS]
+    (path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return path
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """The lines of a command with a config: name -> (whether it is well, text)."""
+
+    def look(command, config, workdir, **given):
+        values = flags.FlagValues()
+        for name, value in {"check": "true", "topology": "", "wandb_project": "", **given}.items():
+            flags.DEFINE_string(name, value, "", flag_values=values)
+        values.mark_as_parsed()
+        monkeypatch.setattr(flags, "FLAGS", values)
+        lines = list(check._lines(command, config.to_dict(), str(workdir)))
+        return {name: (ok, text) for name, ok, text in lines}
+
+    return look
+
+
+def rl(folder, **overrides):
+    given = {"model": str(folder / "model"), "tasks": str(folder / "tasks.jsonl"), "num_tasks": 3}
+    return load_config("configs/rl/tiny.py", {**SMALL, **given, **overrides})
+
+
+def test_a_run_that_has_everything_is_ready(folder, looked, tmp_path):
+    found = looked("rl", rl(folder), tmp_path / "run")
+    assert [name for name, (ok, _) in found.items() if not ok] == []
+    assert found["tasks"][1] == "3 can be read and graded"
+    assert "isolated by" in found["code"][1] and "local bm25 index" in found["wiki_search"][1]
+    assert found["memory"][1].startswith("at least 0.0 of ")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_every_fault_is_told_and_not_only_the_first(folder, looked, tmp_path, monkeypatch):
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    (tmp_path / "file").touch()
+    overrides = {
+        "tasks": "/nowhere/tasks.jsonl",
+        "model": "/nowhere/qwen2.5-32b",
+        "graders.judge_all": True,
+        "graders.judge.chat.url": "http://127.0.0.1:9/v1",
+        "graders.judge.chat.model": "m",
+        "tools.names": ("web_search",),
+        "tools.web_search.provider": "serper",
+        "mesh.fsdp": -1,
+        "mesh.decode_tensor": 4,
+        "probe_s": 2.0,
+    }
+    pytest.importorskip("libtpu")
+    config = rl(folder, **overrides)
+    found = looked("rl", config, tmp_path / "file" / "run", topology="v5e:2x4")
+    faults = {name: text for name, (ok, text) in found.items() if not ok}
+    assert faults.pop("key SERPER_API_KEY") == "is not set: --secret-env SERPER_API_KEY"
+    assert faults.pop("model").startswith("/nowhere/qwen2.5-32b does not exist")
+    assert "/nowhere/tasks.jsonl" in faults.pop("tasks")
+    assert "http://127.0.0.1:9/v1: the server cannot be reached" in faults.pop("graders.judge.chat")
+    assert "key SERPER_API_KEY is NOT set" in faults.pop("web_search")
+    assert faults.pop("workdir").endswith("run cannot be written: Not a directory")
+    # 32.8e9 parameters and two moments of four bytes, their gradients, and those of the engine.
+    least = float(faults["memory"].split()[2])
+    assert least > 32.7e9 * 16 / 8 / 1e9 and faults.pop("memory").endswith("lower engine.slots")
+    assert " GB free in " in faults.pop("disk")
+    assert faults == {}
+
+
+def test_a_judge_that_is_still_to_be_named_hides_no_other_fault(folder, looked, tmp_path):
+    config = rl(folder, **{"graders.judge_all": True, "tasks": "/nowhere/tasks.jsonl"})
+    found = looked("rl", config, tmp_path / "run")
+    faults = [name for name, (ok, _) in found.items() if not ok]
+    assert faults == ["settings", "tasks"]
+    assert "graders.judge.chat.url is empty" in found["settings"][1]
+
+
+def test_data_that_cannot_be_read_are_named_by_file(folder, looked, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    given = {
+        "model": str(folder / "model"),
+        "data": f"{folder / 'data.jsonl'},{tmp_path}/bad.jsonl",
+    }
+    found = looked("sft", load_config("configs/sft/tiny.py", given), tmp_path / "run")
+    assert found["data"][0] is False and "bad.jsonl" in found["data"][1]
+    assert found["validation"][0] is False
+    assert "web_search" not in found and "code" not in found  # SFT calls no tools
+
+
+def command(folder, workdir, *more):
+    given = [f"--config.model={folder / 'model'}", f"--config.data={folder / 'data.jsonl'}"]
+    given += ["--config=configs/sft/tiny.py", "--config.validation=", "--config.mesh.fsdp=-1"]
+    return ["-m", "coa_jax.sft", *given, "--config.rows=2", f"--workdir={workdir}", *more]
+
+
+def test_a_command_that_checks_runs_nothing_and_ends_with_a_code(folder, tmp_path):
+    done = subprocess.run(
+        [sys.executable, *command(folder, tmp_path / "run", "--check", "--config.data=/nowhere")],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert list((tmp_path / "run").iterdir()) == []
+    assert "FAIL data: /nowhere" in done.stdout
+    assert done.stderr.splitlines()[-1] == "error: 1 checks failed; see the lines with FAIL"
+
+
+@pytest.mark.slow
+def test_the_hosts_of_a_run_are_checked_together(folder, tmp_path):
+    done = launch(2, 1, *command(folder, tmp_path / "run", "--check"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("mesh: 2 devices of cpu: data 1 x fsdp 2 x tensor 1") == 2
+    assert done.stdout.count("ready") == 2
+    # Each of them has a directory of its own.
+    own = "runs/check-$COA_JAX_PROCESS_ID"
+    words = " ".join(command(folder, tmp_path / own, "--check"))
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import os, sys, runpy\n"
+        f"sys.argv = os.path.expandvars({words[len('-m coa_jax.sft') - 7 :]!r}).split()\n"
+        "runpy.run_module('coa_jax.sft', run_name='__main__')\n"
+    )
+    done = launch(2, 1, str(program))
+    assert done.returncode == 2, done.stdout
+    for host in (0, 1):
+        said = f"is not shared: host {host} does not see what host {1 - host} writes there"
+        assert said in done.stdout
+    assert "error: 2 checks failed: 1 on host 0, 1 on host 1" in done.stderr
