@@ -149,9 +149,8 @@ class Graders:
         """Looks up the rewards that the settings name, and opens their files.
 
         Raises:
-            UserError: a reward does not exist or has wrong parameters, the judge is not named, or its
-                cache cannot be used.
-                cannot be used.
+            UserError: a reward does not exist or has wrong parameters, the judge is not named, or
+                its cache cannot be used.
         """
         config.check_judge()
         self.config = config
