@@ -315,8 +315,8 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     live = [] if config.agent else make_tools(config.tools, tags)
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
-        for setting in ("store", "budgets"):  # neither affects the answers
-            described.pop(setting)
+    for setting in ("store", "budgets"):  # neither affects the answers
+        described.pop(setting)
     again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
         path = Path(config.model)
