@@ -1,5 +1,4 @@
-"""Reorders the messages of any system so that a protocol allows them, or says why that is
-impossible.
+"""Reorders the messages of any system so that a protocol allows them, or says why it cannot.
 
 Systems differ in what they write down: most never verify an answer, some plan late, a chat log has
 no plan at all. A message without a tag in the protocol becomes a thought. A tag that the protocol
@@ -103,8 +102,7 @@ def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> Me
 def trajectory_of(
     trace: Trace, protocol: str, how: Completion | None = None
 ) -> tuple[MessageLog, DistilledRecord]:
-    """Converts a trace to a trajectory that obeys the protocol; also returns the reordered
-    messages.
+    """Converts a trace to a trajectory of the protocol; also returns the reordered messages.
 
     Args:
         trace: the trace.

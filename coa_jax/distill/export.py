@@ -353,8 +353,9 @@ def _example(record: DistilledRecord) -> dict[str, Any]:
 
 
 def funnel_of(data: Path) -> dict[str, Any] | None:
-    """Returns statistics of the filters, from the summary of the run that wrote a set; None if
-    unknown.
+    """Returns statistics of the filters, from the summary of the run that wrote a set.
+
+    The result is None if no summary is found.
     """
     summary = data.parent / "summary.json"
     value: Any = files.read_json_object(summary) if summary.is_file() else None

@@ -42,8 +42,9 @@ _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A record, and the tags from which its protocol was inferred; empty if the row names the
-    protocol.
+    """A record, and the tags from which its protocol was inferred.
+
+    The tags are empty if the row names the protocol.
     """
 
     record: DistilledRecord
@@ -132,9 +133,7 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
 
 def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
-    """Reads the alpaca form: ``instruction`` and ``input`` join to the user message, as in
-    LLaMA-Factory.
-    """
+    """Reads the alpaca form; ``instruction`` and ``input`` join to the user message."""
     more = _text(value, "input") if asked == "instruction" else ""
     first = _text(value, asked)
     prompt = "\n".join(filter(None, (first, more)))

@@ -101,8 +101,9 @@ def _written(
 
 
 def _visit(service: Service, body: ChatRequest) -> Visit:
-    """Makes the request for the rollout loop; it encodes the conversation, so it runs in a
-    thread.
+    """Makes the request for the rollout loop.
+
+    It encodes the conversation, so it runs in a thread.
     """
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
     texts = [message.content for message in body.messages]
