@@ -247,7 +247,7 @@ class _Arranged:
         rules = self.rules
         if "double_check" in rules.roles and not (self.last == "double_check" and self.passed):
             if not self.how.verification:
-                raise Unconvertible("nobody verified the answer")
+                raise Unconvertible("the answer is not verified")
             thought, message = message.thought, dataclasses.replace(message, thought="")
             made = Message(0, "manager", "verification", Kind.SUGGESTION, message.content, thought)
             self._put("suggested_answer", made)
@@ -277,7 +277,7 @@ class _Arranged:
             return bare
         if self.rules.next_actions[self.last] == frozenset({"reflection"}):
             if self.rules.form("reflection") == "grades":
-                raise Unconvertible("a result is not reviewed, and nobody graded it")
+                raise Unconvertible("a result has neither a review nor a grade")
             words = self._unused(message.thought)
             if not words or not self.how.review:
                 raise Unconvertible("a result is not reviewed, and nothing is said about it")

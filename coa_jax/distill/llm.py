@@ -94,7 +94,7 @@ def read_object(reply: str) -> dict[str, Any]:
         return found
     if problem is not None:
         raise ValueError(f"the reply is not valid JSON ({problem})")
-    raise ValueError("the reply holds no JSON object")
+    raise ValueError("the reply contains no JSON object")
 
 
 def read_action(reply: str, view: AgentView) -> Action:

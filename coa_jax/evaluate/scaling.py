@@ -284,7 +284,7 @@ def _chosen(
     for group in groups:
         made = verdicts.get(name(group))
         if made is None:
-            why[reasons.get(name(group), "samples are missing, or a part of ours broke")] += 1
+            why[reasons.get(name(group), "samples are missing, or a component failed")] += 1
             continue
         sample = next((s for s in group.samples if s.number == made["sample"]), None)
         if made["sample"] is None:

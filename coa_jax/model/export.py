@@ -43,7 +43,7 @@ def write_model(
         raise UserError(f"{path} is a file: choose another directory")
     occupied = path.is_dir() and any(path.iterdir())
     if occupied and not (overwrite and (path / "config.json").exists()):
-        how = "it holds no model" if overwrite else "pass overwrite=True to replace a model"
+        how = "contains no model" if overwrite else "pass overwrite=True to replace a model"
         raise UserError(f"{path} is not empty and {how}: choose another directory")
     writes = jax.process_index() == 0
     temporary = None

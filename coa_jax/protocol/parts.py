@@ -89,5 +89,5 @@ def _format_violations(
 
     found = [dataclasses.replace(v, position=place(v.position)) for v in reader.violations]
     if not answered:
-        found.append(Violation("missing_answer", policy + offset, "the last turn is no answer"))
+        found.append(Violation("missing_answer", policy + offset, "the last turn is not an answer"))
     return sorted(found, key=lambda violation: violation.position)

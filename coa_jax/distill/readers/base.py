@@ -322,7 +322,7 @@ class Conversation:
         """Returns the log of the run so far."""
         answered = self.messages[-1].kind is Kind.ANSWER
         ending = Ending.ANSWER if answered else Ending.LIMIT
-        reason = "" if answered else error or "the file holds no final answer"
+        reason = "" if answered else error or "the file contains no final answer"
         question = self.messages[0].content
         return MessageLog(episode, question, "", tuple(self.messages), ending, reason)
 

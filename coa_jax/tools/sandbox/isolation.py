@@ -211,7 +211,7 @@ def _file_system(
     wanted = ["/usr", *(path for path in _TOP_LEVEL if not os.path.islink(path)), *_EXTRAS]
     for library in libraries:
         if not os.path.isdir(library) or not reachable(os.path.realpath(library)):
-            raise UserError(f"sandbox library {library!r} is no directory that others can read")
+            raise UserError(f"sandbox library {library!r} is not a directory that others can read")
         wanted.append(os.path.realpath(library))
     wanted += interpreter.prefixes
     readable: list[str] = []
