@@ -105,7 +105,7 @@ def _unknown(value: Mapping[str, Any]) -> str:
 
 def _checked(record: DistilledRecord) -> DistilledRecord:
     get_protocol(record.protocol)
-    jsonl.dumps(record.metadata)  # what cannot be written again is refused here, with its row
+    jsonl.dumps(record.metadata)  # metadata must be valid JSON
     return record
 
 

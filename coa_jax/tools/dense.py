@@ -191,7 +191,7 @@ def _load_vectors(
         try:
             os.rename(fresh, folder)  # readers see a complete index or none
         except OSError:
-            if not folder.is_dir():  # otherwise use the one of another process
+            if not folder.is_dir():  # otherwise another process built one
                 raise
         return _opened(folder, shape)
     finally:

@@ -242,7 +242,7 @@ def _store(index: WikiIndex, folder: Path) -> None:
             os.rename(folder, fresh.with_name(fresh.name + ".old"))
         os.rename(fresh, folder)
     except OSError:
-        if not (folder / "manifest.json").exists():  # otherwise use the one of another process
+        if not (folder / "manifest.json").exists():  # otherwise another process built one
             raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
