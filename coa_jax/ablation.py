@@ -146,9 +146,7 @@ class Ablation:
         self.held_out = load(self.evaluation)
 
     def data(self, seed: int) -> dict[str, dict[str, Any]]:
-        """Distils for one seed and writes the records of every arm; returns statistics of the
-        sets.
-        """
+        """Distils for one seed and writes every arm's records; returns statistics of the sets."""
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
         tasks = load_tasks(source.tasks, "train", source.train, seed)
@@ -247,8 +245,9 @@ def _show(bar: Bar, done: int) -> None:
 
 
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
-    """Returns for each task the share of its graded samples that are right; None without graded
-    samples.
+    """Returns for each task the share of its graded samples that are right.
+
+    The result is None without graded samples.
     """
     grades = []
     for task in outcome["tasks"]:

@@ -53,7 +53,7 @@ _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exce
 _DISK_FULL = "disk full: "
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
     *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
-    errno.ENXIO,  # a pipe that nobody reads
+    errno.ENXIO,  # a pipe without a reader
 }
 
 _config_default = ""

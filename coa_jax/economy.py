@@ -56,8 +56,7 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
 
 
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
-    """Raises UserError unless all trajectories have tokens, and this tokenizer decodes them to
-    their text.
+    """Raises UserError unless this tokenizer decodes the tokens of all trajectories to their texts.
 
     Args:
         tokenizer: tokenizer of the policy.

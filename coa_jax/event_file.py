@@ -69,9 +69,7 @@ def _message(field: int, body: bytes) -> bytes:
 
 
 def _event(step: int, body: bytes) -> bytes:
-    """Encodes Event{wall_time = 1, step = 2} followed by its other field, which is already
-    encoded.
-    """
+    """Encodes Event{wall_time = 1, step = 2} followed by another field, already encoded."""
     return b"\x09" + struct.pack("<d", time.time()) + b"\x10" + _varint(step) + body
 
 

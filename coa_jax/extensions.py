@@ -70,9 +70,7 @@ class Kind:
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:
-        """Returns the short names: built-in ones, then those of this process and of installed
-        packages.
-        """
+        """Returns the short names: built-in, of this process, and of installed packages."""
         installed = sorted(self._installed().names)
         return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
 
@@ -115,9 +113,7 @@ class Kind:
 
 
 class Named(OneOf):
-    """Bound of a setting: a short name of a kind, an additional name, or
-    ``package.module:name``.
-    """
+    """Bound of a setting: a short name of a kind, a further name, or ``package.module:name``."""
 
     def __init__(self, kind: Kind, *further: str):
         """Takes the kind, and additional names that are not of this kind."""

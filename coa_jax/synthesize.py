@@ -149,9 +149,7 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Returns the models that write (``endpoint``) and answer without tools (``solver``), if
-    configured.
-    """
+    """Returns the configured models for writing (``endpoint``) and for solving (``solver``)."""
     both = {"endpoint": command.endpoint, "solver": command.solver}
     found = {name: settings for name, settings in both.items() if settings}
     if len(found) == 2:
@@ -177,9 +175,7 @@ def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> Endpoint
 def _with_tools(
     config: ml_collections.ConfigDict, command: Command, model: Endpoint | None, workdir: Path
 ) -> WithTools:
-    """Returns the team that solves with tools: language minds, or the scripted ones without a
-    model.
-    """
+    """Returns the team that solves with tools; without a model its minds are scripted."""
     team, judge = command.with_tools, command.judge
     return WithTools(
         {tool.name: tool for tool in make_tools(command.tools)},

@@ -1,5 +1,4 @@
-"""Reorders the messages of any system so that a protocol allows them, or says why that is
-impossible.
+"""Reorders the messages of any system so that a protocol allows them, or says why it cannot.
 
 Systems differ in what they write down: most never verify an answer, some plan late, a chat log has
 no plan at all. A message without a tag in the protocol becomes a thought. A tag that the protocol
@@ -103,8 +102,7 @@ def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> Me
 def trajectory_of(
     trace: Trace, protocol: str, how: Completion | None = None
 ) -> tuple[MessageLog, DistilledRecord]:
-    """Converts a trace to a trajectory that obeys the protocol; also returns the reordered
-    messages.
+    """Converts a trace to a trajectory of the protocol; also returns the reordered messages.
 
     Args:
         trace: the trace.
@@ -249,7 +247,7 @@ class _Arranged:
         rules = self.rules
         if "double_check" in rules.roles and not (self.last == "double_check" and self.passed):
             if not self.how.verification:
-                raise Unconvertible("nobody verified the answer")
+                raise Unconvertible("the answer is not verified")
             thought, message = message.thought, dataclasses.replace(message, thought="")
             made = Message(0, "manager", "verification", Kind.SUGGESTION, message.content, thought)
             self._put("suggested_answer", made)
@@ -279,7 +277,7 @@ class _Arranged:
             return bare
         if self.rules.next_actions[self.last] == frozenset({"reflection"}):
             if self.rules.form("reflection") == "grades":
-                raise Unconvertible("a result is not reviewed, and nobody graded it")
+                raise Unconvertible("a result has neither a review nor a grade")
             words = self._unused(message.thought)
             if not words or not self.how.review:
                 raise Unconvertible("a result is not reviewed, and nothing is said about it")

@@ -148,9 +148,7 @@ class Contamination:
         return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
     def __call__(self, run: Run) -> bool:
-        """Returns whether a run reveals an evaluation question, in its question or in a tool's
-        result.
-        """
+        """Returns whether a run's question or a tool's result reveals an evaluation question."""
         returned = (m.content for m in run.log.messages if m.kind is Kind.OBSERVATION)
         return (
             self.in_text(run.task.question)

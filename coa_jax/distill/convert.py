@@ -95,8 +95,9 @@ class _Writer:
 
 
 def verdict_score(content: str) -> int | None:
-    """Parses the score, from 1 to 4, of a verdict in free text; None if no number is clearly the
-    score.
+    """Parses the score, from 1 to 4, of a verdict in free text.
+
+    The result is None if no number is clearly the score.
 
     Besides the forms of a double check, it accepts ``3 of 4``, or the only number of a text if that
     number is at its beginning or end.
@@ -247,8 +248,7 @@ def convert(
 
 
 def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:
-    """Returns a converted run as a trajectory for graders and reports: without tokens, with its
-    calls.
+    """Returns a converted run as a trajectory without tokens, for graders and reports.
 
     Args:
         record: result of `convert` for ``log``.

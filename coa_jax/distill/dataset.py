@@ -115,9 +115,7 @@ def policy_chars(record: DistilledRecord) -> int:
 
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
-    """Returns statistics of a data set: size, lengths in characters by hops, share of corrected
-    runs.
-    """
+    """Returns size, lengths in characters by hops, and share of corrected runs of a data set."""
     by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)

@@ -88,8 +88,7 @@ def economy(
 
 
 def resent_tokens(trajectory: Trajectory) -> int:
-    """Returns the tokens of a trajectory if each turn of the policy is a call that pays for its
-    prompt.
+    """Returns the tokens of a trajectory if every turn of the policy pays for its prompt again.
 
     The prompt of a call is all text before it. A turn is a sequence of tokens that the policy
     wrote.

@@ -1,5 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint, with a budget, where no call is paid
-twice.
+"""A language model behind an OpenAI-compatible endpoint, with a budget and a record of calls.
 
 Every exchange is appended to a file before its reply is used. A killed run that is started again
 finds the replies there, so recorded requests are never sent twice, not even within an unfinished
@@ -164,8 +163,9 @@ class Endpoint:
             raise
 
     async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
-        """Sends a request; if it is rejected before any reply arrived, checks the settings
-        first.
+        """Sends a request.
+
+        If it is rejected before any reply arrived, checks the settings first.
         """
         try:
             return await self._exchange(key, chat, episode, turn)
@@ -227,9 +227,7 @@ class Endpoint:
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs the work and returns its result; then closes the connection in the same event
-        loop.
-        """
+        """Returns the result of the work; closes the connection after it, in the same loop."""
         try:
             return await work
         finally:
@@ -246,9 +244,7 @@ class Endpoint:
             self.spent.add(row, self._purse.price)
 
     def _meaning(self, error: FetchError) -> Exception:
-        """Converts a failed request to an exception about the request, its sender, or the
-        server.
-        """
+        """Converts a failed request to an exception about the request, sender, or server."""
         problem = f"{error.status}: {error.said}" if error.status else error.message
         if error.status is None or error.transient:
             return UserError(

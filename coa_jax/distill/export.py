@@ -106,7 +106,7 @@ def _columns_before(record: DistilledRecord) -> dict[str, Any]:
     if turns and turns[0][0] == "system":
         columns["system"] = turns.pop(0)[1]
     if [role for role, _ in turns] != ["user", "assistant"] * (len(turns) // 2):
-        raise ValueError("the earlier turns are no pairs of user and assistant")
+        raise ValueError("the earlier turns are not pairs of user and assistant")
     if turns:
         texts = [text for _, text in turns]
         columns["history"] = [list(pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
@@ -353,8 +353,9 @@ def _example(record: DistilledRecord) -> dict[str, Any]:
 
 
 def funnel_of(data: Path) -> dict[str, Any] | None:
-    """Returns statistics of the filters, from the summary of the run that wrote a set; None if
-    unknown.
+    """Returns statistics of the filters, from the summary of the run that wrote a set.
+
+    The result is None if no summary is found.
     """
     summary = data.parent / "summary.json"
     value: Any = files.read_json_object(summary) if summary.is_file() else None

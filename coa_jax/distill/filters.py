@@ -77,9 +77,7 @@ class FilterReport:
 
 
 def has_gold(task: Task) -> bool:
-    """Returns whether answers to a task can be graded: by accepted answers, or by a scoring
-    program.
-    """
+    """Returns whether a task has accepted answers, or a program that scores answers."""
     return bool(task.gold) or "scorer" in task.metadata
 
 
@@ -177,9 +175,7 @@ def quality_filters(
 
 
 def plain_share(fraction: float, seed: int) -> Filter:
-    """Returns a filter that keeps only a share of the runs without reflection (§3.2.1, third
-    stage).
-    """
+    """Returns a filter that keeps a share of the runs without reflection (§3.2.1, third stage)."""
 
     def keeps(run: Run) -> bool:
         if run.log.count(Kind.REFLECTION) or run.record.metadata["corrected"]:

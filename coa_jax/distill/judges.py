@@ -1,5 +1,4 @@
-"""Language models that judge runs: whether the answer is right and the instructions were followed
-(§3.2.1).
+"""Language models that judge the answers of runs, and whether instructions were followed (§3.2.1).
 
 They are asked only where rules cannot decide. If a judge gives no verdict, the run is dropped as
 ``ungraded`` and judged again when the command is started again.

@@ -43,9 +43,7 @@ def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
 
 
 def chat_of(view: AgentView) -> list[dict[str, str]]:
-    """Returns the chat messages for the model: its role, the form of a reply, the messages so
-    far.
-    """
+    """Returns the chat messages for the model: role, form of a reply, messages so far."""
     moves = moves_of(view)
     forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
     if any(to == "code" and kind is Kind.CALL for to, kind in moves):
@@ -67,8 +65,9 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
 
 
 def without_thought(reply: str) -> str:
-    """Removes the initial ``<think>`` block of a reasoning model; the result is empty if it never
-    ends.
+    """Removes the initial ``<think>`` block of a reasoning model.
+
+    The result is empty if the block never ends.
 
     The content of the block is a draft, not a reply.
     """
@@ -95,7 +94,7 @@ def read_object(reply: str) -> dict[str, Any]:
         return found
     if problem is not None:
         raise ValueError(f"the reply is not valid JSON ({problem})")
-    raise ValueError("the reply holds no JSON object")
+    raise ValueError("the reply contains no JSON object")
 
 
 def read_action(reply: str, view: AgentView) -> Action:

@@ -247,9 +247,7 @@ def verify(slips: Slips, view: AgentView) -> Action:
 
 
 def _digits(text: str) -> list[str]:
-    """Returns the sorted digits of a text: equal for a number and the same number with swapped
-    digits.
-    """
+    """Returns the sorted digits of a text, which are the same after digits are swapped."""
     return sorted(filter(str.isdigit, text))
 
 

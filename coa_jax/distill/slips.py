@@ -106,8 +106,7 @@ def _is_long(value: float) -> bool:
 
 
 def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
-    """Returns a suggestion that the results contradict: an earlier answer, a misread one, or the
-    subject.
+    """Returns a contradicted suggestion: an earlier answer, a misread one, or the subject.
 
     Args:
         step: the last step, with earlier answers filled in.

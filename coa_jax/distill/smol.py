@@ -48,8 +48,7 @@ def smolagents_package() -> Any:
 
 
 def as_smolagents_tool(tool: Tool, episode: str) -> Any:
-    """Wraps one of our tools as a smolagents tool with the same name, one argument and the same
-    result.
+    """Wraps one of our tools as a smolagents tool with the same name, argument and result.
 
     Args:
         tool: our tool.

@@ -207,9 +207,7 @@ def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) 
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions of a model object whose endpoint gave no reply, in steps and in
-    plans.
-    """
+    """Returns the exceptions, of steps and of plans, for an endpoint that gave no reply."""
     import openai
 
     return smolagents_package().AgentGenerationError, openai.OpenAIError

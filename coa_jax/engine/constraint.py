@@ -92,7 +92,7 @@ def make_constraint(
     if lost:
         raise UserError(
             f"the vocabulary cannot spell the {lost[0]} protocol, because it lacks characters of "
-            "its tags or forms: set constrain to False, or take another tokenizer"
+            "its tags or forms: set constrain to False, or use another tokenizer"
         )
     tables = ConstraintTables(
         allowed=jnp.asarray(_pack(after != DEAD, kind)),

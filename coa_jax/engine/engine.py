@@ -87,8 +87,9 @@ class Engine:
         self.params = params
 
     def warm_up(self) -> None:
-        """Compiles all programs, so that no later call waits for compilation; the slots must be
-        free.
+        """Compiles all programs, so that no later call waits for compilation.
+
+        The slots must be free.
         """
         self.reserve(0, self.config.max_length)
         for size in self.config.extend_buckets:
@@ -166,8 +167,9 @@ class Engine:
         self._active[slot] = active
 
     def set_limit(self, slot: int, limit: int) -> None:
-        """Changes the length at which a sequence stops; its reserved pages must cover the new
-        length.
+        """Changes the length at which a sequence stops.
+
+        The reserved pages of the slot must cover the new length.
         """
         self._limit[slot] = min(limit, self.config.max_length)
 
@@ -244,8 +246,7 @@ class Engine:
         self.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Starts sequences with the first ``length`` tokens of another sequence: one prefill for
-        all.
+        """Starts sequences with the first ``length`` tokens of another: one prefill for all.
 
         Args:
             source: slot of the other sequence.

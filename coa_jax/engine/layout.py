@@ -192,7 +192,8 @@ def move(
 
     Args:
         parts: copies from `publish`.
-        places: sharding of each moved copy, of the same form as its present sharding.
+        places: sharding of each moved copy. If there are more places than copies, the copies
+            are used in turn.
     """
     sources = [parts[number % len(parts)] for number in range(len(places))]
     return jax.device_put(sources, list(places))

@@ -96,8 +96,9 @@ def fitted(
     longest: int,
     free: int | None,
 ) -> EngineConfig:
-    """Returns the shapes that given samples need on this machine; none is larger than in
-    ``config``.
+    """Returns the shapes that given samples need on this machine.
+
+    No shape is larger than in ``config``.
 
     No slot stays empty for the whole run, no slot is longer than the longest sample, and the slots
     fit in memory. On CPUs, where larger programs read no faster and returning to the host is cheap,
@@ -154,8 +155,9 @@ def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) 
 
 
 def free_memory(device: jax.Device) -> int | None:
-    """Returns the bytes that can still be allocated on a device; None if the platform does not
-    report it.
+    """Returns the bytes that can still be allocated on a device.
+
+    The result is None if the platform does not report it.
     """
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:

@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
     tokens: jax.Array
     logps: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which is not used
     active: jax.Array
 
 

@@ -34,8 +34,9 @@ class Chain:
         self._stops = re.compile(f"({'|'.join(map(re.escape, protocol.stops))})")
 
     def missing_stop(self, text: str) -> str | None:
-        """Returns the closing tag that a text lacks, if it ends inside a call or an answer; else
-        None.
+        """Returns the closing tag that a text lacks, if it ends inside a call or an answer.
+
+        The result is None for other texts.
         """
         trial = Parser(self.protocol)
         trial.feed(self._written + text)

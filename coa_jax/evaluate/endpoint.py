@@ -46,8 +46,9 @@ _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_
 
 @dataclasses.dataclass(frozen=True)
 class PolicyEndpoint(ServedModel):
-    """The endpoint of a policy, and how it is used; without ``url`` the policy runs on this
-    machine.
+    """The endpoint of a policy, and how it is used.
+
+    Without ``url`` the policy runs on this machine.
 
     Attributes:
         concurrency: number of concurrent samples.

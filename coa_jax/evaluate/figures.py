@@ -73,7 +73,7 @@ def costs(samples: Sequence[Sample]) -> dict[str, Any]:
 
     The values per sample are None without samples. ``tokens_per_solved`` and ``calls_per_solved``
     are all tokens and calls, including those of failures, divided by the number of solved samples;
-    None if there is none.
+    The result is None if there is none.
     """
     solved = sum(sample.solved for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
@@ -155,9 +155,7 @@ def not_plain(settings: Mapping[str, Any]) -> list[str]:
 
 
 def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the blocks of ``summary.json`` and of a run's page for a stage, from its result
-    file.
-    """
+    """Returns the blocks of ``summary.json`` and of a run's page for a stage's result file."""
     stage, found = outcome["stage"], outcome["figures"]
     by, cost = found["by"], found["costs"]
     return {

@@ -167,8 +167,7 @@ class Journal:
                 self.samples[key] = sample.graded(Reward(**jsonl.fields(Reward, value)))
 
     def _holds(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether a verdict is still valid: it is not a grade, or a grade by the present
-        answers.
+        """Returns whether a verdict is valid: not a grade, or a grade by the present answers.
 
         A grade that does not record its accepted answers is given again.
         """
@@ -230,9 +229,7 @@ class Journal:
         self._changed = True
 
     def trajectory(self, key: Key) -> Trajectory:
-        """Reads a finished sample with its whole text from the disk, with the answer that
-        counts.
-        """
+        """Reads a finished sample with its whole text, and with the answer that counts."""
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)

@@ -21,8 +21,7 @@ Z95 = 1.959963984540054
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns the probability that at least one of k samples is correct: ``1 - C(n-c, k) / C(n,
-    k)``.
+    """Returns the probability of a correct sample among k: ``1 - C(n-c, k) / C(n, k)``.
 
     The estimate is unbiased for draws without replacement (Chen et al. 2021, arXiv 2107.03374).
 

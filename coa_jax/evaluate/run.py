@@ -186,9 +186,7 @@ def _environment(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _of_agent(agent: AgentConfig) -> dict[str, Any]:
-    """Returns the settings of an agent program on which samples depend, without place and
-    concurrency.
-    """
+    """Returns the settings of an agent program that affect its samples."""
     values = dataclasses.asdict(agent)
     for name in ("concurrency", "host", "port"):
         values.pop(name)
@@ -217,7 +215,7 @@ def load(config: EvaluateConfig) -> list[Task]:
 
 
 def _grading(config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the settings on which verdicts depend, without place and concurrency."""
+    """Returns the settings that affect verdicts, without addresses and concurrency."""
     graders, pick = dataclasses.asdict(config.graders), dataclasses.asdict(config.best_of)
     for asked in (graders["judge"], pick):
         for name in ("attempts", "concurrency", "cache", "n"):
@@ -345,8 +343,9 @@ def _check_ready(
     wanted: Sequence[Wanted],
     servers: ToolsConfig | None,
 ) -> None:
-    """Raises an error if a requirement of the remaining work is missing; prints which answers get
-    no judge.
+    """Raises an error if a requirement of the remaining work is missing.
+
+    Prints which answers get no judge.
     """
     groups, chats = measured(tasks, journal.samples, config.samples), {}
     ungraded = [g.task for g in groups if any(not s.broken and s.value is None for s in g.samples)]

@@ -121,8 +121,9 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
 
 
 def attempt_text(config: PickConfig, trajectory: Trajectory) -> str:
-    """Returns a sample as text for the model; long observations, and a long middle, are
-    truncated.
+    """Returns a sample as text for the model.
+
+    Long observations, and a long middle, are truncated.
     """
     parts = []
     for span in trajectory.segments:
@@ -162,8 +163,9 @@ def can_vote(task: Task) -> bool:
 
 
 async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
-    """Returns the number of the sample with the most frequent answer; None if no sample has an
-    answer.
+    """Returns the number of the sample with the most frequent answer.
+
+    The result is None if no sample has an answer.
 
     Two answers are equal if the task's own grader accepts one with the other as gold answer:
     mathematics by value, judged answers by the judge. Of equally frequent answers, the one given
@@ -282,7 +284,7 @@ def _chosen(
     for group in groups:
         made = verdicts.get(name(group))
         if made is None:
-            why[reasons.get(name(group), "samples are missing, or a part of ours broke")] += 1
+            why[reasons.get(name(group), "samples are missing, or a component failed")] += 1
             continue
         sample = next((s for s in group.samples if s.number == made["sample"]), None)
         if made["sample"] is None:

@@ -25,8 +25,7 @@ from coa_jax.model.config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """Pages of one layer. Every layer and part has its own buffer, so a write never copies the
-    others.
+    """Pages of one layer, in buffers of their own, so that a write copies no other layer.
 
     Attributes:
         keys: ``[P, N, K, S]``, values: ``[P, N, S, K]``. With these layouts the product of one
@@ -76,8 +75,9 @@ class Cache(NamedTuple):
 
 
 def cache_size(compute: Compute, cache: Cache) -> int:
-    """Returns the number of positions of a sequence; a token at or beyond this position is
-    padding.
+    """Returns the number of positions of a sequence.
+
+    A token at or beyond this position is padding.
     """
     first = cache.layers[0]
     if isinstance(first, LayerCache):
@@ -182,9 +182,7 @@ def write(
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantises vectors along the last axis to int8 with one float32 scale each: x ≈ int8 *
-    scale.
-    """
+    """Quantises vectors (last axis) to int8 with one float32 scale each: x ≈ int8 * scale."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-30) / 127.0
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale

@@ -94,9 +94,7 @@ class _Split:
 
     @property
     def whole(self) -> PartitionSpec:
-        """Returns the partition spec of the weight as it is multiplied: sharded over ``tensor``
-        only.
-        """
+        """Returns the partition spec of the multiplied weight: sharded over ``tensor`` only."""
         return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.weight))
 
     def run(self, function: Any, ins: Any, outs: Any, *arguments: jax.Array) -> Any:
@@ -122,9 +120,7 @@ class _Split:
         return jax.lax.all_gather(w, "fsdp", axis=self.weight.index("fsdp"), tiled=True)
 
     def scatter_weight(self, dw: jax.Array) -> jax.Array:
-        """Sums the weight gradients of all devices' rows; returns the gradient of this device's
-        shard.
-        """
+        """Sums the weight gradients over all rows; returns the gradient of this device's shard."""
         others = self.rows
         if "fsdp" in self.weight:
             at = self.weight.index("fsdp")
@@ -137,8 +133,7 @@ class _Split:
         return jax.lax.all_gather(x.astype(self.dtype), "tensor", axis=1, tiled=True)
 
     def scatter_product(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """Multiplies the group's tokens by a part of the weight; returns the sums for the own
-        tokens.
+        """Multiplies the group's tokens by a part of the weight; returns the own tokens' sums.
 
         Args:
             spec: einsum of ``[B, T, ...]`` and a weight to ``[B, T, D]``.
@@ -158,8 +153,7 @@ class _Split:
         return result
 
     def scatter_around(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """`scatter_product` as a ring: sums travel around the group while the next product is
-        computed.
+        """`scatter_product` as a ring: sums travel while the next product is computed.
 
         The sums of a device's tokens start at its neighbour and end at the device. One half of D
         travels around the ring in one direction and the other half in the other.
@@ -200,8 +194,10 @@ def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split |
     return _Split(mesh, compute.dtype, rows, spec)
 
 
-# --- matmuls and their gradients. The gathered operand is a named value: `model.remat` decides
-# whether the backward pass gathers it again.
+# --- matmuls and their gradients ----------------------------------------------------------
+#
+# The gathered operands are returned as residuals, so that under `model.remat` each of them is
+# gathered again only once.
 
 
 _Forward = Callable[[_Split, jax.Array, jax.Array], tuple[jax.Array, Any]]

@@ -74,9 +74,7 @@ class Compute:
         return self.mesh is None or self.mesh.size == 1
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrains the sharding of a value in a training step, by the logical names of its
-        axes.
-        """
+        """Constrains the sharding of a value in a training step, by logical axis names."""
         if self.mesh is None or self.collectives == "none":
             return x
         return jax.lax.with_sharding_constraint(x, sharding_for(self.mesh, axes, shape=x.shape))

@@ -96,9 +96,7 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """The longest context, in tokens, that the model supports, with the YaRN scaling
-        applied.
-        """
+        """The longest context that the model supports, in tokens, with YaRN's scaling."""
         if isinstance(self.rope_scaling, YarnRope):
             return round(self.rope_scaling.original_max_position * self.rope_scaling.factor)
         return self.max_position

@@ -151,8 +151,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP; each is added to the residual stream, and each normalises its input
-    first.
+    """Attention and MLP.
+
+    Each is added to the residual stream, and each normalises its input first.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -164,9 +165,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], compute: Compute, attend: Attend
     ) -> tuple[jax.Array, LayerPages | None]:
-        """Returns the residual stream after this layer, float32 ``[B, T, D]``, and the layer's
-        pages.
-        """
+        """Returns the residual stream after this layer, float32 ``[B, T, D]``, and its pages."""
         with jax.named_scope("norm"):
             # Rounded before the devices that share the row's matmuls receive it: half the bytes.
             h = self.attn_norm(x, compute).astype(compute.dtype)

@@ -43,7 +43,7 @@ def write_model(
         raise UserError(f"{path} is a file: choose another directory")
     occupied = path.is_dir() and any(path.iterdir())
     if occupied and not (overwrite and (path / "config.json").exists()):
-        how = "it holds no model" if overwrite else "pass overwrite=True to replace a model"
+        how = "contains no model" if overwrite else "pass overwrite=True to replace a model"
         raise UserError(f"{path} is not empty and {how}: choose another directory")
     writes = jax.process_index() == 0
     temporary = None
@@ -137,9 +137,7 @@ def dtype_of(name: str) -> np.dtype:
 def _plan_shards(
     shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Groups the tensors, in order, into files of at most ``max_bytes``, or of one larger
-    tensor.
-    """
+    """Groups the tensors, in order, into files of at most ``max_bytes`` or one tensor."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     room = max_bytes
     for name, shape in shapes.items():
@@ -153,8 +151,9 @@ def _plan_shards(
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """Copies a global array to this host; with several processes, all of them call this
-    function.
+    """Copies a global array to this host.
+
+    With several processes, all of them call this function.
     """
     if array.is_fully_addressable:
         return np.asarray(array)

@@ -167,9 +167,7 @@ class GgufFile:
         return config_from_hf(hf, self.where)
 
     def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
-        """Builds ``rope_scaling`` of a ``config.json`` from the metadata fields that begin with a
-        prefix.
-        """
+        """Builds ``rope_scaling`` of a ``config.json`` from the metadata fields with a prefix."""
         kind = self.metadata(f"{prefix}type", "none")
         if kind == "none":
             return None

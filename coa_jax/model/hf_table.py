@@ -1,5 +1,4 @@
-"""Tables that map our parameters to the tensors of a Hugging Face checkpoint, and the decoder's
-table.
+"""Tables that map our parameters to the tensors of a Hugging Face checkpoint.
 
 Hugging Face stores a projection as ``[out, in]``, one tensor per projection and layer. A kernel
 here is ``[in, out]``; q, k and v share one array, as do gate and up. The functions of a row only
@@ -122,9 +121,7 @@ def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
 
 
 def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]:
-    """Yields (path, row, layer) of all tensors in writing order: embeddings, layers in order, the
-    rest.
-    """
+    """Yields (path, row, layer) of all tensors in writing order: embeddings, layers, the rest."""
     rows = [(path, row) for path, row in table.items() if path in specs]
     for stacked, group in itertools.groupby(rows, key=lambda pair: pair[0][0] == "layers"):
         pairs = list(group)

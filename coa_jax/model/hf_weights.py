@@ -105,8 +105,9 @@ def read_params(
 
 
 def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str) -> None:
-    """Compares a checkpoint with the arrays that the architecture needs; raises as
-    `read_params`.
+    """Compares a checkpoint with the arrays that the architecture needs.
+
+    Raises the errors of `read_params`.
     """
     found = source.shapes
     layers = max((spec.shape[0] for path, spec in wanted.items() if path[0] == "layers"), default=0)

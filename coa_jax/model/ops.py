@@ -33,9 +33,7 @@ def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes ``einsum(spec, x, w)`` in the operands' dtype, with a float32 accumulator and
-    result.
-    """
+    """Computes ``einsum(spec, x, w)`` in the operands' dtype, accumulated in float32."""
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(spec, x, w, precision=exact, preferred_element_type=jnp.float32)
 
@@ -91,9 +89,7 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """Computes logits, float32 ``[..., V]``, of ``x [..., D]`` with an embedding ``table [V,
-    D]``.
-    """
+    """Logits, float32 ``[..., V]``, of ``x [..., D]`` and an embedding ``table [V, D]``."""
     return einsum("...d,vd->...v", x, table, compute.dtype)
 
 

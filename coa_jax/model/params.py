@@ -110,9 +110,7 @@ def param_dtype(params: Params) -> jnp.dtype:
 
 @functools.cache
 def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
-    """Returns Flax's static graph definitions of a whole decoder, of one without layers, and of a
-    layer.
-    """
+    """Returns Flax's graph definitions of a decoder with layers, of one without, and of a layer."""
     shared = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=False))
     layer = nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0)))
     return nnx.graphdef(_abstract(config)), nnx.graphdef(shared), nnx.graphdef(layer)
@@ -155,8 +153,9 @@ class DecodeParams:
     outputs_first: bool = False
 
     def bind(self, config: ModelConfig) -> tuple[Decoder, tuple[Layer, ...]]:
-        """Returns the decoder and its layers with these parameters; for use in a compiled
-        function.
+        """Returns the decoder and its layers with these parameters.
+
+        Use it inside a compiled function.
         """
         _, shared, layer = _graphs(config)
         layers = tuple(nnx.merge(layer, params) for params in self.layers)
@@ -245,9 +244,7 @@ def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the architecture without adapters, for a model whose adapters are merged or left
-    out.
-    """
+    """Returns the architecture without adapters, for a model with merged adapters or none."""
     return dataclasses.replace(config, lora=LoraConfig())
 
 

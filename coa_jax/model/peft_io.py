@@ -24,8 +24,7 @@ _PEFT = {
 
 
 def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
-    """Writes the model with merged adapters to ``output``, and adapters to ``output`` +
-    ``-adapters``.
+    """Writes the model, adapters merged, to ``output``, and adapters to ``output`` + ``-adapters``.
 
     Args:
         model: trained model, with adapters if its architecture has any.
@@ -65,9 +64,7 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
 
 
 def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
-    """Returns adapters under PEFT's names and in its shapes: A ``[rank, in]``, B ``[out,
-    rank]``.
-    """
+    """Returns adapters with PEFT's names and shapes: A ``[rank, in]``, B ``[out, rank]``."""
     tensors = {}
     for part, key, name in _PEFT.values():
         if (adapter := adapters["layers"].get(part, {}).get(key)) is None:

@@ -1,6 +1,4 @@
-"""Rematerialisation: which activations of a layer are saved, and which the backward pass
-recomputes.
-"""
+"""Rematerialisation: which activations the backward pass reads, and which it recomputes."""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ def _blended(scaling: YarnRope, head_dim: int, theta: float) -> tuple[float, flo
     """Returns the indices of the first and the last component that are blended."""
 
     def index(turns: float) -> float:
-        """Returns the (fractional) index of the component with this many turns over the original
-        positions.
-        """
+        """Returns the (fractional) index of the component with this many turns."""
         radians = scaling.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(radians) / (2 * math.log(theta))
 

@@ -48,7 +48,7 @@ class Checkpoint:
         self.files = sorted(set(weight_map.values())) or [Path(directory) / SINGLE_FILE]
         for path in self.files:
             file = _open(path)
-            for name in file.keys():  # noqa: SIM118  # a file is no mapping
+            for name in file.keys():  # noqa: SIM118  # a file is not a mapping
                 self._tensors[name] = path, file
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(file.get_slice(name).get_shape())

@@ -339,9 +339,7 @@ def end_of_turn_id(tokenizer: Any) -> int:
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
-    """Returns the ids that end a generation: end of turn first, then the tokenizer's end of
-    text.
-    """
+    """Returns the ids that end a generation: end of turn, then the tokenizer's end of text."""
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
@@ -355,9 +353,7 @@ def chat_template(tokenizer: Any) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Returns what the chat template adds by default: ids before the first turn, a system
-    message.
-    """
+    """Returns the chat template's defaults: ids before the first turn, and a system message."""
     if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"
@@ -382,8 +378,7 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
 
 
 def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[int]:
-    """Returns prompt ids: optional system turn, the user's turn, and the opening of the assistant's
-    turn.
+    """Returns prompt ids: optional system turn, user turn, and the opening of the assistant's turn.
 
     For contents without control tokens the ids equal those of the model's own chat template,
     including its bos_token where the template begins with it.

@@ -1,5 +1,4 @@
-"""Tools in chat-template conversations: the description of the tools, and the turns of their
-results.
+"""Tools in chat-template conversations: their description, and the turns of their results.
 
 A chat template is rendered once per set of tools, with marks in place of the contents. Then each
 text between two control tokens is encoded as plain text, with its contents in place of the marks.
@@ -46,7 +45,7 @@ RESULT = "tool"
 
 
 class Frames(NamedTuple):
-    """The frame of tool results, as ids: before the first result, between two, after the last."""
+    """The text around tool results: before the first result, between two, after the last."""
 
     head: str
     between: str
@@ -179,8 +178,7 @@ def _ids(tokenizer: Any, frame: str, contents: Sequence[str]) -> list[int]:
 
 
 def result_frames(tokenizer: Any) -> Frames:
-    """Returns the frame that a chat template writes around tool results, after the turn of the
-    calls.
+    """Returns the frame that a chat template writes around tool results.
 
     Raises:
         UserError: the template describes tools, but the frame of the results cannot be determined.

@@ -53,9 +53,7 @@ def describe(protocol: Protocol, tool: str) -> str:
 
 
 def schemas(protocol: Protocol) -> list[dict[str, Any]]:
-    """Returns the JSON schemas of a protocol's tools, in the form of chat templates and OpenAI's
-    API.
-    """
+    """Returns the JSON schemas of a protocol's tools, in OpenAI's form."""
     found = []
     for tool in protocol.tools:
         if tool in protocol.schemas:

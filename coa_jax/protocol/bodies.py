@@ -109,9 +109,7 @@ def format_code(source: str, stdin: str | None = None) -> str:
 
 
 def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:
-    """Returns (opening fence, lines) of each block, or None for text outside or an unclosed
-    block.
-    """
+    """Returns (opening fence, lines) of each block; None for text outside or an open block."""
     blocks: list[tuple[str, list[str]]] = []
     lines: list[str] | None = None
     for line in body.split("\n"):

@@ -110,9 +110,7 @@ _EDGE = none_of(_WORD + b"<")
 
 
 def _score(scores: Sequence[int]) -> Regex:
-    """Returns the language of given scores, alone or behind the first word that announces a
-    score.
-    """
+    """Returns the language of given scores, alone or after the first word that announces one."""
     words = (literal(word, ignore_case=True) for word in ("score", "grade", "rating"))
     word = union(words) + optional(one_of(b"sdSD"))
     # The text up to the first such word, and the character that ends the word.

@@ -55,17 +55,16 @@ class Reader(typing.Protocol):
 
     @property
     def open_body(self) -> str:
-        """The body of the open segment so far, a prefix of the final body; "" if the role is
-        unknown.
+        """The body of the open segment so far, a prefix of the final body.
+
+        The result is "" if the role is unknown.
         """
 
     def feed(self, chunk: str) -> list[Segment]:
         """Reads more text; returns the segments that this text completed."""
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy ended its turn with a token that has no text, such as
-        end-of-turn.
-        """
+        """Notes that the policy ended its turn, with a token that has no text."""
 
     def interrupt(self) -> None:
         """Notes that a tool answered: the next text does not continue the text before."""
@@ -114,8 +113,9 @@ class Format:
         raise TypeError(f"{type(self).__name__} has no method 'reader'")
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """Writes an episode as parts of a `DistilledRecord`; results stand between `head` and
-        `tail`.
+        """Writes an episode as parts of a `DistilledRecord`.
+
+        Results stand between `head` and `tail`.
         """
         raise TypeError(f"{type(self).__name__} has no method 'write'")
 
@@ -127,9 +127,7 @@ class Format:
         raise TypeError(f"{type(self).__name__} has no method 'instructions'")
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """Returns the message that the policy reads as the result of a segment with the role
-        `BAD_CALL`.
-        """
+        """Returns the message that answers a segment with the role `BAD_CALL`."""
         return "The call could not be understood."
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
@@ -137,9 +135,7 @@ class Format:
         return []
 
     def quote(self, text: str) -> str:
-        """Escapes the text of a tool, so that nothing in the text looks like the end of the
-        result.
-        """
+        """Escapes the text of a tool, so that it cannot contain the end of the result."""
         return text
 
 

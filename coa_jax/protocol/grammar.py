@@ -52,9 +52,7 @@ class ByteAutomaton:
 
 
 class _Open(NamedTuple):
-    """The policy is writing: the segments it may be in, each with the state that follows the
-    segment.
-    """
+    """The policy is writing: segments it may be in, each with the state after the segment."""
 
     segments: tuple[tuple[Regex, State], ...]
 
@@ -103,9 +101,7 @@ def compile_protocol(protocol: Protocol) -> ByteAutomaton:
 
 
 def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]:
-    """Returns, for each role, the languages of whole segments, each with a sample body
-    (`outcomes`).
-    """
+    """Returns by role the languages of whole segments, each with a sample body (`outcomes`)."""
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
     languages = {}
     for role in protocol.roles:

@@ -62,9 +62,7 @@ def part_violations(
 def _format_violations(
     rules: Protocol, parts: Iterable[tuple[str, str]], ended: bool
 ) -> list[Violation]:
-    """`part_violations` for formats other than tags, where the environment's text is not
-    checked.
-    """
+    """`part_violations` for formats other than tags; the environment's text is not checked."""
     assert rules.format is not None
     reader, offset, answered = make_parser(rules), 0, False
     shifts: list[tuple[int, int]] = []  # (policy's offset, shift)
@@ -91,5 +89,5 @@ def _format_violations(
 
     found = [dataclasses.replace(v, position=place(v.position)) for v in reader.violations]
     if not answered:
-        found.append(Violation("missing_answer", policy + offset, "the last turn is no answer"))
+        found.append(Violation("missing_answer", policy + offset, "the last turn is not an answer"))
     return sorted(found, key=lambda violation: violation.position)

@@ -195,6 +195,6 @@ class ReactReader(Pieces):
         if self._mark:
             self.broken("unclosed", f"{self._mark} is never ended", self.start)
         elif self.text.strip():
-            self.broken("stray_text", "text that is no part", self.start)
+            self.broken("stray_text", "text that belongs to no part", self.start)
         self._mark, self._begins = "", 0
         return self.close()

@@ -42,8 +42,9 @@ _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A record, and the tags from which its protocol was inferred; empty if the row names the
-    protocol.
+    """A record, and the tags from which its protocol was inferred.
+
+    The tags are empty if the row names the protocol.
     """
 
     record: DistilledRecord
@@ -104,7 +105,7 @@ def _unknown(value: Mapping[str, Any]) -> str:
 
 def _checked(record: DistilledRecord) -> DistilledRecord:
     get_protocol(record.protocol)
-    jsonl.dumps(record.metadata)  # what cannot be written again is refused here, with its row
+    jsonl.dumps(record.metadata)  # metadata must be valid JSON
     return record
 
 
@@ -132,9 +133,7 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
 
 def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
-    """Reads the alpaca form: ``instruction`` and ``input`` join to the user message, as in
-    LLaMA-Factory.
-    """
+    """Reads the alpaca form; ``instruction`` and ``input`` join to the user message."""
     more = _text(value, "input") if asked == "instruction" else ""
     first = _text(value, asked)
     prompt = "\n".join(filter(None, (first, more)))
@@ -327,7 +326,7 @@ def _gold(value: Mapping[str, Any]) -> tuple[str, ...]:
     found = next((value[key] for key in _GOLD if value.get(key) is not None), ())
     answers = found if isinstance(found, list | tuple) else [found]
     if not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
-        raise TypeError("an accepted answer is no text or number")
+        raise TypeError("an accepted answer is neither a string nor a number")
     return tuple(map(str, answers))
 
 

@@ -1,5 +1,4 @@
-"""Determines the author of each part of a trajectory given as one text or as turns of a
-conversation.
+"""Determines the author of each part of a trajectory, given as one text or as turns.
 
 The parser of the protocol finds the observations. An observation and the white space around it
 belong to the environment and get the form in which the rollout loop inserts observations (`frame`).
@@ -169,9 +168,7 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
 
 
 def any_protocol() -> Protocol:
-    """Returns a protocol with the tags of all known ones, to parse a text of an unknown
-    protocol.
-    """
+    """Returns a protocol with the tags of all known ones, to parse text of unknown protocol."""
     known = [get_protocol(name) for name in protocol_names()]
     return dataclasses.replace(
         get_protocol("universal"),
@@ -183,8 +180,7 @@ def any_protocol() -> Protocol:
 
 
 def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
-    """Infers the protocol of a trajectory: the one with the fewest tags that includes all used
-    tags.
+    """Infers the protocol of a trajectory: the smallest one that includes all used tags.
 
     Used tags are those of the policy's segments and, if a protocol has them as well, the tags that
     the instructions name.

@@ -35,9 +35,7 @@ class Comparison:
     identical: bool
 
     def logp_gaps(self) -> np.ndarray:
-        """Absolute differences of log-probabilities, float32 ``[n]``, 0 for tokens of other
-        authors.
-        """
+        """Absolute differences of log-probabilities, float32 ``[n]``; 0 for other authors."""
         n = self.same
         return np.abs(self.recorded.logp[:n] - self.replayed.logp[:n])
 

@@ -12,9 +12,7 @@ from coa_jax.model.tokenizer import check_byte_level
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Returns the map from the printable characters of byte-level BPE to the bytes they stand
-    for.
-    """
+    """Returns the map from byte-level BPE's printable characters to the bytes they stand for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -132,8 +132,9 @@ class Episode:
         return event or self.next_call() or StopReason.EOS
 
     def next_call(self) -> ToolRequest | None:
-        """Returns the next call of the turn that has ended; results are appended one after
-        another.
+        """Returns the next call of the turn that has ended.
+
+        Results are appended one after another.
         """
         return self._asked.pop(0) if self._asked else None
 
@@ -162,8 +163,9 @@ class Episode:
         self.question = question or self.question
 
     def end_turn(self) -> str:
-        """Ends a whole turn, which the environment will answer; returns the policy's text of the
-        turn.
+        """Ends a whole turn, which the environment will answer.
+
+        Returns the policy's text of the turn.
         """
         self._end_text()
         self.turn_over = True
@@ -303,8 +305,9 @@ class Episode:
                 self._add_span(segment)
 
     def _add_span(self, segment: Segment) -> None:
-        """Adds the part of a segment that no span has yet; a tool result may split a segment's
-        text.
+        """Adds the part of a segment that no span has yet.
+
+        A tool result may split a segment's text.
         """
         start = max(segment.start, self._emitted)
         if start < segment.end:

@@ -23,8 +23,9 @@ from coa_jax.rollout.request import Request
 
 
 class Episodes(typing.Protocol):
-    """How an episode begins, and how the text of a tool is encoded; the rollout loop does the
-    rest.
+    """How an episode begins, and how the text of a tool is encoded.
+
+    The rollout loop does the rest.
     """
 
     def begin(self, request: Request, sample: int) -> Episode:
@@ -85,7 +86,7 @@ class TextEpisodes:
         )
 
     def frames(self, request: Request) -> Frames | None:
-        """Returns the frame of tool results, or None if it is the same for all of them."""
+        """Returns the frames of tool results for formats with turns; None for other formats."""
         protocol = get_protocol(request.task.protocol)
         turns = protocol.format is not None and protocol.format.turns
         return frames_of(self.tokenizer, protocol) if turns and request.agent else None

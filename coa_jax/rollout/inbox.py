@@ -140,8 +140,9 @@ class Reader:
         self._cancelled.append(request)
 
     def take_cancelled(self) -> list[Request]:
-        """Returns the requests cancelled since the last call; another reader may have their
-        samples.
+        """Returns the requests cancelled since the last call.
+
+        Another reader may have their samples.
         """
         cancelled, self._cancelled = self._cancelled, []
         return cancelled

@@ -225,8 +225,9 @@ class RecordedSession(ToolLoop):
         self.begun = tuple((role, text) for role, text in begun.get("messages", ()))
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Returns the recorded failure of the reset; if the reset succeeded, the prompt is
-        recorded.
+        """Returns the recorded failure of the reset.
+
+        If the reset succeeded, the prompt is recorded.
         """
         return await self.act(RESET, "", context)
 

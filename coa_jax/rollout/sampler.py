@@ -102,9 +102,7 @@ class EngineSampler:
         self._inbox.cancel(request)
 
     def close(self) -> None:
-        """Declares that no more requests will come: `finished` ends after the samples in
-        progress.
-        """
+        """Declares that no more requests will come; `finished` ends after running samples."""
         self._inbox.close()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
@@ -136,15 +134,14 @@ class EngineSampler:
         return min(versions, default=None)
 
     def settled(self, samples: int) -> bool:
-        """Returns whether this many samples in flight all wait for a later version, by their
-        plans.
-        """
+        """Returns whether all of this many samples in flight wait for a later version."""
         waiting = [scheduler.waiting_for_weights for scheduler in self._schedulers]
         return sum(waiting) == samples
 
     def figures(self) -> dict[str, float]:
-        """Returns figures of all engines together since the start; each engine is a
-        `MeteredEngine`.
+        """Returns figures of all engines together since the start.
+
+        Each engine is a `MeteredEngine`.
 
         Returns:
             ``decode_s``, ``extend_s``, ``idle_s``: seconds in programs and without work, means over

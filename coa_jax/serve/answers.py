@@ -39,9 +39,7 @@ class Choice:
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Returns the author of a piece of an agent's trajectory, and the call that the piece
-    answers.
-    """
+    """Returns the author of a piece of an agent's trajectory, and the call that it answers."""
     described: dict[str, Any] = {"author": event.author.name.lower()}
     if event.call is not None:
         call = event.call
@@ -52,8 +50,9 @@ def part(event: Event) -> dict[str, Any]:
 
 
 def usage(prompt: int, choices: Sequence[Choice]) -> dict[str, int]:
-    """Returns the token usage of a request; tokens of tools count as completion, since they fill
-    its context.
+    """Returns the token usage of a request.
+
+    Tokens of tools count as completion, since they fill its context.
     """
     generated = 0
     for choice in choices:
@@ -120,8 +119,7 @@ def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -
 def prompt_logprobs(
     tokenizer: Any, scored: Sequence[Scored], top: int
 ) -> list[dict[str, Any] | None]:
-    """Returns the ``prompt_logprobs`` of vLLM: each token itself and the most likely ones, None
-    first.
+    """Returns the ``prompt_logprobs`` of vLLM: each token and the most likely ones, None first.
 
     Args:
         tokenizer: tokenizer of the model.

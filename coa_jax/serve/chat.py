@@ -124,8 +124,9 @@ def read_messages(body: ChatRequest) -> list[functions.Message]:
 
 
 def _visit(service: Service, body: ChatRequest) -> Visit:
-    """Makes the request for the rollout loop; it encodes the conversation, so it runs in a
-    thread.
+    """Makes the request for the rollout loop.
+
+    It encodes the conversation, so it runs in a thread.
     """
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
     turns = read_messages(body)

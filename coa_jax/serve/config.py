@@ -53,8 +53,7 @@ class ServeConfig(Bounded):
 
     @property
     def body_limit(self) -> int:
-        """Maximum size of a request in bytes: 64 KiB plus 8 bytes for each token of the most
-        prompts.
+        """Maximum size of a request in bytes: 64 KiB plus 8 bytes per token of the most prompts.
 
         A token of English has about 4 bytes, a token of Chinese about 8 in escaped JSON.
         """

@@ -81,9 +81,7 @@ class Visit(Request):
 
 
 class Completion(Episode):
-    """A sample without tools, which ends at a stop string, at an end token or when its room is used
-    up.
-    """
+    """A sample without tools, which ends at a stop string, an end token or its limit."""
 
     def __init__(self, visit: Visit, sample: int, table: TokenTable, ends: frozenset[int]):
         super().__init__(

@@ -31,8 +31,9 @@ class TextPart(_Strict):
 
 
 def _content(value: Any) -> str:
-    """Returns the text of a message's content; errors do not mention pydantic's names of a
-    union.
+    """Returns the text of a message's content.
+
+    Errors do not mention pydantic's names of a union.
     """
     if isinstance(value, str):
         return value
@@ -200,9 +201,7 @@ class ChatRequest(Sampling):
 
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
-    """Parses one or several prompts. Its speed matters: a list of ids may have a million
-    entries.
-    """
+    """Parses one or several prompts; it must be fast, as a list may have a million ids."""
     several: Any = [value] if isinstance(value, str) else value
     kinds: set[Any] = set(map(type, several)) if isinstance(several, list) else set()
     if kinds == {int}:

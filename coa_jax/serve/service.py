@@ -162,8 +162,7 @@ class Service:
             self._scored -= 1
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
-        """Returns log-probabilities of a text. Texts are scored one at a time, concurrently with
-        decoding.
+        """Returns log-probabilities of a text; texts are scored one at a time, during decoding.
 
         Call it within `scoring`.
         """

@@ -62,7 +62,5 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=16)
 def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
-    """Returns all prefixes of the stop strings: a look-up costs less than testing each stop
-    string.
-    """
+    """Returns all prefixes of the stop strings, since a look-up is faster than testing each."""
     return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))

@@ -1,5 +1,4 @@
-"""Renames entities in distilled records, so that a policy learns to copy names, not to memorise
-them.
+"""Renames entities in records, so that a policy learns to copy names, not to memorise them.
 
 A corpus has a few hundred entities. A policy trained from scratch memorises them sooner than it
 learns to copy a name from its question into a query, and then fails on every unseen entity.

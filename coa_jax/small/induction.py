@@ -119,9 +119,7 @@ def _match_heads(
     rng: np.random.Generator,
     norm: float,
 ) -> None:
-    """Layer 1: attends to the token after an earlier occurrence of the current one, and writes it
-    back.
-    """
+    """Layer 1: attends after earlier occurrences of the token, and writes the token found."""
     tokens, size = code.shape
     groups = qkv.shape[3] - 2
     key, value, width = groups, groups + 1, qkv.shape[-1]

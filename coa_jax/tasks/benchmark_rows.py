@@ -190,8 +190,9 @@ def popqa(row: Row) -> Found:
 
 
 def wikipedia_hops(row: Row) -> Found:
-    """Parses a row of HotpotQA or 2WikiMultihopQA; ``hops`` counts the pages of its supporting
-    facts.
+    """Parses a row of HotpotQA or 2WikiMultihopQA.
+
+    ``hops`` counts the pages of its supporting facts.
     """
     facts = row.get("supporting_facts")
     titles = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts or []]
@@ -205,9 +206,7 @@ def wikipedia_hops(row: Row) -> Found:
 
 
 def musique(row: Row) -> Found | None:
-    """Parses a row of MuSiQue (arXiv 2108.00573); None if unanswerable. Its id begins with the
-    hops.
-    """
+    """Parses a row of MuSiQue (arXiv 2108.00573); None if it is unanswerable."""
     if row.get("answerable") is False:
         return None
     identity = _identity(row, "id")
@@ -236,8 +235,9 @@ def maths(row: Row) -> Found:
 
 
 def olympiadbench(row: Row) -> Found | None:
-    """Parses a row of OlympiadBench (arXiv 2402.14008); None unless text only, open-ended, not a
-    proof.
+    """Parses a row of OlympiadBench (arXiv 2402.14008).
+
+    The result is None for questions with images, with choices, or for people (proofs).
     """
     images = any(value for key, value in row.items() if key.startswith("image_"))
     if images or str(row.get("modality") or "Text-only") != "Text-only":
@@ -259,8 +259,9 @@ def olympiadbench(row: Row) -> Found | None:
 
 
 def contest(row: Row) -> Found:
-    """Parses a row of LiveCodeBench or CodeContests with its tests; pickled tests are never
-    executed.
+    """Parses a row of LiveCodeBench or CodeContests with its tests.
+
+    Pickled tests are never executed.
     """
     names = {"difficulty": "level", "platform": "platform", "contest_date": "date"}
     metadata = {new: row[old] for old, new in names.items() if row.get(old) not in (None, "")}

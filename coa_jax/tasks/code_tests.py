@@ -206,8 +206,9 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
 
 
 def _checks(source: str) -> list[str]:
-    """Splits a function of assertions into one source per assertion; returns other sources
-    unchanged.
+    """Splits a function of assertions into one source per assertion.
+
+    Other sources are returned unchanged.
 
     Raises:
         ValueError: the source is not valid Python, so no program could pass.

@@ -56,8 +56,9 @@ have.
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig(Extension):
-    """A reward of the weighted sum; ``path`` may be empty if its key is a short name, or
-    `TASKS_OWN`.
+    """A reward of the weighted sum.
+
+    ``path`` may be empty if its key is a short name, or `TASKS_OWN`.
 
     Attributes:
         weight: factor of the reward; 0 records the reward without counting it.
@@ -123,8 +124,9 @@ class GradersConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class _Weighted:
-    """A reward of the setting ``rewards``; ``call`` is None for the reward that the task
-    requests.
+    """A reward of the setting ``rewards``.
+
+    ``call`` is None for the reward that the task requests.
     """
 
     name: str

@@ -96,8 +96,7 @@ _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10
 
 
 def normalize_answer(text: str) -> str:
-    """Converts to lower case without accents, vowel points, punctuation, articles and double
-    spaces.
+    """Removes case, accents, vowel points, punctuation, articles and double spaces.
 
     Punctuation is that of ASCII, including its typographic quotes and dashes.
     """

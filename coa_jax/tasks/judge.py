@@ -189,8 +189,9 @@ def _quoted(value: object) -> str:
 
 
 def parse_verdict(text: str) -> tuple[bool, str] | None:
-    """Parses (correct, rationale) from a reply of exactly the specified form, fenced or bare; else
-    None.
+    """Parses (correct, rationale) from a reply of exactly the specified form, fenced or bare.
+
+    Any other reply gives None.
 
     A thought before the object is skipped.
     """

@@ -91,8 +91,9 @@ def _workers() -> Workers:
 
 
 def _same_number(given: str, wanted: str) -> bool:
-    """Returns whether both are the same number; one of them may include words for what it
-    counts.
+    """Returns whether both are the same number.
+
+    One of them may be followed by words for what is counted.
     """
     first, second = parse_number(given), parse_number(wanted)
     if first is None or second is None or first[0] != second[0]:

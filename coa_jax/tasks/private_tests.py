@@ -179,9 +179,7 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
 
 
 def _test_list(value: Any) -> list[dict[str, Any]]:
-    """Reads a list, as JSON, or as the benchmark packs private tests: base64, zlib, pickle,
-    JSON.
-    """
+    """Reads a list, as JSON or as packed private tests: base64, zlib, pickle, JSON."""
     if isinstance(value, str):
         try:
             value = reading.parse_json(value)

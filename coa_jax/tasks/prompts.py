@@ -161,9 +161,7 @@ def _prompt_of_rows(path: Path) -> Prompt:
 
 
 def _asked_in(row: Row) -> tuple[Messages, str]:
-    """Returns the messages before the assistant's turn in a row of any known form, and the
-    question.
-    """
+    """Returns the messages before the assistant's turn of a row in any form, and the question."""
     info = row.get("extra_info")
     known = row.get("question") or (info.get("question") if isinstance(info, Mapping) else "")
     question = known if isinstance(known, str) else ""

@@ -38,8 +38,9 @@ def _gold(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
-    """Parses (split or None, task) of a line; raises ValueError with the reason for an invalid
-    line.
+    """Parses (split or None, task) of a line.
+
+    Raises ValueError with the reason for an invalid line.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, found {type(row).__name__}")

@@ -30,8 +30,7 @@ def check_ready(
     answered: Collection[str] = (),
     chats: Mapping[str, ChatConfig] | None = None,
 ) -> None:
-    """Checks everything that a run depends on, concurrently, and raises an error if something is
-    missing.
+    """Checks concurrently everything that a run depends on, and raises an error if it is missing.
 
     Args:
         seconds: time limit of each server's answer; 0 checks nothing.

@@ -28,8 +28,9 @@ _CODE_BODY = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Converts to lower case without ASCII punctuation, articles and double blanks; accents
-    stay.
+    """Converts to lower case without ASCII punctuation, articles and double blanks.
+
+    Accents are kept.
     """
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
@@ -78,9 +79,7 @@ def mhqa_train(text: str, gold: Sequence[str] | str) -> float:
 
 
 def mhqa_eval(text: str, gold: Sequence[str] | str) -> float:
-    """Returns 1 if the first part of the last answer is a gold answer (evaluation of the MHQA
-    agent).
-    """
+    """Returns 1 if the first part of the last answer is a gold answer (MHQA evaluation)."""
     parts = _predictions(text)
     return float(bool(parts) and normalize_answer(parts[0]) in _golds(gold))
 
@@ -115,8 +114,7 @@ def f1(answer: str, gold: Sequence[str] | str) -> float:
 
 
 def verify_format_simple(text: str) -> bool:
-    """Returns whether the i-th opening tag matches the i-th closing tag, and the last is
-    ``answer``.
+    """Returns whether the i-th opening and closing tags match, and the last is ``answer``.
 
     Tags in observations count too, so an HTML page breaks the format.
     """
@@ -131,9 +129,7 @@ def verify_format_repetition(text: str) -> bool:
 
 
 def validate_format(text: str) -> bool:
-    """Checks the format: known tags only, balanced and not nested, no empty body, no tag twice in a
-    row, one answer at the end.
-    """
+    """Checks tags, balance, nesting, empty bodies, repetition, and one answer at the end."""
     names: list[str] = []
     open_tag, start = "", 0
     for found in _TAG.finditer(text):
@@ -189,9 +185,7 @@ def calculate_reward(text: str) -> float:
 
 
 def overlong_penalty(length: int, max_length: int) -> float:
-    """Returns 0 up to 7/8 of the maximum, then decreases linearly: -1 at the maximum, and further
-    beyond.
-    """
+    """Returns 0 up to 7/8 of the maximum, then falls linearly: -1 at the maximum, less beyond."""
     buffer = max_length / 8
     return min(0.0, -(length - (max_length - buffer)) / buffer)
 

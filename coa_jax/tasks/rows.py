@@ -100,9 +100,7 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to the JSON value of the same row: dates, exact decimals and bytes become
-    strings.
-    """
+    """Converts a value to JSON: dates, exact decimals and bytes become strings."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -240,8 +240,9 @@ def _verdict(result: Result, limits: Limits) -> tuple[Outcome, str]:
 
 
 def _share(out: int, error: int, room: int) -> tuple[int, int]:
-    """Splits the room for output between stdout and stderr; either may use what the other
-    leaves.
+    """Splits the room for output between stdout and stderr.
+
+    Either stream may use the room that the other leaves.
     """
     error_room = min(error, max(room // 2, room - out))
     return min(out, room - error_room), error_room

@@ -95,7 +95,7 @@ def run(programs, cpu_s, wall_s):
                 pass
 
     globals_here, here, leave = globals(), os.getpid(), os._exit
-    os._exit = stay  # it would end the programs behind it too
+    os._exit = stay  # it would end later programs too
     sys.excepthook = report
     limit, close = resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.close
     kept = [keep(number) for number in range(3)]

@@ -274,8 +274,9 @@ class _Call:
             return f"[No summary: {why}. The page begins:]\n{clip(text, config.page_chars)}"
 
     async def aim(self) -> str:
-        """Returns the click intent, computed once; None if it failed, since a summary can do
-        without.
+        """Returns the click intent, computed once.
+
+        If the model fails, the question replaces the intent.
         """
         if self.intent is None:
             config = self.tool._config.summarizer

@@ -106,8 +106,9 @@ class HybridIndex:
         return self._indexes[0].passages
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`; the score is the sum of 1 / (60 + rank) over the searches that found the
-        passage.
+        """See `Index`.
+
+        The score is the sum of 1 / (60 + rank) over the searches that found the passage.
         """
         depth = max(FUSION_DEPTH, top_k)
         return fuse([index.rank(query, depth) for index in self._indexes])[:top_k]
@@ -190,7 +191,7 @@ def _load_vectors(
         try:
             os.rename(fresh, folder)  # readers see a complete index or none
         except OSError:
-            if not folder.is_dir():  # otherwise use the one of another process
+            if not folder.is_dir():  # otherwise another process built one
                 raise
         return _opened(folder, shape)
     finally:

@@ -167,9 +167,7 @@ def _pooling(folder: Path) -> str:
 
 
 def _longest(folder: Path, positions: int) -> int:
-    """Returns the maximum length of a text: the number of positions, or the smaller trained
-    length.
-    """
+    """Returns the maximum length of a text: the number of positions, or less if trained on less."""
     file = folder / "sentence_bert_config.json"
     trained = read_json_object(file).get("max_seq_length") if file.is_file() else None
     return min(positions, int(trained or positions))

@@ -295,9 +295,7 @@ def facts_of(page: dict[str, Any], names: frozenset[str]) -> dict[str, str]:
 
 
 def _match(pattern: str, text: str) -> str:
-    """Returns the first group (or the whole match) if the pattern matches the full text, else
-    "".
-    """
+    """Returns the first group, or the whole match, if the full text matches; else ""."""
     found = re.fullmatch(pattern, text)
     if not found:
         return ""
@@ -347,8 +345,9 @@ def _point(text: str) -> tuple[str, str]:
 
 
 def _largest_city(text: str) -> str:
-    """Returns the city with the largest stated population; the Factbook writes capitals in upper
-    case.
+    """Returns the city with the largest stated population.
+
+    The Factbook writes capitals in upper case.
     """
     pattern = r"(\d[\d.,]*)( million)? ([A-Z][A-Za-z' .-]+?)(?: \([^)]*\))*(?=,|$)"
     best, size = "", 0.0

@@ -424,8 +424,9 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Returns tools as settings of `ToolsConfig`; tools as objects go into ``names`` and
-    ``own``.
+    """Returns tools as settings of `ToolsConfig`.
+
+    Tools as objects go into ``names`` and ``own``.
     """
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)

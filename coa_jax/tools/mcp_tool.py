@@ -104,8 +104,9 @@ class _LastWords:
                 self._kept = (self._kept + piece)[-_STDERR_BYTES:]
 
     def text(self) -> str:
-        """Returns the last lines joined into one; waits for the end of stderr if the program has
-        ended.
+        """Returns the last lines joined into one.
+
+        Waits for the end of stderr if the program has ended.
         """
         self._thread.join(1.0 if self.file.closed else 0.0)
         kept = self._kept
@@ -391,8 +392,9 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _sendable(value: Any, depth: int = _MOST_NESTED) -> bool:
-    """Returns whether a value can be sent as a message; if not, the call is at fault, not the
-    tool.
+    """Returns whether a value can be sent as a message.
+
+    If it cannot, the call is at fault, not the tool.
     """
     if isinstance(value, dict):
         return depth > 0 and all(_sendable(k) and _sendable(v, depth - 1) for k, v in value.items())

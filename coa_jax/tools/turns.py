@@ -14,9 +14,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A semaphore per event loop, since a semaphore belongs to one loop and a tool may live
-    longer.
-    """
+    """A semaphore per event loop: a semaphore belongs to one loop, and a tool may outlive it."""
 
     def __init__(self, count: int):
         self._count = count

@@ -1,5 +1,4 @@
-"""The ``visual_inspector`` tool: a vision model behind an OpenAI-compatible endpoint describes
-images.
+"""The ``visual_inspector`` tool: a vision model behind an endpoint describes images.
 
 The body is a JSON object with ``file_path``, a file in the allowed folder or a URL, and optionally
 ``question``. With a question the model is asked to describe what is relevant to it, not to answer

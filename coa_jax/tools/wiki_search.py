@@ -1,5 +1,4 @@
-"""The ``wiki_search`` tool: embedded BM25 search over the World Factbook, without server or
-download.
+"""The ``wiki_search`` tool: embedded BM25 search over the World Factbook, without a server.
 
 ``coa_jax.tools.dense`` has searches by vectors as alternatives.
 
@@ -53,8 +52,9 @@ _WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|{words.WORD}")
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A passage that answers a query, and its score; scores of different searches are not
-    comparable.
+    """A passage that answers a query, and its score.
+
+    Scores of different searches are not comparable.
     """
 
     passage: Passage
@@ -81,8 +81,7 @@ class Index(Protocol):
 
 
 def tokenize(text: str) -> list[str]:
-    """Splits a passage or query into words: lower case, no accents, no stop words, "1,234" as one
-    number.
+    """Splits text into words: lower case, no accents, no stop words, "1,234" as one number.
 
     An internet country code keeps its dot (".is"), to distinguish it from the word; see
     `words.WORD`.
@@ -243,7 +242,7 @@ def _store(index: WikiIndex, folder: Path) -> None:
             os.rename(folder, fresh.with_name(fresh.name + ".old"))
         os.rename(fresh, folder)
     except OSError:
-        if not (folder / "manifest.json").exists():  # otherwise use the one of another process
+        if not (folder / "manifest.json").exists():  # otherwise another process built one
             raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -327,9 +326,7 @@ class WikiSearch:
 
 
 def format_hits(hits: Sequence[Hit]) -> str:
-    """Formats hits as an observation: "Doc k (Title: t)", the passage, a blank line between
-    hits.
-    """
+    """Formats hits as an observation: "Doc k (Title: t)", passage, blank line between hits."""
     documents = (
         f"Doc {k} (Title: {hit.passage.title})\n{hit.passage.text}" for k, hit in enumerate(hits, 1)
     )

@@ -139,9 +139,7 @@ class GuardedProtocol(H11Protocol):
         return self._queued
 
     def _next_piece(self) -> bytes:
-        """Returns the bytes that h11 parses next; none if it must wait for others or for the
-        response.
-        """
+        """Returns the bytes that h11 parses next; none while it waits."""
         pending, size = self._pending, len(self._pending)
         if self.conn.their_state is h11.DONE:
             return b""

@@ -102,5 +102,5 @@ def test_what_the_level_paper_demands_is_written_out_or_refused():
     ran = [("plan", "1. compute"), ("call", "```py\n1\n```", "I do.", "code")]
     ran += [("observation", "42", "", "code"), ("answer", "42", "It printed 42.")]
     trajectory_of(Trace(log_of(*ran), ("42",)), "generalist")
-    with pytest.raises(Unconvertible, match="not reviewed, and nobody graded it"):
+    with pytest.raises(Unconvertible, match="has neither a review nor a grade"):
         trajectory_of(Trace(log_of(*ran), ("42",)), "generalist:paper")

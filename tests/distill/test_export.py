@@ -310,7 +310,7 @@ def test_a_set_without_records_is_the_users_mistake(tmp_path):
     line += [f"--data={tmp_path}/train.jsonl", f"--out={tmp_path}/out"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip().endswith("holds no record, so there is nothing to export")
+    assert done.stderr.strip().endswith("contains no record, so there is nothing to export")
 
 
 def test_the_card_of_a_command_shows_what_the_filters_of_the_run_did(tmp_path):

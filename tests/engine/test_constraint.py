@@ -136,5 +136,5 @@ def test_states_of_a_trajectory_are_recomputed_from_its_tokens():
 
 def test_a_vocabulary_that_lacks_letters_of_a_tag_is_refused():
     tokens = [c for c in CHARACTERS if c != b"k"]
-    with pytest.raises(UserError, match="set constrain to False, or take another tokenizer"):
+    with pytest.raises(UserError, match="set constrain to False, or use another tokenizer"):
         make_constraint({"mhqa": automaton("mhqa")}, tokens, 256)

@@ -183,7 +183,9 @@ def test_engines_on_devices_of_their_own_sample_the_same_bits_while_they_are_pub
 
 
 def test_rollout_devices_that_make_no_groups_are_refused():
-    with pytest.raises(UserError, match=r"both the 1 mesh.rollout_devices and the other 1"):
+    with pytest.raises(
+        UserError, match=r"in each process, the 1 mesh.rollout_devices and the 1 training"
+    ):
         layout.run_groups(None, 2, jax.devices()[:1])
     with pytest.raises(UserError, match=r"must divide, in each process, the 1 .* and the 3"):
         layout.rollout_mesh(jax.devices()[:1], 3, 3, 1)

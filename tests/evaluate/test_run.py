@@ -125,7 +125,7 @@ def test_samples_of_something_else_are_not_mixed_in(tmp_path):
         run(tmp_path, hot, refuse)
     with pytest.raises(UserError, match="another policy"):
         run(tmp_path, one, refuse, name="trained again")
-    with pytest.raises(UserError, match="of other questions or settings"):
+    with pytest.raises(UserError, match="other questions or settings"):
         run(tmp_path, one, refuse, tasks=TASKS[::-1])
     outcome = run(tmp_path, hot, fresh=True)
     assert outcome["settings"]["sampling"]["temperature"] == 0.5

@@ -189,7 +189,7 @@ def test_overwrite_replaces_a_model_but_never_other_files(references, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match="contains no model"):
         save_model(model, tmp_path / "notes", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "out"]
 

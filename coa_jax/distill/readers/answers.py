@@ -1,6 +1,4 @@
-r"""Finds the answer that a model marks in its last words: ``<answer>``, "Final answer:",
-``\boxed{}``.
-"""
+r"""Finds the answer marked in a model's last words: ``<answer>``, "Final answer:", ``\boxed{}``."""
 
 from __future__ import annotations
 
@@ -77,8 +75,9 @@ def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
 
 
 def _behind(words: str, mark: re.Match[str]) -> str:
-    """Returns the rest of the line after a mark, or else the next block; a fenced program is a
-    block.
+    """Returns the rest of the line after a mark, or else the next block.
+
+    A fenced program is a block.
     """
     line, _, below = words[mark.end() :].partition("\n")
     emphasis = _EMPHASIS.search(mark["before"])

@@ -131,9 +131,7 @@ def decode_lines(data: bytes) -> Iterator[Line]:
 
 
 def decode_document(data: bytes) -> Iterator[Line]:
-    """Yields the value of a file that is a single JSON document, or the reason why it is
-    invalid.
-    """
+    """Yields the value of a file with a single JSON document, or the reason why it is invalid."""
     if data.strip():
         yield _decode(data, 1)
 
@@ -182,8 +180,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def unused(name: str, other: str, names: Collection[str]) -> str:
-    """Returns the first name that is not in `names`: a name, another one, or that one with a
-    number.
+    """Returns a name that is not in `names`: the first, the other, or the other with a number.
 
     Args:
         name: preferred name.
@@ -325,7 +322,7 @@ class Conversation:
         """Returns the log of the run so far."""
         answered = self.messages[-1].kind is Kind.ANSWER
         ending = Ending.ANSWER if answered else Ending.LIMIT
-        reason = "" if answered else error or "the file holds no final answer"
+        reason = "" if answered else error or "the file contains no final answer"
         question = self.messages[0].content
         return MessageLog(episode, question, "", tuple(self.messages), ending, reason)
 

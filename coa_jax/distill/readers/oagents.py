@@ -104,7 +104,7 @@ def _planning(talk: Conversation, step: dict[str, Any], number: int) -> None:
     facts = unwrap(optional_text(step.get("facts"), f"'facts' of step {number}"))
     inner, plan = split_plan(optional_text(step.get("plan"), f"'plan' of step {number}"))
     if not plan:
-        raise Malformed(f"the planning step {number} holds no plan")
+        raise Malformed(f"the planning step {number} contains no plan")
     talk.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(t for t in (facts, inner) if t))
 
 

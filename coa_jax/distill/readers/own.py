@@ -1,5 +1,4 @@
-"""Reads our own message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json``
-lines.
+"""Reads our message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json`` lines.
 
 This is the common form, so nothing is lost. A journal contains no accepted answers, because the
 team does not see any. Without ``gold`` (a string or a list of strings) next to the log, the filters

@@ -211,9 +211,7 @@ class Synthesis:
         return job
 
     def _about_answer(self, draft: Draft) -> list[Document]:
-        """Returns other documents of the split that mention the draft's answer, in a seeded
-        order.
-        """
+        """Returns other documents of the split that mention the draft's answer, in seeded order."""
         answer = draft.steps[-1][1]
         if parse_number(answer) is not None or "|" in answer or ";" in answer:
             return []
@@ -235,9 +233,7 @@ class Synthesis:
         return sorted(found, key=order)[: self._config.candidates]
 
     def _pairs(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, Draft]]:
-        """Yields pairs of drafts with the same split and topic: each draft and the next ones in a
-        shuffle.
-        """
+        """Yields shuffled pairs of drafts with the same split and topic."""
         groups = collections.defaultdict(list)
         for draft in drafts:
             if draft.topic is not None:
@@ -289,9 +285,7 @@ class Synthesis:
         return drafts
 
     async def _check(self, drafts: Sequence[Draft], room: int) -> list[Item]:
-        """Checks the text first, then the solver with tools, then the one without: cheap checks
-        first.
-        """
+        """Checks the text, then solves with tools, then without: cheap checks first."""
         faults = screen(drafts, self._config.text, self._duplicates)
         figures: list[dict[str, Any]] = [{} for _ in drafts]
         for solver in (self._with_tools, self._without_tools):

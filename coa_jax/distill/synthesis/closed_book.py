@@ -217,8 +217,7 @@ def closed_book(
     endpoint: Endpoint | None,
     concurrency: int,
 ) -> tuple[str, Any]:
-    """Returns the solver of a configuration, and a label that distinguishes its answers from
-    others.
+    """Returns the solver of a configuration, and a label that identifies its answers.
 
     Args:
         config: settings of the check.

@@ -108,9 +108,7 @@ class Author(Protocol):
         ...
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a question one hop longer: about the answer of `draft`, answered by
-        `document`.
-        """
+        """Returns a question one hop longer, about the answer of `draft`, for `document`."""
         ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:

@@ -60,9 +60,7 @@ class FactsAuthor:
         return fact is not None and fact[2] != "0"
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Returns the question for the value, and the question for the entity if the value
-        identifies it.
-        """
+        """Returns the question for the value, and for the entity if the value identifies it."""
         fact = fact_of(document)
         if fact is None or fact[2] == "0":
             return []

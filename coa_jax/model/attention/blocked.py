@@ -56,9 +56,7 @@ def attend_causally(
 def _attend_block(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Maps ``q [B, N, G, t, K]``, k, v ``[B, N, S, K]``, ``mask [B, t, S]`` to float32, shape of
-    q.
-    """
+    """``q [B, N, G, t, K]``, k, v ``[B, N, S, K]``, ``mask [B, t, S]`` -> float32, shape of q."""
     b, n, g, t, width = q.shape
     # The queries of a group form the rows of one matmul with the keys of their head.
     scores = einsum("bnqk,bnsk->bnqs", q.reshape(b, n, g * t, width), k, dtype)

@@ -95,9 +95,7 @@ def causal_attention(
 
 
 def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that picks places ``[B, E]`` of each row ``[B, T, N, ...]``, on each
-    device.
-    """
+    """Returns a function that picks places ``[B, E]`` of rows ``[B, T, N, ...]`` on each device."""
 
     def take(x: jax.Array) -> jax.Array:
         rest = (None,) * (x.ndim - 3)
@@ -107,7 +105,9 @@ def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array],
     return take
 
 
-# --- kernels: each takes q, k, v in the dtype of the matmuls, q scaled, and segment ids or None.
+# --- kernels -------------------------------------------------------------------------------
+#
+# Each takes q, k, v in the dtype of the matmuls, q scaled, and segment ids or None.
 
 
 def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:

@@ -131,7 +131,7 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
 
     Args:
         kind: kind of attention.
-        wanted: ``auto``, which chooses the best that can run and logs it once, or a name.
+        wanted: ``auto``, which chooses the best that can run and prints it once, or a name.
         case: platform, dtype and shapes.
         where: name of the setting, for the message.
 
@@ -140,7 +140,7 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
     """
     able = [name for name in (*_KERNELS[kind], "xla") if not unmet(kind, name, case)]
     if wanted == "auto":
-        # The log says why a kernel made for this platform was not chosen.
+        # The line says why a kernel made for this platform was not chosen.
         passed = [
             f"{name}: {unmet(kind, name, case)}"
             for name, (platform, _) in _KERNELS[kind].items()

@@ -221,8 +221,10 @@ def _walk(
     return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
-# --- kernels: each takes q, scaled, in the dtype of the matmuls, and int32 [B], the number of
-# positions that the last token of each row sees; the token before it sees one less.
+# --- kernels -------------------------------------------------------------------------------
+#
+# Each takes q, scaled, in the dtype of the matmuls, and int32 [B], the number of positions that
+# the last token of each row sees; the token before it sees one less.
 
 
 def _ragged_paged(

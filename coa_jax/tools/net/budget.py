@@ -345,8 +345,9 @@ class Purse:
 
 
 def counts_of(usage: Any) -> dict[str, int | None]:
-    """Returns the ``prompt`` and ``completion`` tokens in an answer's ``usage``; None if
-    missing.
+    """Returns the ``prompt`` and ``completion`` tokens in an answer's ``usage``.
+
+    The values are None if they are missing.
     """
     told = usage if isinstance(usage, Mapping) else {}
     named = {"prompt": told.get("prompt_tokens"), "completion": told.get("completion_tokens")}

@@ -189,8 +189,9 @@ class Client:
         seconds: float | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Sends a request; returns the result of `read` for the answer, a JSON object without the
-        key.
+        """Sends a request.
+
+        Returns the result of `read` for the answer, a JSON object without the key.
 
         Args:
             body: fields of the request without ``model``: ``messages`` and others for

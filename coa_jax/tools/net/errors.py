@@ -82,8 +82,9 @@ class FetchError(Exception):
 
 
 def speaks_of_account(answer: bytes) -> bool:
-    """Returns whether an error text mentions credits, a quota or a key; serper returns it with a
-    400.
+    """Returns whether an error text mentions credits, a quota or a key.
+
+    Serper returns it with a 400.
     """
     return _ACCOUNT.search(answer) is not None
 

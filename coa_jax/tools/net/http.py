@@ -373,8 +373,9 @@ class _Inflate:
         return bytes(out)
 
     def _window(self, data: bytes) -> int:
-        """Returns the window argument of zlib; some servers send deflate without the zlib
-        header.
+        """Returns the window argument of zlib.
+
+        Some servers send deflate without the zlib header.
         """
         if not self._deflate:
             return 31

@@ -1,6 +1,4 @@
-"""Finds the isolation that this machine offers, by testing it instead of trusting version
-numbers.
-"""
+"""Finds the isolation that this machine offers, by tests instead of version numbers."""
 
 from __future__ import annotations
 
@@ -117,8 +115,9 @@ def find_isolation(backend: str = "auto") -> Isolation:
 
 
 def without_isolation(asked: bool) -> Isolation:
-    """Returns limits without isolation; the user must consent twice, since the machine may be
-    harmed.
+    """Returns limits without isolation.
+
+    The user must consent twice, since the machine may be harmed.
 
     Raises:
         UserError: only one of the two consents was given.
@@ -212,7 +211,7 @@ def _file_system(
     wanted = ["/usr", *(path for path in _TOP_LEVEL if not os.path.islink(path)), *_EXTRAS]
     for library in libraries:
         if not os.path.isdir(library) or not reachable(os.path.realpath(library)):
-            raise UserError(f"sandbox library {library!r} is no directory that others can read")
+            raise UserError(f"sandbox library {library!r} is not a directory that others can read")
         wanted.append(os.path.realpath(library))
     wanted += interpreter.prefixes
     readable: list[str] = []

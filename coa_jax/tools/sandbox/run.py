@@ -301,8 +301,9 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
 
 
 def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
-    """Runs a program synchronously, inside or outside an event loop; also returns its wall
-    seconds.
+    """Runs a program synchronously, inside or outside an event loop.
+
+    The second value is the wall time in seconds.
     """
     answer: list[Result] = []
     failure: list[BaseException] = []

@@ -108,9 +108,7 @@ class Watch:
         return "disk" if held > limit else ""
 
     def _starved_s(self) -> float:
-        """Returns the seconds for which the program was ready to run while others had the
-        processors.
-        """
+        """Returns the seconds in which the program was ready, but others had the processors."""
         waited = used = 0.0
         for process in descendants(os.getpid()):
             waited = max(waited, _numbers(process, "schedstat", (1,))[0] / 1e9)
@@ -159,8 +157,9 @@ def every_descendant(root: int) -> list[int]:
 
 
 def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
-    """Reads numbers of a file below /proc/PID, by position after the process name; zeros if
-    unreadable.
+    """Reads numbers of a file below /proc/PID, by position after the process name.
+
+    The numbers are zeros if the file is unreadable.
     """
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
@@ -296,8 +295,7 @@ def _disk_usage(directory: str, limit: int) -> float:
 
 
 def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
-    """Returns (bytes written, bytes written and not deleted) by processes and their reaped
-    children.
+    """Returns (bytes written, bytes of them not deleted) by processes and reaped children.
 
     Children reaped by this process count too. The result is infinite if a process hides the
     numbers.

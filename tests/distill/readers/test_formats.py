@@ -111,7 +111,7 @@ def test_a_malformed_chat_is_named(read, messages, reason):
 
 def test_a_conversation_that_breaks_off_has_no_answer(read):
     (trace,), _ = read("openai", {"messages": CHAT[:5]})
-    with pytest.raises(Unconvertible, match="the file holds no final answer"):
+    with pytest.raises(Unconvertible, match="the file contains no final answer"):
         trajectory_of(trace, "web")
 
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_converted_says_why(read):
         trajectory_of(traces[1], "web")
     with pytest.raises(Unconvertible, match="calls crawl_page, for which the protocol mhqa"):
         trajectory_of(traces[0], "mhqa")
-    with pytest.raises(Unconvertible, match="nobody verified the answer"):
+    with pytest.raises(Unconvertible, match="the answer is not verified"):
         trajectory_of(traces[0], "web", Completion(verification=False))
     (gone,), _ = read(file_of(tower(prediction=None, agent_error="out of money")))
     with pytest.raises(Unconvertible, match="the run has no answer: out of money"):
