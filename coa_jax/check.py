@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -150,7 +151,7 @@ def _run(command: str, config: Any) -> Iterator[Line]:
     if isinstance(config, SFTConfig):
         for name in ("data", "validation"):
             for path in filter(None, getattr(config, name).split(",")):
-                yield _tried(name, lambda path=path: (None, _records(path, config.protocol)))[1]
+                yield _tried(name, functools.partial(_records, path, config.protocol))[1]
     elif isinstance(config, RFTConfig | DPOConfig) and config.traces:
         there = Path(config.traces).exists()
         yield "traces", there, f"{config.traces}{'' if there else ' does not exist'}"
@@ -198,12 +199,12 @@ def _model(path: str) -> str:
     return f"{path}: {model.config.architecture}, {layers} layers of {width}"
 
 
-def _records(path: str, protocol: str) -> str:
+def _records(path: str, protocol: str) -> tuple[None, str]:
     read = list(itertools.islice(iterate_records(path, protocol), _RECORDS))
     fit = sum(hasattr(each, "record") for each in read)
     if not fit:
         raise UserError(f"{path}: none of the first {len(read)} records can be read")
-    return f"{path}: {fit} of the first {len(read)} records can be read"
+    return None, f"{path}: {fit} of the first {len(read)} records can be read"
 
 
 def _tasks(config: Any) -> tuple[Any, str]:

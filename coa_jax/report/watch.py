@@ -170,7 +170,7 @@ class Picture:
             return Text(f"{self._run}: no step yet", style=COLOURS["think"])
         phase = str(rows[-1].get("phase", "run"))
         mine = [row for row in rows if str(row.get("phase", "run")) == phase]
-        parts = [self._head(phase, mine), _curves(mine), *_warnings(mine)]
+        parts: list[RenderableType] = [self._head(phase, mine), _curves(mine), *_warnings(mine)]
         if newest := newest_trajectories(self._run, self._count):
             parts.append(_trajectories(newest))
         return Group(*parts)
