@@ -41,6 +41,7 @@ ROOMS = (
     ("distill",),
     ("learn", "small"),
     ("evaluate", "report", "bench", "aot"),
+    ("device",),
     ("api",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}

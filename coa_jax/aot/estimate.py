@@ -23,7 +23,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.model.params import num_params
-from coa_jax.parallel.chips import CHIPS, Chip
+from coa_jax.parallel.chips import Chip
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import split_devices
 
@@ -72,7 +72,7 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
         if program.runs and row["roofline"]:
             total[program.name] = program.runs * row["roofline"]["step_s"]
     fits = all(row["fits"] for row in rows)
-    devices = CHIPS[setup.where.kind].devices
+    devices = setup.where.whole.devices
     result = {
         "topology": setup.where.name,
         "chips": (setup.mesh.size + len(setup.aside)) // devices,

@@ -29,16 +29,23 @@ class Slice:
         name: as it was given.
         kind: key of `CHIPS`.
         shape: of a TPU slice's torus; of GPUs their number.
+        peaks: measured peaks of a chip, in place of the stated ones; None for those.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
+    peaks: Chip | None = None
+
+    @property
+    def whole(self) -> Chip:
+        """Peaks of a whole chip."""
+        return self.peaks or CHIPS[self.kind]
 
     @property
     def chip(self) -> Chip:
         """Peaks of a device of JAX, which is a chip or an equal part of one."""
-        chip = CHIPS[self.kind]
+        chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
             chip,
@@ -53,7 +60,7 @@ class Slice:
     @property
     def count(self) -> int:
         """Devices of JAX."""
-        return math.prod(self.shape) * CHIPS[self.kind].devices
+        return math.prod(self.shape) * self.whole.devices
 
     @property
     def tpu(self) -> bool:

@@ -14,6 +14,7 @@ from coa_jax.engine.constraint import FREE, Constraint
 from coa_jax.engine.memory import check_room
 from coa_jax.engine.pages import PageTable
 from coa_jax.errors import UserError
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import DecodeParams, Params
 
@@ -32,6 +33,7 @@ class Engine:
         config: EngineConfig,
         stop_tokens: Sequence[int] = (),
         constraint: Constraint | None = None,
+        compute: Compute | None = None,
     ):
         """Allocates the cache.
 
@@ -42,6 +44,7 @@ class Engine:
             config: shapes.
             stop_tokens: tokens that end a sequence.
             constraint: which tokens may be sampled; None for all.
+            compute: how the programs compute; None for the choice of `layout.engine_compute`.
 
         Raises:
             UserError: it needs more memory than is free, or its shapes contradict each other.
@@ -53,7 +56,7 @@ class Engine:
         self.model, self.config = model, config
         check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
         self.publish(params)
-        self.compute = layout.engine_compute(model, config, self.params)
+        self.compute = compute or layout.engine_compute(model, config, self.params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)
         self._token = np.zeros(slots, np.int32)
