@@ -137,6 +137,9 @@ def _scoring(setup: Setup) -> list[Program]:
         return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
+    if setup.teacher is not None:
+        shapes = arrays.teacher(setup)
+        found.append(score("score_teacher", 1, shapes, shapes, setup.teacher))
     old = experience.scores_old(config.chosen, config.updates_per_step)
     reference = config.chosen.needs_reference
     if policy.frozen and old:
@@ -255,7 +258,7 @@ def _publish(setup: Setup) -> list[Program]:
     devices = tuple(mesh.devices.flat)
     policy = arrays.policy(setup)
     kept = arrays.kept_bytes(setup)
-    if not setup.aside:
+    if not (setup.aside or setup.rollouts_go_on):
         kept -= chip_bytes(arrays.decoding_params(setup))  # the old ones are gone by then
     if not policy.frozen:
         lying = kept - chip_bytes(policy.params)
