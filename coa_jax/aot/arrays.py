@@ -375,15 +375,20 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Of all that a run keeps on a chip that trains, whatever program runs there.
+    """Of all that a run keeps on a chip while it updates, whatever program runs there.
 
-    Arguments of programs are part of it.
+    Arguments of programs are part of it.  Engines on the same chips have given their memory back,
+    unless rollouts go on; then new parameters are made beside the old ones.
     """
-    return training_bytes(setup) + (0 if setup.aside else engine_bytes(setup))
+    kept = training_bytes(setup)
+    return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
 
 
 def decoding_bytes(setup: Setup) -> int:
-    """The same of a chip that decodes; one that only decodes has room for new parameters too."""
-    if setup.aside:
-        return engine_bytes(setup) + chip_bytes(decoding_params(setup))
-    return kept_bytes(setup)
+    """The same of a chip while it decodes; while rollouts go on there is room for new parameters.
+
+    So there is on chips that only decode.
+    """
+    kept = 0 if setup.aside else training_bytes(setup)
+    second = setup.aside or setup.rollouts_go_on
+    return kept + engine_bytes(setup) + (chip_bytes(decoding_params(setup)) if second else 0)

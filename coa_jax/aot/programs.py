@@ -258,8 +258,6 @@ def _publish(setup: Setup) -> list[Program]:
     devices = tuple(mesh.devices.flat)
     policy = arrays.policy(setup)
     kept = arrays.kept_bytes(setup)
-    if not (setup.aside or setup.rollouts_go_on):
-        kept -= chip_bytes(arrays.decoding_params(setup))  # the old ones are gone by then
     if not policy.frozen:
         lying = kept - chip_bytes(policy.params)
         return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
@@ -274,7 +272,7 @@ def _publish(setup: Setup) -> list[Program]:
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     """The largest programs of an engine, on the chips of one."""
-    engine = engine.on_platform("tpu")
+    engine = engine.on_platform("tpu" if setup.where.tpu else "gpu")
     mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
     options = {"config": without_adapters(setup.model), "compute": compute}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Annotated
 
@@ -82,13 +83,17 @@ class EngineConfig(Bounded):
     def on_platform(self, platform: str) -> EngineConfig:
         """With the extend_buckets and the extend_block of a platform where none are given.
 
-        On CPUs there is a single bucket: larger programs read no faster (docs/findings.md).
+        On CPUs there is a single bucket: larger programs read no faster (docs/findings.md).  The
+        kernel of TPUs reads the pages of a sequence again for each of its blocks, so blocks are
+        long there (docs/kernels.md).
         """
-        buckets, block = ((64,), 8) if platform == "cpu" else ((32, 128, 512), 16)
+        widths = {"cpu": ((64,), 8), "tpu": ((128, 512), 128)}
+        buckets, block = widths.get(platform, ((32, 128, 512), 16))
+        buckets = self.extend_buckets or buckets
+        if platform == "tpu":
+            block = math.gcd(block, *buckets)
         return dataclasses.replace(
-            self,
-            extend_buckets=self.extend_buckets or buckets,
-            extend_block=self.extend_block or block,
+            self, extend_buckets=buckets, extend_block=self.extend_block or block
         )
 
     def num_engines(self, platform: str) -> int:

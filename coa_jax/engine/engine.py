@@ -55,7 +55,9 @@ class Engine:
         warn_of_positions(model, config.max_length, "engine.max_length")
         self.model, self.config = model, config
         check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
-        self.publish(params)
+        if not isinstance(params, DecodeParams):
+            (params,) = layout.publish(params, model, config)
+        self.params = params
         self.compute = compute or layout.engine_compute(model, config, self.params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)
@@ -75,7 +77,7 @@ class Engine:
         self.extended_tokens = 0  # computed by `extend` so far, padding included
         self.row_steps = 0  # rows times steps of all decoding so far
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
-        self._pages = layout.new_pages(self.params, model, config, self.compute)
+        self._pages: Any = layout.new_pages(self.params, model, config, self.compute)
 
     def publish(self, params: Params | DecodeParams) -> None:
         """Takes new parameters over.
@@ -87,6 +89,16 @@ class Engine:
         if not isinstance(params, DecodeParams):
             (params,) = layout.publish(params, self.model, self.config)
         self.params = params
+        if self._pages is None:
+            self._pages = layout.new_pages(params, self.model, self.config, self.compute)
+
+    def give_back(self, places: DecodeParams) -> None:
+        """Frees parameters and cache until the next `publish`; the slots must be free.
+
+        Args:
+            places: shapes and shardings of the parameters, which take their place.
+        """
+        self.params, self._pages = places, None
 
     def warm_up(self) -> None:
         """Compiles all programs, so that no later call waits for that; the slots must be free."""
