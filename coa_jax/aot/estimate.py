@@ -161,10 +161,11 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
         analysis, text = compiled.memory_analysis(), compiled.as_text()
         assert analysis is not None
         assert text is not None
+        scratch = analysis.temp_size_in_bytes if program.scratch is None else program.scratch
         used = Memory(
             analysis.argument_size_in_bytes,
             analysis.output_size_in_bytes,
-            analysis.temp_size_in_bytes + program.kernel_bytes,
+            scratch + program.kernel_bytes,
             analysis.alias_size_in_bytes,
             analysis.generated_code_size_in_bytes,
             program.lying,

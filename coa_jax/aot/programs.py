@@ -17,6 +17,7 @@ from coa_jax.aot.arrays import Setup, chip_bytes
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, publish_program
+from coa_jax.engine.memory import engine_memory
 from coa_jax.learn import experience
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import chunked
@@ -44,6 +45,8 @@ class Program:
         data_trips: see `costs.count`.
         kernel_flops: of one chip, in kernels for which something stands in.
         kernel_bytes: temporaries of one chip that those kernels have.
+        scratch: temporaries of one chip, where those of the compiler are not the machine's; None
+            for the compiler's.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Program:
     data_trips: tuple[float, ...] = ()
     kernel_flops: float = 0.0
     kernel_bytes: int = 0
+    scratch: int | None = None
 
 
 def all_programs(setup: Setup) -> list[Program]:
@@ -297,7 +301,10 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     )
     block, copies = of(blocks, engine.extend_block), of(min(engine.slots, 8))
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
-    return [
+    # The compiler of CPUs copies a bfloat16 cache into float32 to write to it.
+    memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
+    scratch = None if setup.where.tpu else memory.scratch
+    found = [
         Program(
             "extend",
             lambda: programs.extend.lower(
@@ -327,3 +334,4 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
             devices,
         ),
     ]  # fmt: skip
+    return [dataclasses.replace(program, scratch=scratch) for program in found]

@@ -17,6 +17,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import DecodeParams, Params
+from coa_jax.parallel.turns import in_turn
 
 
 class Engine:
@@ -236,7 +237,9 @@ class Engine:
             slots[row] = slot
             tokens[row, : len(ids)] = ids
             positions[row, : len(ids)] = np.arange(start, start + len(ids))
-        self._pages = programs.extend(
+        self._pages = in_turn(
+            self.compute.mesh,
+            programs.extend,
             self.params,
             self._pages,
             self.pages.table[slots],
@@ -274,7 +277,14 @@ class Engine:
         padded = np.zeros((2, self._copy_rows), np.int32)
         padded[1] = self.pages.pages  # beyond the pool: not copied
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
-        self._pages = programs.copy_pages(self._pages, padded[0], padded[1], compute=self.compute)
+        self._pages = in_turn(
+            self.compute.mesh,
+            programs.copy_pages,
+            self._pages,
+            padded[0],
+            padded[1],
+            compute=self.compute,
+        )
 
     def decode(self) -> programs.Chunk:
         """Decodes one chunk in the active slots; blocks until it is there.
@@ -332,7 +342,8 @@ class Engine:
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
         """A chunk of the given slots in the program of ``rows`` rows."""
         arguments, static = self._decode_arguments(slots, rows)
-        self._pages, state, chunk = programs.decode_chunk(*arguments, **static)
+        decoded = in_turn(self.compute.mesh, programs.decode_chunk, *arguments, **static)
+        self._pages, state, chunk = decoded
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
         self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
         if rule is not None:

@@ -89,12 +89,12 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
         "sft": {
             "1.5b": {"length": 32_768, "fsdp": 8},
             "4b": {"length": 32_768, "fsdp": 8},
-            "7b": {"length": 32_768, "fsdp": 8},
+            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2},
         },
         "rl": {
             "1.5b": {"length": 32_768, "fsdp": 8, "slots": 16},
             "4b": {"length": 32_768, "fsdp": 8, "slots": 6},
-            "7b": {"length": 32_768, "fsdp": 8, "slots": 8},
+            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2, "slots": 8},
         },
     },
     "v5e-8": {

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
+from coa_jax.parallel.turns import in_turn
 
 Params = dict[str, Any]
 """Nested dict of arrays.  Those of layers are stacked along a first axis."""
@@ -272,7 +273,11 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
     """A model's parameters, with adapters added to the kernels that they belong to."""
-    return merge_program(config, params) if config.lora.rank else params
+    if not config.lora.rank:
+        return params
+    place = jax.tree.leaves(params)[0].sharding
+    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    return in_turn(mesh, merge_program, config, params)
 
 
 # --- places --------------------------------------------------------------------------------
