@@ -206,9 +206,11 @@ def training_bytes(setup: Setup) -> int:
 def resume_bytes(setup: Setup) -> int:
     """Of a chip while a run reads its checkpoint.
 
-    What training keeps, and a copy of the largest array: its fingerprint is taken where it lies.
+    What training keeps, and a copy of the largest array of a checkpoint, whose fingerprint is
+    computed on its devices.
     """
-    return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(policy(setup))))
+    saved = policy(setup)._replace(frozen={})
+    return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(saved)))
 
 
 def export_bytes(setup: Setup) -> int:

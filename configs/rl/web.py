@@ -53,7 +53,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 32 if size == "32b" else 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
-            "remat": "full",
+            "remat": "attention_block" if size == "32b" else "attention",
             "algorithm": {
                 "name": "dapo",
                 "dual_clip": 10.0,

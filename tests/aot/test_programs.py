@@ -168,8 +168,8 @@ def test_adapters_are_merged_where_engines_have_nothing():
     # Three arrays of each: the adapters and their moments, beside the model.
     assert adapters > 0
     assert adapters % 3 == 0
-    # Adapters are its argument.
-    assert lying["merge"] == lying["publish"] - adapters // 3
+    # Adapters and their model are its argument.
+    assert lying["merge"] == lying["publish"] - WEIGHTS - adapters // 3
 
 
 # --- what a step of learning runs ----------------------------------------------------------
@@ -288,6 +288,20 @@ def test_a_chip_has_all_of_the_run_whatever_it_runs():
         size = sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(given))
         there = kept + engine if program.name in ("extend", "decode", "fork") else kept
         assert program.lying + size == pytest.approx(there, rel=0.01), program.name
+
+
+def test_a_checkpoint_is_read_with_room_for_its_largest_array_and_a_model_gathered_by_tensors():
+    setup = tiny_setup()
+    largest = max(4 * x.size for x in jax.tree.leaves(params()))
+    assert arrays.resume_bytes(setup) == 3 * WEIGHTS + 5 * 4 + largest
+    assert arrays.export_bytes(setup) == 3 * WEIGHTS + 5 * 4
+    # The embeddings are the largest tensor of a layer or beside the layers.
+    several = dataclasses.replace(setup, hosts=2)
+    gathered = arrays.export_bytes(several) - arrays.export_bytes(setup)
+    assert gathered == 4 * MODEL.vocab_size * MODEL.hidden_size
+    # Of a run that trains adapters only these are in a checkpoint.
+    adapted = tiny_setup(lora=LoraConfig(rank=2))
+    assert arrays.resume_bytes(adapted) - arrays.training_bytes(adapted) < largest
 
 
 def test_a_teacher_lies_on_the_chips_and_scores(monkeypatch):
