@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,9 @@ def check_device(out: str) -> int:
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--out={out}: give a file in a directory that exists")
+    # The CPU computes what is right, whatever the other platform is.
+    if (platforms := os.environ.get("JAX_PLATFORMS", "")) and "cpu" not in platforms:
+        os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
     # Imported here: the other checks need neither JAX nor a device.
     import jax
 

@@ -254,8 +254,9 @@ Steps = tuple[list[dict[str, float]], list[dict[str, float]], float]
 
 def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any) -> Steps:
     """Two SFT and two RL steps on a device, from parameters that are NumPy arrays."""
-    of_sft = sft_steps(jax.device_put(params, device), compute)
-    return of_sft, *rl_steps(jax.device_put(params, device), compute, group)
+    with jax.default_device(device):
+        of_sft = sft_steps(jax.device_put(params, device), compute)
+        return of_sft, *rl_steps(jax.device_put(params, device), compute, group)
 
 
 def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
