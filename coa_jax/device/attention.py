@@ -11,7 +11,7 @@ Shape letters: B batch, T tokens, S keys, N key/value heads, G query heads of ea
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -190,8 +190,8 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     start = np.array([0, 2 * PAGE - new, length - new, length])
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(rows, new, HEADS, GROUPS, width)).astype(np.float32)
-    everywhere = np.broadcast_to(np.arange(length), (rows, length))
-    run = functools.partial(attend_to, compute=compute)
+    everywhere = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    run: Callable[..., jax.Array] = functools.partial(attend_to, compute=compute)
     # JAX's reference of ragged_paged is a Python loop, which needs the values of the lengths.
     if not (compute.attention == "ragged_paged" and compute.interpret):
         run = jax.jit(run)

@@ -274,7 +274,8 @@ def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
 def _steps(
     name: str, found: Sequence[dict[str, float]], right: Sequence[dict[str, float]], limit: float
 ) -> Check:
-    measured, limits = {}, {}
+    measured: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for number, (mine, theirs) in enumerate(zip(found, right, strict=True), 1):
         loss = abs(mine["loss"] - theirs["loss"]) / max(abs(theirs["loss"]), 0.1)
         norm = abs(mine["optim/grad_norm"] / theirs["optim/grad_norm"] - 1)

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 
-from coa_jax.parallel.turns import in_turn
+from coa_jax.parallel.turns import in_turn, mesh_of
 
 
 def fingerprint(tree: Any) -> list[int]:
@@ -18,12 +17,7 @@ def fingerprint(tree: Any) -> list[int]:
 
     One leaf after another: XLA's CPU backend makes a copy of all that a program scrambles.
     """
-    return [int(in_turn(_mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
-
-
-def _mesh_of(leaf: Any) -> Mesh | None:
-    place = getattr(leaf, "sharding", None)
-    return place.mesh if isinstance(place, NamedSharding) else None  # type: ignore[return-value]
+    return [int(in_turn(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def digest(extra: Any) -> int:

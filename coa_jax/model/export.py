@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from coa_jax import files
 from coa_jax.errors import UserError
@@ -26,7 +25,7 @@ from coa_jax.model.hf_weights import export_tensors
 from coa_jax.model.params import Params, specs
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
-from coa_jax.parallel.turns import turn
+from coa_jax.parallel.turns import mesh_of, turn
 
 
 def write_model(
@@ -158,5 +157,5 @@ def to_host(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     from jax.experimental import multihost_utils
 
-    with turn(array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None):
+    with turn(mesh_of(array)):
         return multihost_utils.process_allgather(array, tiled=True)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
-from coa_jax.parallel.turns import in_turn
+from coa_jax.parallel.turns import in_turn, mesh_of
 
 Params = dict[str, Any]
 """Nested dict of arrays.  Those of layers are stacked along a first axis."""
@@ -275,9 +275,7 @@ def merge_adapters(config: ModelConfig, params: Params) -> Params:
     """A model's parameters, with adapters added to the kernels that they belong to."""
     if not config.lora.rank:
         return params
-    place = jax.tree.leaves(params)[0].sharding
-    mesh = place.mesh if isinstance(place, NamedSharding) else None
-    return in_turn(mesh, merge_program, config, params)
+    return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params)
 
 
 # --- places --------------------------------------------------------------------------------

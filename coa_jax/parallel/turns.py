@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 T = TypeVar("T")
 
@@ -33,6 +33,14 @@ def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
         mesh: devices of the program; None for one device.
     """
     return contextlib.nullcontext() if mesh is None or mesh.size == 1 else _TURN
+
+
+def mesh_of(array: Any) -> Mesh | None:
+    """The devices on which an array lies; None for one device."""
+    place = getattr(array, "sharding", None)
+    if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+        return place.mesh
+    return None
 
 
 def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
