@@ -293,11 +293,12 @@ def all_checks() -> Iterator[Check]:
         beside = device
     params = jax.device_put(host, device)
     group: list[Trajectory] = []
-    right: Steps | None = None
-    for trainer, sampler in computes():
+    pairs = tuple(computes())
+    for trainer, sampler in pairs:
         check, its = gap(params, trainer, sampler)
         yield check
-        # Every trainer learns from the samples of the first, which are those of float32.
         group = group or its
-        right = right or steps(host, REFERENCE, group, beside)
+    # Every trainer learns from the samples of the first pair, which are those of float32.
+    right = steps(host, REFERENCE, group, beside)
+    for trainer, _ in pairs:
         yield from learning(trainer, steps(host, trainer, group, device), right)
