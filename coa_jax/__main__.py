@@ -40,7 +40,7 @@ COMMANDS = {
     "replay": "rollout.replay",
     "aot": "aot",
     "needs": "needs",
-    "doctor": "tools.doctor",
+    "doctor": "device.doctor",
     "tool-server": "tools.tool_server",
     "bench-decode": "bench.decode",
     "bench-sft": "bench.sft",

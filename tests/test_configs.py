@@ -24,6 +24,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.variants import MACHINES
 from coa_jax.model.shapes import architecture_of
 from coa_jax.settings import build
 
@@ -44,6 +45,12 @@ SPECS = [
     *(f"{path}:{size}" for path in AGENTS for size in ("3b", "32b")),
     *(f"{path}:debug" for path in SMALL),
     *(f"configs/evaluate/{name}" for name in VARIANTS),
+    *(
+        f"configs/{stage}/web.py:{size},{machine}"
+        for machine, stages in MACHINES.items()
+        for stage, sizes in stages.items()
+        for size in sizes
+    ),
 ]
 
 # Loads a config as a command does, with overrides, and prints it.
@@ -356,3 +363,10 @@ def test_the_readme_shows_the_pipeline(path):
     stage = Path(path).parts[1]
     pattern = rf"(?:coa-jax |python -m coa_jax\.){stage}\s+--config={path}\s+--workdir=runs/{stage}"
     assert any(re.fullmatch(pattern, line) for line in commands())
+
+
+def test_a_machine_that_does_not_hold_a_model_is_refused_with_those_that_it_holds():
+    with pytest.raises(UserError, match=r"rl of 7b fits h100; there are those of 1\.5b, 4b"):
+        load_config("configs/rl/web.py:7b,h100")
+    with pytest.raises(UserError, match="give one machine, not v5e-8 and h100"):
+        load_config("configs/sft/web.py:v5e-8,7b,h100")

@@ -41,6 +41,7 @@ ROOMS = (
     ("distill",),
     ("learn", "small"),
     ("evaluate", "report", "bench", "aot"),
+    ("device",),
     ("api",),
     ("needs",),
     ("check",),

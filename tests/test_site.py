@@ -132,7 +132,7 @@ def test_every_config_field_is_in_the_reference(reference, pages):
 
 def test_the_page_of_a_command_has_the_flags_that_its_help_shows(reference, pages):
     assert {f"commands/{name}.md" for name in COMMANDS} < set(pages)
-    for command, module in (("export", "coa_jax.export"), ("doctor", "coa_jax.tools.doctor")):
+    for command, module in (("export", "coa_jax.export"), ("doctor", "coa_jax.device.doctor")):
         called = [sys.executable, "-m", module, "--help"]
         said = subprocess.run(called, cwd=REPOSITORY, capture_output=True, text=True).stdout
         flags = set(re.findall(r"^ +--(?:\[no\])?(\w+)", said, re.MULTILINE)) - {"help"}

@@ -29,8 +29,8 @@ from typing import Any
 from absl import flags
 
 from coa_jax.aot.arrays import set_up
-from coa_jax.aot.estimate import analyse, balance
-from coa_jax.aot.slices import devices_of, parse_slice
+from coa_jax.aot.estimate import KERNEL_EFFICIENCY, analyse, balance
+from coa_jax.aot.slices import default_fraction, devices_of, parse_slice
 from coa_jax.aot.split import table
 from coa_jax.cli import config_flag, run_main
 from coa_jax.errors import UserError
@@ -47,12 +47,28 @@ def define_flags() -> None:
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, if the path has none")
     flags.DEFINE_float("rollout_ratio", 0.0, "seconds of rollouts over those of an update", 0.0)
     flags.DEFINE_float("reserve", 0.1, "share of the memory that has to stay free", 0.0, 1.0)
+    flags.DEFINE_float(
+        "kernel_efficiency",
+        KERNEL_EFFICIENCY,
+        "share of the peak at which attention kernels are assumed to run",
+        0.01,
+        1.0,
+    )
+    flags.DEFINE_float(
+        "memory_fraction",
+        None,
+        "share of the memory that a run gets: by default all of a TPU's, and of a GPU's what "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says, or 0.75",
+        0.01,
+        1.0,
+    )
 
 
 def main(_: list[str]) -> int:
     """Entry point."""
     values = flags.FLAGS
     where = parse_slice(values.topology)
+    fraction = values.memory_fraction or default_fraction(where)
     settings = values.config.to_dict()
     settings.pop("tools", None)
     kind: Any = RLConfig if "groups" in settings else SFTConfig
@@ -62,7 +78,7 @@ def main(_: list[str]) -> int:
     name, model = architecture_of(values.model or config.model)
     devices = devices_of(where)
     setup = set_up(config, model, where, devices)
-    result = analyse(setup, values.reserve)
+    result = analyse(setup, values.reserve, values.kernel_efficiency, fraction)
     if setup.aside or (values.rollout_ratio and setup.engine_chips):
         rows, result["splits"] = balance(setup, result, devices, values.rollout_ratio)
         print(table(rows, config.mesh.rollout_devices), file=sys.stderr)

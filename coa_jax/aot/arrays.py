@@ -40,6 +40,7 @@ from coa_jax.model.params import (
     unstack,
     without_adapters,
 )
+from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.parallel.mesh import AXES, make_mesh, sharding_for
 from coa_jax.parallel.placement import split_devices
@@ -63,6 +64,8 @@ class Setup:
         rules: tables of the constraint under which an engine samples, without places; None where
             nothing is constrained.
         unknown: one line on what of them cannot be known here; empty for nothing.
+        teacher: architecture of the local teacher of on-policy distillation; None without one.
+        hosts: of the slice.
     """
 
     config: SFTConfig | RLConfig
@@ -73,6 +76,14 @@ class Setup:
     aside: tuple[Any, ...] = ()
     rules: ConstraintTables | None = None
     unknown: str = ""
+    teacher: ModelConfig | None = None
+    hosts: int = 1
+
+    @property
+    def rollouts_go_on(self) -> bool:
+        """Whether rollouts run on the chips that train, beside their updates."""
+        stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
+        return stale and not self.aside
 
 
 def set_up(
@@ -95,7 +106,7 @@ def set_up(
     if not isinstance(config, RLConfig):
         if aside:
             raise UserError("mesh.rollout_devices is set, and SFT has no rollouts: give 0")
-        return Setup(config, model, where, mesh, 0)
+        return Setup(config, model, where, mesh, 0, hosts=hosts)
     chips = sizes.decode_tensor or mesh.shape["tensor"]
     decode_mesh(mesh, chips)
     if aside:
@@ -106,7 +117,11 @@ def set_up(
             f"{chips} chips that decode together span hosts of --topology={where.name}: set "
             f"mesh.decode_tensor to a divisor of the {host} chips of a host"
         )
-    return Setup(config, model, where, mesh, chips, tuple(aside), *abstract_tables(config, model))
+    teacher = None
+    if config.chosen.opd_coef and not config.teacher.url:
+        _, teacher = architecture_of(config.teacher.model)
+    tables = abstract_tables(config, model)
+    return Setup(config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts)
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
@@ -171,11 +186,46 @@ def reference_bytes(setup: Setup) -> int:
     return chip_bytes(parameters(setup)) if kept else 0
 
 
+def teacher(setup: Setup) -> Params:
+    """Parameters of the local teacher, in the dtype in which `learn.teacher` loads them."""
+    assert setup.teacher is not None
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, setup.config.dtype, sharding=x.sharding),
+        abstract_params(setup.teacher, setup.mesh),
+    )
+
+
 def training_bytes(setup: Setup) -> int:
     """Of all that training keeps on a chip between its steps."""
     values = critic(setup)
     others = 0 if values is None else chip_bytes(values)
+    others += 0 if setup.teacher is None else chip_bytes(teacher(setup))
     return chip_bytes(policy(setup)) + others + reference_bytes(setup)
+
+
+def resume_bytes(setup: Setup) -> int:
+    """Of a chip while a run reads its checkpoint.
+
+    What training keeps, and a copy of the largest array of a checkpoint, whose fingerprint is
+    computed on its devices.
+    """
+    saved = policy(setup)._replace(frozen={})
+    return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(saved)))
+
+
+def export_bytes(setup: Setup) -> int:
+    """Of a chip while a run writes its model at the end.
+
+    With several hosts every tensor is gathered whole on every chip, one after another; arrays of
+    the layers are gathered layer by layer.
+    """
+    whole = 0
+    if setup.hosts > 1:
+        layers = setup.model.num_layers
+        for path, x in jax.tree_util.tree_leaves_with_path(parameters(setup)):
+            parts = layers if "layers" in jax.tree_util.keystr(path) else 1
+            whole = max(whole, x.size // parts * x.dtype.itemsize)
+    return kept_bytes(setup) + whole
 
 
 def sampled_batch(setup: Setup, *stack: int) -> Batch:
@@ -327,15 +377,20 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Of all that a run keeps on a chip that trains, whatever program runs there.
+    """Of all that a run keeps on a chip while it updates, whatever program runs there.
 
-    Arguments of programs are part of it.
+    Arguments of programs are part of it.  Engines on the same chips have given their memory back,
+    unless rollouts go on; then new parameters are made beside the old ones.
     """
-    return training_bytes(setup) + (0 if setup.aside else engine_bytes(setup))
+    kept = training_bytes(setup)
+    return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
 
 
 def decoding_bytes(setup: Setup) -> int:
-    """The same of a chip that decodes; one that only decodes has room for new parameters too."""
-    if setup.aside:
-        return engine_bytes(setup) + chip_bytes(decoding_params(setup))
-    return kept_bytes(setup)
+    """The same of a chip while it decodes; while rollouts go on there is room for new parameters.
+
+    So there is on chips that only decode.
+    """
+    kept = 0 if setup.aside else training_bytes(setup)
+    second = setup.aside or setup.rollouts_go_on
+    return kept + engine_bytes(setup) + (chip_bytes(decoding_params(setup)) if second else 0)

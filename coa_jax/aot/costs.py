@@ -35,12 +35,14 @@ class Costs:
 
     Attributes:
         flops: of products, kernels included; other arithmetic is left out.
+        kernel_flops: of these, in kernels.
         hbm_bytes: that instructions read and write in the main memory.
         sent: bytes that the chip sends, by (kind of collective, chips that take part).
         unknown_loops: loops of which only an assumption says how often they run.
     """
 
     flops: float = 0.0
+    kernel_flops: float = 0.0
     hbm_bytes: float = 0.0
     sent: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     unknown_loops: int = 0
@@ -88,6 +90,8 @@ def _walk(
                 size, sent = sent_by(kind, part, within, chips)
                 costs.sent[kind, size] = costs.sent.get((kind, size), 0.0) + times * sent
             costs.flops += times * flops_of(module, computation, line)
+            if line.opcode == "custom-call":
+                costs.kernel_flops += times * _kernel_flops(computation, line)
             costs.hbm_bytes += times * moved_by(module, computation, line)
 
 

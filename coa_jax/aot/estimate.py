@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.aot.arrays import Setup, micro_batches
+from coa_jax.aot.arrays import Setup, export_bytes, micro_batches, resume_bytes
 from coa_jax.aot.costs import Costs, count
 from coa_jax.aot.hlo import parse
 from coa_jax.aot.programs import Program, all_programs
@@ -23,7 +23,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.model.params import num_params
-from coa_jax.parallel.chips import CHIPS, Chip
+from coa_jax.parallel.chips import Chip
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import split_devices
 
@@ -53,12 +53,22 @@ class Memory:
         return kept + self.temporaries + self.code + self.lying
 
 
-def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
+KERNEL_EFFICIENCY = 0.5
+"""Assumed share of the peak at which attention kernels run; nothing of it is measured."""
+SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
+"""Shares for which the time of a step is given beside that of the assumption."""
+
+
+def analyse(
+    setup: Setup, reserve: float, kernels: float = KERNEL_EFFICIENCY, fraction: float = 1.0
+) -> dict[str, Any]:
     """Compiles every program of a configuration.
 
     Args:
         setup: see `programs.set_up`.
-        reserve: share of a chip's memory that has to stay free.
+        reserve: share of the memory that has to stay free, of what a run gets of a chip's.
+        kernels: share of the peak at which attention kernels are assumed to run.
+        fraction: share of a chip's memory that a run gets.
 
     Returns:
         The result of the command; ``fits`` says whether all programs do.
@@ -67,26 +77,37 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     total: dict[str, float] = {}
     for program in all_programs(setup):
-        row = _compiled(program, setup.where, reserve)
+        row = _compiled(program, setup.where, kernels)
         rows.append(row)
         if program.runs and row["roofline"]:
             total[program.name] = program.runs * row["roofline"]["step_s"]
-    fits = all(row["fits"] for row in rows)
-    devices = CHIPS[setup.where.kind].devices
+    if setup.rollouts_go_on:
+        _add_plans(rows)
+    usable = chip.hbm_bytes * fraction
+    moments = {"resume": resume_bytes(setup), "export": export_bytes(setup)}
+    for row in rows:
+        free = 1 - row["bytes_per_chip"]["total"] / usable
+        row |= {"free_share": round(free, 4), "fits": free >= reserve}
+    peak = max(*(row["bytes_per_chip"]["total"] for row in rows), *moments.values())
+    fits = peak <= usable * (1 - reserve)
+    devices = setup.where.whole.devices
     result = {
         "topology": setup.where.name,
         "chips": (setup.mesh.size + len(setup.aside)) // devices,
         "devices_per_chip": devices,
         "rollout_chips": len(setup.aside) // devices,
         "estimate": not setup.where.tpu,
+        "assumes": {"kernel_efficiency": kernels, "memory_fraction": fraction},
+        "usable_bytes_per_chip": int(usable),
         "chip": dataclasses.asdict(chip),
         "params": num_params(setup.model),
         "mesh": dict(setup.mesh.shape),
         "engine_chips": setup.engine_chips,
         "programs": rows,
+        "other_moments_bytes_per_chip": moments,
         "step": _step(setup, rows, total),
-        "peak_bytes_per_chip": max(row["bytes_per_chip"]["total"] for row in rows),
-        "free_share": min(row["free_share"] for row in rows),
+        "peak_bytes_per_chip": peak,
+        "free_share": round(1 - peak / usable, 4),
         "compile_s": round(sum(row["compile_s"] for row in rows), 1),
         "fits": fits,
     }
@@ -97,11 +118,34 @@ def analyse(setup: Setup, reserve: float) -> dict[str, Any]:
     if setup.unknown:
         result["unknown"] = setup.unknown
     if not fits:
-        result["advice"] = advice(config, rows, chip, reserve)
+        result["advice"] = advice(config, rows, moments, usable, reserve)
     return result
 
 
-def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
+def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
+    """Counts what programs of both kinds set aside, where either may be started beside the other.
+
+    Args:
+        rows: of all programs; the ``beside`` and ``total`` of their bytes are changed.
+    """
+
+    def scratch(row: dict[str, Any]) -> int:
+        used = row["bytes_per_chip"]
+        return sum(used.get(k, 0) for k in ("temporaries", "output", "code")) - used.get(
+            "aliased", 0
+        )
+
+    most = {
+        kind: max((scratch(row) for row in rows if (row["name"] in ENGINE) == kind), default=0)
+        for kind in (True, False)
+    }
+    for row in rows:
+        used = row["bytes_per_chip"]
+        used["beside"] = most[row["name"] not in ENGINE]
+        used["total"] += used["beside"]
+
+
+def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str, Any]:
     chip = where.chip
     began = time.monotonic()
     lowered = program.lower()
@@ -117,10 +161,11 @@ def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
         analysis, text = compiled.memory_analysis(), compiled.as_text()
         assert analysis is not None
         assert text is not None
+        scratch = analysis.temp_size_in_bytes if program.scratch is None else program.scratch
         used = Memory(
             analysis.argument_size_in_bytes,
             analysis.output_size_in_bytes,
-            analysis.temp_size_in_bytes + program.kernel_bytes,
+            scratch + program.kernel_bytes,
             analysis.alias_size_in_bytes,
             analysis.generated_code_size_in_bytes,
             program.lying,
@@ -128,29 +173,44 @@ def _compiled(program: Program, where: Slice, reserve: float) -> dict[str, Any]:
         module = parse(text)
         costs = count(module, len(program.devices), program.data_trips)
         costs.flops += program.kernel_flops
+        costs.kernel_flops += program.kernel_flops
         row = {
             "bytes_per_chip": {**dataclasses.asdict(used), "total": used.total},
             "flops": costs.flops,
+            "kernel_flops": costs.kernel_flops,
             "hbm_bytes": costs.hbm_bytes,
             "collective_bytes": costs.sent_by_kind(),
             "loops_ended_by_data": costs.unknown_loops,
-            "roofline": roofline(costs, chip),
+            "roofline": roofline(costs, chip, kernels),
+        }
+        shares = dict.fromkeys((kernels, *SENSITIVITY))
+        row["serial_s_by_kernel_efficiency"] = {
+            f"{share:g}": roofline(costs, chip, share)["serial_s"] for share in shares
         }
         # Only the text of a TPU program is a schedule.
         if where.tpu:
             places = np.array([device.coords[: len(where.shape)] for device in program.devices])
             # As neighbours where other chips, which send nothing, lie between them.
+            sizes = [len(np.unique(axis)) for axis in places.T]
             places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
-            played = play(module, Machine(chip, places), program.data_trips)
-            row["schedule"] = dataclasses.asdict(played)
-    free = 1 - row["bytes_per_chip"]["total"] / chip.hbm_bytes
+            # What is left of an axis is no ring.
+            rings = tuple(
+                size if ring and size == whole else 0
+                for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
+            )
+            played = {
+                share: play(module, Machine(chip, places, rings, share), program.data_trips)
+                for share in shares
+            }
+            row["schedule"] = dataclasses.asdict(played[kernels])
+            row["schedule_s_by_kernel_efficiency"] = {
+                f"{share:g}": each.total for share, each in played.items()
+            }
     return {
         "name": program.name,
         "chips": len(program.devices),
         "runs_per_step": program.runs,
         **row,
-        "free_share": round(free, 4),
-        "fits": free >= reserve,
         "compile_s": round(time.monotonic() - began, 1),
     }
 
@@ -171,13 +231,14 @@ def exceeded(message: str) -> int | None:
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
 
 
-def roofline(costs: Costs, chip: Chip) -> dict[str, float]:
-    """Seconds at the peaks of a chip.
+def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]:
+    """Seconds at the peaks of a chip; products of kernels at a share of the peak.
 
     ``step_s`` is the longest of the three, as if they overlapped perfectly; ``serial_s`` is their
     sum, as if they did not at all.
     """
-    compute, memory = costs.flops / chip.flops, costs.hbm_bytes / chip.hbm_bandwidth
+    products = costs.flops + costs.kernel_flops * (1 / kernels - 1)
+    compute, memory = products / chip.flops, costs.hbm_bytes / chip.hbm_bandwidth
     links = 0.0
     for (_, size), sent in costs.sent.items():
         far = chip.group and size > chip.group
@@ -195,7 +256,7 @@ ENGINE = ("extend", "decode", "fork")
 """Programs of an engine, which run where it is."""
 
 _PARTS = {
-    "score_s": ("score", "score_adapters", "values"),
+    "score_s": ("score", "score_adapters", "score_teacher", "values"),
     "critic_s": ("critic",),
     "publish_s": ("merge", "publish"),
 }
@@ -225,6 +286,12 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
         "mfu_scheduled": round(useful / played / peak, 4) if played else None,
         "mfu_serial": round(useful / serial / peak, 4) if known else None,
     }
+    by = "schedule" if played else "serial"
+    if known:
+        step[f"mfu_{by}_by_kernel_efficiency"] = {
+            share: round(useful / (train["runs_per_step"] * seconds) / peak, 4)
+            for share, seconds in train.get(f"{by}_s_by_kernel_efficiency", {}).items()
+        }
     if isinstance(config, RLConfig):
         for name, parts in _PARTS.items():
             step[name] = sum(total.get(part, 0.0) for part in parts)
@@ -289,17 +356,30 @@ def _can_train(setup: Setup, devices: Sequence[Any], owners: Sequence[int], coun
 
 
 def advice(
-    config: SFTConfig | RLConfig, rows: Sequence[dict[str, Any]], chip: Chip, reserve: float
+    config: SFTConfig | RLConfig,
+    rows: Sequence[dict[str, Any]],
+    moments: dict[str, int],
+    usable: float,
+    reserve: float,
 ) -> str:
-    """One line: how much is too much, and which settings take less."""
-    worst = max(rows, key=lambda row: row["bytes_per_chip"]["total"])
+    """One line: how much is too much, and which settings take less.
+
+    Args:
+        config: of the run.
+        rows: of its programs.
+        moments: bytes of a chip at other moments of the run.
+        usable: bytes of a chip that the run gets.
+        reserve: share of them that has to stay free.
+    """
+    others = ({"name": name, "bytes_per_chip": {"total": n}} for name, n in moments.items())
+    worst: Any = max((*rows, *others), key=lambda row: row["bytes_per_chip"]["total"])
     memory = worst["bytes_per_chip"]
-    most = chip.hbm_bytes * (1 - reserve)
+    most = usable * (1 - reserve)
     least = "at least " if worst.get("refused") else ""
     head = (
         f"{worst['name']} needs {least}{memory['total'] / 1e9:.1f} GB a chip, "
         f"{most / 1e9:.1f} GB are there "
-        f"({chip.hbm_bytes / 1e9:.1f} GB, of which {reserve:.0%} stay free): "
+        f"({usable / 1e9:.1f} GB that the run gets, of which {reserve:.0%} stay free): "
     )
     if worst["name"] in (*ENGINE, "merge", "publish"):
         return head + "lower engine.slots or engine.max_length, or set engine.pages"

@@ -17,6 +17,7 @@ from coa_jax.aot.arrays import Setup, chip_bytes
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.layout import decode_mesh, publish_program
+from coa_jax.engine.memory import engine_memory
 from coa_jax.learn import experience
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import chunked
@@ -44,6 +45,8 @@ class Program:
         data_trips: see `costs.count`.
         kernel_flops: of one chip, in kernels for which something stands in.
         kernel_bytes: temporaries of one chip that those kernels have.
+        scratch: temporaries of one chip, where those of the compiler are not the machine's; None
+            for the compiler's.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Program:
     data_trips: tuple[float, ...] = ()
     kernel_flops: float = 0.0
     kernel_bytes: int = 0
+    scratch: int | None = None
 
 
 def all_programs(setup: Setup) -> list[Program]:
@@ -137,6 +141,9 @@ def _scoring(setup: Setup) -> list[Program]:
         return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
+    if setup.teacher is not None:
+        shapes = arrays.teacher(setup)
+        found.append(score("score_teacher", 1, shapes, shapes, setup.teacher))
     old = experience.scores_old(config.chosen, config.updates_per_step)
     reference = config.chosen.needs_reference
     if policy.frozen and old:
@@ -255,8 +262,6 @@ def _publish(setup: Setup) -> list[Program]:
     devices = tuple(mesh.devices.flat)
     policy = arrays.policy(setup)
     kept = arrays.kept_bytes(setup)
-    if not setup.aside:
-        kept -= chip_bytes(arrays.decoding_params(setup))  # the old ones are gone by then
     if not policy.frozen:
         lying = kept - chip_bytes(policy.params)
         return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
@@ -271,7 +276,7 @@ def _publish(setup: Setup) -> list[Program]:
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     """The largest programs of an engine, on the chips of one."""
-    engine = engine.on_platform("tpu")
+    engine = engine.on_platform("tpu" if setup.where.tpu else "gpu")
     mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
     options = {"config": without_adapters(setup.model), "compute": compute}
@@ -296,7 +301,10 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     )
     block, copies = of(blocks, engine.extend_block), of(min(engine.slots, 8))
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
-    return [
+    # The compiler of CPUs copies a bfloat16 cache into float32 to write to it.
+    memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
+    scratch = None if setup.where.tpu else memory.scratch
+    found = [
         Program(
             "extend",
             lambda: programs.extend.lower(
@@ -326,3 +334,4 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
             devices,
         ),
     ]  # fmt: skip
+    return [dataclasses.replace(program, scratch=scratch) for program in found]

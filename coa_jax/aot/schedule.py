@@ -1,15 +1,17 @@
 """How long a compiled program takes if it runs in the order in which the compiler has put it.
 
 The text of a compiled TPU program is a schedule: what is written first begins first.  Here it is
-played through.  An operation takes the cycles that the compiler estimates for it; a kernel, of
-which it has no estimate, as long as its products or its memory traffic take at the peaks.  A
+played through.  An operation takes the cycles that the compiler estimates for it.  Of a kernel the
+compiler has no estimate: a kernel takes as long as its products take at an assumed share of the
+peak, or its memory traffic at the peak.  A
 collective that the compiler has split into a start and a done is on its way in between, while other
 operations run; the done waits for what is left.  One that it has not split lets everything wait.
 Copies that are split so use the memory while products run.
 
 Each axis of the torus has a third of a chip's links (v4, v5p), or half of them (v5e, v6e), and a
-collective uses those of the axes that its chips lie along.  Collectives over different links run at
-the same time, those over the same one after another.
+collective uses those of the axes that its chips lie along.  Where these chips are a line and no
+ring, each direction has to carry what in a ring goes both ways, which takes twice as long.
+Collectives over different links run at the same time, those over the same one after another.
 """
 
 from __future__ import annotations
@@ -58,20 +60,21 @@ class Machine:
         chip: its peaks.
         places: int ``[chips, axes]``, where each chip lies on the torus, in the program's order;
             None where all links serve everyone.
+        rings: size of each axis whose last chip is linked to its first, 0 for a line; empty where
+            chips that lie along an axis are always a ring.
+        kernels: share of the peak at which products of kernels run.
     """
 
     chip: Chip
     places: np.ndarray | None
+    rings: tuple[int, ...] = ()
+    kernels: float = 1.0
 
     def links(self, kind: str, line: Instruction) -> tuple[tuple[int, int], ...]:
         """(Axis, direction) of the links of a chip that a collective uses."""
         if self.places is None:
             return ((0, 0),)
-        members = group(line, len(self.places))
-        if kind == "collective-permute":
-            pairs = re.findall(r"(\d+),(\d+)", line.attribute("source_target_pairs"))
-            members = [int(chip) for chip in next((p for p in pairs if p[0] != p[1]), ())]
-        places = self.places[np.asarray(members, int)]
+        places = self._members(kind, line)
         axes = np.flatnonzero(np.ptp(places, axis=0)).tolist() if len(places) else []
         if kind == "collective-permute" and axes:
             # To the neighbour on one side; the way around the torus is one step too.
@@ -79,12 +82,28 @@ class Machine:
             return ((axes[0], 1 if step == 1 or step < -1 else -1),)
         return tuple((axis, way) for axis in axes or [0] for way in (-1, 1))
 
-    def bandwidth(self, links: Sequence[tuple[int, int]], size: int) -> float:
+    def _members(self, kind: str, line: Instruction) -> np.ndarray:
+        """Places of the first group of a collective, or of the first two chips of a permutation."""
+        assert self.places is not None
+        members = group(line, len(self.places))
+        if kind == "collective-permute":
+            pairs = re.findall(r"(\d+),(\d+)", line.attribute("source_target_pairs"))
+            members = [int(chip) for chip in next((p for p in pairs if p[0] != p[1]), ())]
+        return self.places[np.asarray(members, int)]
+
+    def bandwidth(
+        self, links: Sequence[tuple[int, int]], size: int, kind: str, line: Instruction
+    ) -> float:
         """Bytes a second that a chip sends over some of its links."""
         if self.places is None:
             far = self.chip.group and size > self.chip.group
             return self.chip.network_bandwidth if far else self.chip.link_bandwidth
-        return self.chip.link_bandwidth * len(links) / (2 * self.places.shape[1])
+        useful = float(len(links))
+        if kind != "collective-permute" and self.rings:
+            # A part of a ring is a line too.
+            chips = [len(np.unique(axis)) for axis in self._members(kind, line).T]
+            useful = sum(1.0 if chips[axis] == self.rings[axis] else 0.5 for axis, _ in links)
+        return self.chip.link_bandwidth * useful / (2 * self.places.shape[1])
 
 
 def play(module: Module, machine: Machine, data_trips: Sequence[float] = ()) -> Timeline:
@@ -143,6 +162,8 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
                 found.waiting += wait
         elif line.opcode not in FREE:
             products = flops_of(module, computation, line) / chip.flops
+            if line.opcode == "custom-call":
+                products /= machine.kernels
             memory = moved_by(module, computation, line) / chip.hbm_bandwidth
             estimate = re.search(r'"estimated_cycles":"(\d+)"', line.text)
             seconds = max(products, memory)
@@ -168,7 +189,7 @@ def _collective(
     chips = 1 if machine.places is None else len(machine.places)
     size, sent = sent_by(kind, line, computation, chips)
     links = machine.links(kind, line)
-    seconds = sent / machine.bandwidth(links, size)
+    seconds = sent / machine.bandwidth(links, size, kind, line)
     free = max([clock.now, *(clock.links.get(link, 0.0) for link in links)])
     clock.links |= dict.fromkeys(links, free + seconds)
     if line.opcode.endswith("-start"):

@@ -29,16 +29,23 @@ class Slice:
         name: as it was given.
         kind: key of `CHIPS`.
         shape: of a TPU slice's torus; of GPUs their number.
+        peaks: measured peaks of a chip, in place of the stated ones; None for those.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
+    peaks: Chip | None = None
+
+    @property
+    def whole(self) -> Chip:
+        """Peaks of a whole chip."""
+        return self.peaks or CHIPS[self.kind]
 
     @property
     def chip(self) -> Chip:
         """Peaks of a device of JAX, which is a chip or an equal part of one."""
-        chip = CHIPS[self.kind]
+        chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
             chip,
@@ -51,9 +58,20 @@ class Slice:
         )
 
     @property
+    def rings(self) -> tuple[bool, ...]:
+        """Of each axis of a TPU slice, whether its last chip is linked to its first.
+
+        On v5e and v6e only the 16 chips of a whole pod's axis are a ring; on the others, whose
+        slices are made of cubes of 4 x 4 x 4 chips, all axes of a slice of whole cubes are.
+        """
+        if len(self.shape) == 2:
+            return tuple(size == 16 for size in self.shape)
+        return tuple(all(size % 4 == 0 for size in self.shape) for _ in self.shape)
+
+    @property
     def count(self) -> int:
         """Devices of JAX."""
-        return math.prod(self.shape) * CHIPS[self.kind].devices
+        return math.prod(self.shape) * self.whole.devices
 
     @property
     def tpu(self) -> bool:
@@ -82,6 +100,24 @@ def parse_slice(name: str) -> Slice:
         f"--topology={name}: give a TPU slice such as v5p:4x4x8 ({', '.join(TPUS)}) or a number of "
         f"GPUs such as gpu:8xh100 ({', '.join(GPUS)})"
     )
+
+
+def default_fraction(where: Slice) -> float:
+    """Share of a device's memory that JAX gives a run.
+
+    Raises:
+        UserError: the environment variable by which JAX decides is no share.
+    """
+    if where.tpu:
+        return 1.0
+    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: give a share such as 0.92")
+    return share
 
 
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Annotated
 
@@ -83,13 +84,17 @@ class EngineConfig(Bounded):
     def on_platform(self, platform: str) -> EngineConfig:
         """Fills in the platform's extend_buckets and extend_block where they are not set.
 
-        CPUs have a single bucket: a larger program computes no more tokens per second there.
+        CPUs have a single bucket: a larger program computes no more tokens per second there. The
+        TPU kernel reads the pages of a sequence again for each of its blocks, so blocks are long on
+        TPUs (docs/kernels.md).
         """
-        buckets, block = ((64,), 8) if platform == "cpu" else ((32, 128, 512), 16)
+        widths = {"cpu": ((64,), 8), "tpu": ((128, 512), 128)}
+        buckets, block = widths.get(platform, ((32, 128, 512), 16))
+        buckets = self.extend_buckets or buckets
+        if platform == "tpu":
+            block = math.gcd(block, *buckets)
         return dataclasses.replace(
-            self,
-            extend_buckets=self.extend_buckets or buckets,
-            extend_block=self.extend_block or block,
+            self, extend_buckets=buckets, extend_block=self.extend_block or block
         )
 
     def num_engines(self, platform: str) -> int:

@@ -14,8 +14,10 @@ from coa_jax.engine.constraint import FREE, Constraint
 from coa_jax.engine.memory import check_room
 from coa_jax.engine.pages import PageTable
 from coa_jax.errors import UserError
+from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import DecodeParams, Params
+from coa_jax.parallel.turns import in_turn
 
 
 class Engine:
@@ -32,6 +34,7 @@ class Engine:
         config: EngineConfig,
         stop_tokens: Sequence[int] = (),
         constraint: Constraint | None = None,
+        compute: Compute | None = None,
     ):
         """Allocates the cache.
 
@@ -42,6 +45,7 @@ class Engine:
             config: shapes of the engine.
             stop_tokens: tokens that end a sequence.
             constraint: which tokens may be sampled; None for all.
+            compute: how the programs compute; None for the choice of `layout.engine_compute`.
 
         Raises:
             UserError: the engine needs more memory than is free, or its shapes contradict each
@@ -53,8 +57,10 @@ class Engine:
         warn_of_positions(model, config.max_length, "engine.max_length")
         self.model, self.config = model, config
         check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
-        self.publish(params)
-        self.compute = layout.engine_compute(model, config, self.params)
+        if not isinstance(params, DecodeParams):
+            (params,) = layout.publish(params, model, config)
+        self.params = params
+        self.compute = compute or layout.engine_compute(model, config, self.params)
         slots = config.slots
         self.length = np.zeros(slots, np.int32)
         self._token = np.zeros(slots, np.int32)
@@ -73,7 +79,7 @@ class Engine:
         self.extended_tokens = 0  # tokens that `extend` computed, padding included
         self.row_steps = 0  # sum over decode steps of their rows
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
-        self._pages = layout.new_pages(self.params, model, config, self.compute)
+        self._pages: Any = layout.new_pages(self.params, model, config, self.compute)
 
     def publish(self, params: Params | DecodeParams) -> None:
         """Replaces the parameters.
@@ -85,6 +91,16 @@ class Engine:
         if not isinstance(params, DecodeParams):
             (params,) = layout.publish(params, self.model, self.config)
         self.params = params
+        if self._pages is None:
+            self._pages = layout.new_pages(params, self.model, self.config, self.compute)
+
+    def give_back(self, places: DecodeParams) -> None:
+        """Frees parameters and cache until the next `publish`; the slots must be free.
+
+        Args:
+            places: shapes and shardings of the parameters, which take their place.
+        """
+        self.params, self._pages = places, None
 
     def warm_up(self) -> None:
         """Compiles all programs, so that no later call waits for compilation.
@@ -234,7 +250,9 @@ class Engine:
             slots[row] = slot
             tokens[row, : len(ids)] = ids
             positions[row, : len(ids)] = np.arange(start, start + len(ids))
-        self._pages = programs.extend(
+        self._pages = in_turn(
+            self.compute.mesh,
+            programs.extend,
             self.params,
             self._pages,
             self.pages.table[slots],
@@ -272,7 +290,14 @@ class Engine:
         padded = np.zeros((2, self._copy_rows), np.int32)
         padded[1] = self.pages.pages  # outside the pool, so not copied
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
-        self._pages = programs.copy_pages(self._pages, padded[0], padded[1], compute=self.compute)
+        self._pages = in_turn(
+            self.compute.mesh,
+            programs.copy_pages,
+            self._pages,
+            padded[0],
+            padded[1],
+            compute=self.compute,
+        )
 
     def decode(self) -> programs.Chunk:
         """Decodes one chunk in the active slots; blocks until the result is on the host.
@@ -331,7 +356,8 @@ class Engine:
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
         """Decodes a chunk of the given slots with the program of ``rows`` rows."""
         arguments, static = self._decode_arguments(slots, rows)
-        self._pages, state, chunk = programs.decode_chunk(*arguments, **static)
+        decoded = in_turn(self.compute.mesh, programs.decode_chunk, *arguments, **static)
+        self._pages, state, chunk = decoded
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
         self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
         if rule is not None:

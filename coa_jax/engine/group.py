@@ -116,6 +116,21 @@ def publish_all(engines: Sequence[Engine], params: Params) -> None:
     take_copies(engines, layout.publish(params, first.model, first.config, tensor))
 
 
+def give_back(engines: Sequence[Engine]) -> None:
+    """Frees what engines hold on their devices, until `publish_all`.
+
+    In between the memory is free for an update.  No slot of the engines may be in use.
+    """
+    places = {
+        id(params): jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+        )
+        for params in copies(engines)
+    }
+    for engine in engines:
+        engine.give_back(places[id(engine.params)])
+
+
 def apart(engines: Sequence[Engine], params: Params) -> bool:
     """Returns whether the engines run on other devices than the training parameters."""
     decoding, training = (jax.tree.leaves(x)[0].sharding for x in (engines[0].params, params))
@@ -137,4 +152,4 @@ def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
 
 
 def _group_size(engine: Engine) -> int:
-    return len(jax.tree.leaves(engine.params)[0].devices())
+    return len(jax.tree.leaves(engine.params)[0].sharding.device_set)

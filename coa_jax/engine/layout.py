@@ -37,6 +37,7 @@ from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams, Params, decode_shardings, unstack
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
+from coa_jax.parallel.turns import in_turn
 
 
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
@@ -182,7 +183,8 @@ def publish(
         (device,) = jax.tree.leaves(params)[0].devices()
         outputs_first = backend_for(device.platform) == "cpu" and config.slots > 1
         return [publish_program(model, dtype, None, outputs_first)(params)]
-    return cut(publish_program(model, dtype, decode_mesh(mesh, tensor))(params), model)
+    program = publish_program(model, dtype, decode_mesh(mesh, tensor))
+    return cut(in_turn(mesh, program, params), model)
 
 
 def move(
@@ -355,7 +357,7 @@ def new_pages(
         config: shapes of the engine.
         compute: the implementation whose layout the pages have.
     """
-    return _new_pages(model, config, compute)(params)
+    return in_turn(compute.mesh, _new_pages(model, config, compute), params)
 
 
 def abstract_pages(

@@ -278,7 +278,8 @@ def check_memory(
         advice = "take a smaller model"
     if config.dtype != "bfloat16":
         advice += ", or set dtype to bfloat16"
-    elif config.cache_dtype != "int8":
+    elif config.cache_dtype != "int8" and jax.default_backend() == "cpu":
+        # On accelerators no kernel reads such a cache (docs/kernels.md).
         advice += ", or set cache_dtype to int8"
     each = f" on each of {tensor} devices" if tensor > 1 else ""
     taken = " or hold its parameters already" if published else ""

@@ -27,6 +27,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
 from coa_jax.model.params import Params, without_adapters
 from coa_jax.parallel.placement import put_batch
+from coa_jax.parallel.turns import in_turn
 
 
 @functools.partial(jax.jit, static_argnames=("model", "compute", "temperature"))
@@ -112,7 +113,8 @@ def complete_experience(
 
     def each(batches: Sequence[Batch], name: str, score: Callable[[Batch], Any]) -> list[Batch]:
         def filled(batch: Batch) -> Batch:
-            found: dict[str, Any] = {name: to_host(score(put_batch(inputs(batch), mesh)))}
+            values = in_turn(mesh, score, put_batch(inputs(batch), mesh))
+            found: dict[str, Any] = {name: to_host(values)}
             return batch._replace(**found)
 
         return [filled(batch) for batch in batches]

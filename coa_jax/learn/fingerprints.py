@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.parallel.turns import in_turn, mesh_of
+
 
 def fingerprint(tree: Any) -> list[int]:
     """Checksums of the leaves of a tree; they depend on every bit and on no sharding.
 
     One leaf after another: XLA's CPU backend makes a copy of all that a program scrambles.
     """
-    return [int(_checksum(leaf)) for leaf in jax.tree.leaves(tree)]
+    return [int(in_turn(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def digest(extra: Any) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from coa_jax.engine.group import make_engines, new_copies, publish_all
+from coa_jax.engine.group import apart, give_back, make_engines, new_copies, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
@@ -140,6 +140,14 @@ class Learner:
     def publish(self) -> None:
         """Gives the engines, none of whose slots is in use, the policy as it is now."""
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
+
+    def give_back(self) -> None:
+        """Frees the memory of engines, none of whose slots is in use, until `publish`.
+
+        Engines on devices of their own keep it: nothing else needs it there.
+        """
+        if not apart(self.engines, self.state.params):
+            give_back(self.engines)
 
     def weights(self) -> list[DecodeParams]:
         """The present policy in the layout of the engines, which may be decoding."""

@@ -208,8 +208,9 @@ class Source:
         return self._assembled(composition, Share(composition, groups, [], {})), {}
 
     def _assembled(self, composition: Composition, share: Share) -> Sampled:
-        wait = self._config.mesh.wait_seconds
-        return assemble(composition, share.groups, share.dropped, wait)
+        if not self._config.max_staleness:  # no rollout goes on, and the update has the memory
+            self._learner.give_back()
+        return assemble(composition, share.groups, share.dropped, self._config.mesh.wait_seconds)
 
     def _start(self) -> None:
         config, learner = self._config, self._learner

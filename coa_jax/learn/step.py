@@ -27,6 +27,7 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, abstract_params, join, select
 from coa_jax.parallel.placement import put_batch
+from coa_jax.parallel.turns import in_turn
 
 
 class TrainState(NamedTuple):
@@ -311,7 +312,9 @@ def train_step(
     if number > capacity:
         capacity = max(1 << (number - 1).bit_length(), 4)
     count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
-    state, stats = train_program(
+    state, stats = in_turn(
+        compute.mesh,
+        train_program,
         state,
         put_batch(stack(batches, capacity), compute.mesh),
         np.int32(number),

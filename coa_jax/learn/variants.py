@@ -32,6 +32,24 @@ _SMALL: Mapping[str, Sequence[str]] = {
 """Settings of a stage that make it large."""
 
 
+def parse_machine(argument: str | None, sizes: Sequence[str]) -> tuple[str, str, bool]:
+    """Reads ``7b,v5e-8``: a size, a machine of `MACHINES` ("" where none is given), and ``debug``.
+
+    Raises:
+        UserError: see `parse_variant`; or there are two machines.
+    """
+    parts = (argument or "").split(",")
+    machines = [part for part in parts if part in MACHINES]
+    if len(machines) > 1:
+        raise UserError(f"--config: give one machine, not {' and '.join(machines)}")
+    rest = ",".join(part for part in parts if part not in MACHINES)
+    try:
+        size, debug = parse_variant(rest, sizes)
+    except UserError as error:
+        raise UserError(f"{error}, and of machines {', '.join(MACHINES)}") from error
+    return size, "".join(machines), debug
+
+
 def parse_variant(argument: str | None, sizes: Sequence[str] = ()) -> tuple[str, bool]:
     """Reads what stands behind the colon of ``--config=FILE.py:7b,debug``.
 
@@ -53,6 +71,89 @@ def parse_variant(argument: str | None, sizes: Sequence[str] = ()) -> tuple[str,
         wrong = unknown[0] if unknown else argument
         raise UserError(f"--config: there is no variant {wrong!r}; known are {known}")
     return chosen[0] if chosen else (sizes[0] if sizes else ""), "debug" in parts
+
+
+MACHINES: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
+    "h100": {
+        "sft": {
+            "1.5b": {"length": 32_768},
+            "4b": {"length": 16_384, "lora": 32},
+            "7b": {"length": 8_192, "lora": 32},
+        },
+        "rl": {
+            "1.5b": {"length": 16_384, "slots": 32},
+            "4b": {"length": 8_192, "lora": 32, "slots": 16},
+        },
+    },
+    "8xh100": {
+        "sft": {
+            "1.5b": {"length": 32_768, "fsdp": 8},
+            "4b": {"length": 32_768, "fsdp": 8},
+            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2},
+        },
+        "rl": {
+            "1.5b": {"length": 32_768, "fsdp": 8, "slots": 16},
+            "4b": {"length": 32_768, "fsdp": 8, "slots": 6},
+            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2, "slots": 8},
+        },
+    },
+    "v5e-8": {
+        "sft": {
+            "1.5b": {"length": 16_384, "fsdp": 8},
+            "4b": {"length": 8_192, "fsdp": 4, "tensor": 2},
+            "7b": {"length": 8_192, "fsdp": 8, "lora": 32},
+        },
+        "rl": {
+            "1.5b": {"length": 16_384, "fsdp": 8, "slots": 8},
+            "4b": {"length": 8_192, "fsdp": 4, "tensor": 2, "decode": 4, "slots": 16},
+            "7b": {"length": 8_192, "fsdp": 8, "lora": 32, "decode": 4, "slots": 16},
+        },
+    },
+    "v6e-8": {
+        "sft": {
+            "1.5b": {"length": 32_768, "fsdp": 8},
+            "4b": {"length": 16_384, "fsdp": 8},
+            "7b": {"length": 16_384, "fsdp": 4, "tensor": 2},
+        },
+        "rl": {
+            "1.5b": {"length": 32_768, "fsdp": 8, "slots": 8},
+            "4b": {"length": 16_384, "fsdp": 8, "decode": 4, "slots": 16},
+            "7b": {"length": 16_384, "fsdp": 4, "tensor": 2, "decode": 4, "slots": 16},
+        },
+    },
+}
+"""Machine -> stage -> size -> settings that fit there (docs/scaling.md): tokens of a row, sizes of
+the mesh, rank of adapters (0 trains all parameters), slots of an engine and its chips."""
+
+
+def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
+    """A configuration with sizes that fit a small machine; all else is kept.
+
+    Args:
+        config: of a pod.
+        stage: ``sft`` or ``rl``.
+        size: of the model.
+        machine: key of `MACHINES`.
+
+    Raises:
+        UserError: the model does not fit on the machine, in this stage.
+    """
+    known = MACHINES[machine][stage]
+    if size not in known:
+        raise UserError(
+            f"--config: no settings are known by which {stage} of {size} fits {machine}; there are "
+            f"those of {', '.join(known)}"
+        )
+    fit = known[size]
+    config.row_length, config.remat = fit["length"], "full"
+    config.rows = fit.get("fsdp", 1)
+    config.mesh.fsdp, config.mesh.tensor = fit.get("fsdp", 1), fit.get("tensor", 1)
+    config.lora.rank = fit.get("lora", 0)
+    if stage == "rl":
+        config.mesh.decode_tensor = fit.get("decode", 1)
+        config.engine.slots = fit["slots"]
+        config.engine.max_length = config.rollout.max_tokens = fit["length"]
+    return config
 
 
 def in_small(config: ConfigDict, stage: str) -> ConfigDict:

@@ -25,6 +25,7 @@ from coa_jax.model.hf_weights import export_tensors
 from coa_jax.model.params import Params, specs
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
+from coa_jax.parallel.turns import mesh_of, turn
 
 
 def write_model(
@@ -159,4 +160,5 @@ def to_host(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(array, tiled=True)
+    with turn(mesh_of(array)):
+        return multihost_utils.process_allgather(array, tiled=True)

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
+from coa_jax.parallel.turns import in_turn, mesh_of
 
 Params = dict[str, Any]
 """Nested dict of arrays. The parameters of the layers are stacked along their first axis."""
@@ -302,7 +303,9 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
     """Returns a model's parameters with the adapters added to their kernels."""
-    return merge_program(config, params) if config.lora.rank else params
+    if not config.lora.rank:
+        return params
+    return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params)
 
 
 # --- placement -----------------------------------------------------------------------------

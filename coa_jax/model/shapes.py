@@ -12,6 +12,9 @@ from coa_jax.model.hf_config import read_config
 _QWEN25 = ModelConfig(
     "qwen2", 151936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True, max_position=32768
 )
+_QWEN3_4B = ModelConfig(
+    "qwen3", 151936, 2560, 9728, 36, 32, 8, 128, rope_theta=1e6, qk_norm=True, max_position=40960
+)
 _QWEN25_LARGE = dataclasses.replace(_QWEN25, vocab_size=152064, head_dim=128, tie_embeddings=False)
 
 # Values of each model's config.json on the Hugging Face hub; `tiny` is for trying out commands.
@@ -53,6 +56,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
         num_heads=40,
         num_kv_heads=8,
     ),
+    "qwen3-4b": _QWEN3_4B,
 }
 
 

@@ -117,13 +117,15 @@ def _show_tools(path: str) -> int:
     return 0 if all(each.ok for each in found) else 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
+def define_options(parser: argparse.ArgumentParser) -> None:
+    """Defines the options of `run_checks`."""
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
     parser.add_argument("--config", default="", help="config file with a group 'tools'")
-    options = parser.parse_args(arguments)
+
+
+def run_checks(options: argparse.Namespace) -> int:
+    """Runs the checks that the options ask for; returns the exit code."""
     warn_untested()
     if options.tools or options.config:
         return _show_tools(options.config)
@@ -140,6 +142,13 @@ def main(arguments: list[str] | None = None) -> int:
     contained = asyncio.run(prove(isolation))
     print("all contained" if contained else "NOT CONTAINED: do not run programs of a model here")
     return 0 if contained else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
+    define_options(parser)
+    return run_checks(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@ r"""Trains the paper's web agent by RL with live search (DAPO).
 
     python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
+Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
+``:7b,debug`` is the same in small: configs/rl/tiny.py.
+``:7b,v5e-8`` has the sizes of rows, mesh, adapters and engine by which it fits a small machine:
+``h100``, ``8xh100``, ``v5e-8`` or ``v6e-8``, see docs/scaling.md.
 Needs: the policy of configs/sft/web.py and, in a directory that all hosts share (here /mnt),
 questions with answers; the key of serper.dev in ``SERPER_API_KEY``; the judge, an OpenAI-compatible
 server that all hosts ask, by ``--config.graders.judge.chat.url=http://HOST:8000/v1``.  ``--check``
@@ -28,18 +31,18 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.learn.variants import in_small, on_machine, parse_machine
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a size."""
-    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    size, machine, debug = parse_machine(arg, ("7b", "1.5b", "3b", "4b", "32b"))
     config = complete(
         RLConfig,
         {
-            "model": f"/mnt/runs/sft-web-qwen2.5-{size}/model",
+            "model": f"/mnt/runs/sft-web-{'qwen3' if size == '4b' else 'qwen2.5'}-{size}/model",
             "tasks": "/mnt/data/web_rl.jsonl:protocol=web",
             "num_tasks": 10_427,
             "seed": 0,
@@ -51,7 +54,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 32 if size == "32b" else 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
-            "remat": "full",
+            "remat": "attention_block" if size == "32b" else "attention",
             "algorithm": {
                 "name": "dapo",
                 "dual_clip": 10.0,
@@ -108,6 +111,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         ToolsConfig,
         {"names": ("web_search", "crawl_page"), "web_search": {"provider": "serper"}},
     )
+    if machine:
+        config = on_machine(config, "rl", size, machine)
     if debug:
         config = in_small(config, "rl")
         config.tasks += ":protocol=web_wiki"

@@ -2,7 +2,10 @@ r"""Fine-tunes Qwen2.5-Instruct as the paper's web agent.
 
     python -m coa_jax.sft --config=configs/sft/web.py:7b --workdir=/mnt/runs/sft-web-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/sft/tiny.py.
+Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
+``:7b,debug`` is the same in small: configs/sft/tiny.py.
+``:7b,v5e-8`` has the sizes of rows, mesh and adapters by which it fits a small machine: ``h100``,
+``8xh100``, ``v5e-8`` or ``v6e-8``, see docs/scaling.md.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or 3B, 32B)
 in Hugging Face format and distilled data of the protocol ``web``, or the published SFT
 file as it is, with ``--config.prompt_style=data`` for its own instructions (docs/data.md).
@@ -27,17 +30,19 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.learn.variants import in_small, on_machine, parse_machine
 from coa_jax.settings import complete
+
+_NAMES = {"4b": "Qwen3-4B"}
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a size."""
-    size, debug = parse_variant(arg, ("7b", "3b", "32b"))
+    size, machine, debug = parse_machine(arg, ("7b", "1.5b", "3b", "4b", "32b"))
     config = complete(
         SFTConfig,
         {
-            "model": f"/mnt/weights/Qwen2.5-{size.upper()}-Instruct",
+            "model": f"/mnt/weights/{_NAMES.get(size, f'Qwen2.5-{size.upper()}-Instruct')}",
             "data": "/mnt/data/web_sft/train.jsonl",
             "validation": "/mnt/data/web_sft/validation.jsonl",
             "prompt_style": "full",
@@ -62,4 +67,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
         },
     )
+    if machine:
+        config = on_machine(config, "sft", size, machine)
     return in_small(config, "sft") if debug else config

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 
 from coa_jax.aot.costs import Costs
-from coa_jax.aot.estimate import _compiled, advice, exceeded, roofline
+from coa_jax.aot.estimate import _add_plans, _compiled, advice, exceeded, roofline
 from coa_jax.aot.programs import Program
-from coa_jax.aot.slices import devices_of, parse_slice
+from coa_jax.aot.slices import default_fraction, devices_of, parse_slice
 from coa_jax.errors import UserError
 from coa_jax.parallel.chips import CHIPS
 from tests.learn.tiny_runs import rl_config
@@ -61,8 +61,12 @@ def check(result, rows, length):
         parts = kept + memory["temporaries"] + memory["code"] + memory["lying"]
         assert memory["total"] == parts
         assert program["free_share"] == pytest.approx(
-            1 - memory["total"] / CHIPS["h100" if result["estimate"] else "v5e"].hbm_bytes, abs=1e-4
+            1 - memory["total"] / result["usable_bytes_per_chip"], abs=1e-4
         )
+    # JAX takes three quarters of a GPU's memory.
+    chip = CHIPS["h100" if result["estimate"] else "v5e"]
+    share = 0.75 if result["estimate"] else 1.0
+    assert result["usable_bytes_per_chip"] == share * chip.hbm_bytes
     return programs
 
 
@@ -72,6 +76,10 @@ def test_a_configuration_is_estimated_for_gpus():
     assert (result["estimate"], result["chips"], result["mesh"]["fsdp"]) == (True, 8, 8)
     programs = check(result, 8, 2048)
     assert set(programs) == {"train"}
+    # Kernels at half of their speed: an MFU between those at the other shares.
+    shares = result["step"]["mfu_serial_by_kernel_efficiency"]
+    assert shares["0.5"] == result["step"]["mfu_serial"]
+    assert shares["0.35"] < shares["0.5"] < shares["1"]
     sent = programs["train"]["collective_bytes"]
     assert sent["all-gather"] + sent["all-reduce"] > 0
 
@@ -256,7 +264,7 @@ def test_what_kernels_have_that_are_not_compiled_is_counted_as_temporary():
     where, x = parse_slice("gpu:1xh100"), jax.ShapeDtypeStruct((8,), "float32")
     program = Program("train", lambda: jax.jit(jnp.sin).lower(x), 1, 0, jax.devices()[:1])
     plain, more = (
-        _compiled(dataclasses.replace(program, kernel_bytes=size), where, 0.1)["bytes_per_chip"]
+        _compiled(dataclasses.replace(program, kernel_bytes=size), where)["bytes_per_chip"]
         for size in (0, 10**9)
     )
     assert more == {**plain, **{k: plain[k] + 10**9 for k in ("temporaries", "total")}}
@@ -270,6 +278,41 @@ def test_a_program_takes_as_long_as_its_slowest_part():
     # Within eight chips over links, beyond over the network of 50 GB/s.
     assert (times["compute_s"], times["hbm_s"], times["ici_s"]) == (2, 1, 1 + 2)
     assert (times["step_s"], times["serial_s"]) == (3, 6)
+    # A quarter of the products are of kernels, which take four times as long at a quarter.
+    costs.kernel_flops = costs.flops / 4
+    assert roofline(costs, chip, 0.25)["compute_s"] == 2 * (3 / 4 + 1 / 4 * 4)
+
+
+def test_where_a_line_of_chips_is_a_ring():
+    rings = {name: parse_slice(name).rings for name in ("v5e:8x16", "v5p:2x4x4", "v5p:4x4x8")}
+    assert rings == {
+        "v5e:8x16": (False, True),
+        "v5p:2x4x4": (False, False, False),
+        "v5p:4x4x8": (True, True, True),
+    }
+
+
+def test_the_share_of_a_gpu_that_jax_takes_is_read_as_jax_reads_it(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    shares = [default_fraction(parse_slice(name)) for name in ("gpu:1xh100", "v5e:2x2")]
+    assert shares == [0.75, 1.0]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92")
+    assert default_fraction(parse_slice("gpu:1xh100")) == 0.92
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(UserError, match="give a share such as"):
+        default_fraction(parse_slice("gpu:1xh100"))
+
+
+def test_programs_that_may_run_together_need_memory_together():
+    def row(name, temporaries, aliased=0):
+        used = {"arguments": 10, "output": 5, "temporaries": temporaries, "aliased": aliased}
+        return {"name": name, "bytes_per_chip": {**used, "total": 15 + temporaries - aliased}}
+
+    rows = [row("train", 100, aliased=5), row("score", 20), row("decode", 7), row("extend", 30)]
+    before = [each["bytes_per_chip"]["total"] for each in rows]
+    _add_plans(rows)
+    more = [each["bytes_per_chip"]["total"] - b for each, b in zip(rows, before, strict=True)]
+    assert more == [35, 35, 100, 100]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +327,7 @@ def test_a_program_takes_as_long_as_its_slowest_part():
 def test_who_runs_out_of_memory_is_told_to_keep_less_where_that_helps(program, remat, said):
     config = rl_config(Path("m"), Path("t"), remat=remat)
     rows = [{"name": program, "bytes_per_chip": {"total": 90 * 10**9, "temporaries": 60 * 10**9}}]
-    line = advice(config, rows, CHIPS["h100"], 0.1)
+    line = advice(config, rows, {"resume": 70 * 10**9}, 80e9, 0.1)
     assert line.startswith(f"{program} needs 90.0 GB a chip, 72.0 GB are there")
     assert said in line
     assert ("remat" in line) == bool(said)

@@ -27,6 +27,7 @@ from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, empty_batch
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import init_state
+from coa_jax.learn.teacher import TeacherConfig
 from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
@@ -148,21 +149,27 @@ def test_the_cache_is_split_as_an_engine_splits_it():
     assert done.stdout.splitlines() == [" ".join(case) for case in cases.items()]
 
 
-def test_while_the_policy_is_published_engines_have_none():
-    lying = {program.name: program.lying for program in all_programs(tiny_setup())}
+def test_engines_have_nothing_while_the_policy_learns_unless_rollouts_go_on():
     # A slot has two pages of 128 positions of float32 keys and values.
-    cache = 4 * 2 * 128 * 2 * 8 * 4
-    # Beside the parameters, which are the argument: two moments, counters, the cache.
-    assert lying["publish"] == 2 * WEIGHTS + 5 * 4 + cache
+    cache, moments = 4 * 2 * 128 * 2 * 8 * 4, 2 * WEIGHTS + 5 * 4
+    lying = {program.name: program.lying for program in all_programs(tiny_setup())}
+    # Beside the parameters, which `publish` takes, there are two moments and counters.
+    assert (lying["train"], lying["publish"]) == (0, moments)
+    assert lying["decode"] == moments + WEIGHTS
+    stale = {program.name: program.lying for program in all_programs(tiny_setup(max_staleness=1))}
+    assert (stale["train"], stale["publish"]) == (WEIGHTS + cache, moments + WEIGHTS + cache)
+    assert stale["decode"] == moments + 2 * WEIGHTS
 
+
+def test_adapters_are_merged_where_engines_have_nothing():
     adapted = tiny_setup(lora=LoraConfig(rank=2))
     lying = {program.name: program.lying for program in all_programs(adapted)}
-    adapters = lying["publish"] - WEIGHTS - 5 * 4 - cache
+    adapters = lying["publish"] - WEIGHTS - 5 * 4
     # Three arrays of each: the adapters and their moments, beside the model.
     assert adapters > 0
     assert adapters % 3 == 0
-    # Adapters are its argument, and the engine still has what it decoded with.
-    assert lying["merge"] == lying["publish"] - adapters // 3
+    # Adapters and their model are its argument.
+    assert lying["merge"] == lying["publish"] - WEIGHTS - adapters // 3
 
 
 # --- what a step of learning runs ----------------------------------------------------------
@@ -272,16 +279,39 @@ def test_the_programs_of_a_step_take_what_an_update_hands_them(case):
 
 
 def test_a_chip_has_all_of_the_run_whatever_it_runs():
-    # Policy and critic with two moments each, the reference, the engine's own, and a
-    # page of 128 positions for each of four slots.
-    kept = (3 + 3 + 1) * WEIGHTS + WEIGHTS + 4 * 128 * 2 * 8 * 4
+    # Policy and critic with two moments each, the reference; the engine's parameters, and a page
+    # of 128 positions for each of four slots.
+    kept, engine = (3 + 3 + 1) * WEIGHTS, WEIGHTS + 4 * 128 * 2 * 8 * 4
     for program in all_programs(setup_of(config("ppo", mini_batch=1))):
         # Batches come and go.
         given = [x for x in program.lower().args_info[0] if not isinstance(x, Batch)]
         size = sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(given))
-        # While a policy is published the engines have none.
-        there = kept - WEIGHTS if program.name == "publish" else kept
+        there = kept + engine if program.name in ("extend", "decode", "fork") else kept
         assert program.lying + size == pytest.approx(there, rel=0.01), program.name
+
+
+def test_a_checkpoint_is_read_with_room_for_its_largest_array_and_a_model_gathered_by_tensors():
+    setup = tiny_setup()
+    largest = max(4 * x.size for x in jax.tree.leaves(params()))
+    assert arrays.resume_bytes(setup) == 3 * WEIGHTS + 5 * 4 + largest
+    assert arrays.export_bytes(setup) == 3 * WEIGHTS + 5 * 4
+    # The embeddings are the largest tensor of a layer or beside the layers.
+    several = dataclasses.replace(setup, hosts=2)
+    gathered = arrays.export_bytes(several) - arrays.export_bytes(setup)
+    assert gathered == 4 * MODEL.vocab_size * MODEL.hidden_size
+    # Of a run that trains adapters only these are in a checkpoint.
+    adapted = tiny_setup(lora=LoraConfig(rank=2))
+    assert arrays.resume_bytes(adapted) - arrays.training_bytes(adapted) < largest
+
+
+def test_a_teacher_lies_on_the_chips_and_scores(monkeypatch):
+    monkeypatch.setattr(arrays, "architecture_of", lambda name: (name, MODEL))
+    settings = config("opd", teacher=TeacherConfig(model="teacher"), group_size=1, dtype="bfloat16")
+    found = {program.name: program for program in all_programs(setup_of(settings))}
+    # In bfloat16 beside the policy and its moments in float32.
+    assert found["score_teacher"].lying == pytest.approx(3 * WEIGHTS, rel=0.01)
+    assert found["train"].lying == pytest.approx(WEIGHTS / 2, rel=0.01)
+    assert found["score_teacher"].runs == micro_batches(settings)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 40), (2, 40), (8, 192), (64, 1025), (600, 9)])

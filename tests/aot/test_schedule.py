@@ -40,13 +40,13 @@ WHOLE = (
 FIRST, SECOND = "{{0,1},{2,3}}", "{{0,2},{1,3}}"
 
 
-def played(*lines):
+def played(*lines, rings=()):
     """The timeline of lines; each has a number of its own and maybe groups."""
     body = "".join(
         line.replace("N ", f"{n} ").replace("N)", f"{n})").replace("{GROUPS}", groups)
         for line, n, groups in lines
     )
-    return play(parse(PROGRAM.replace("BODY\n", body)), Machine(CHIP, PLACES))
+    return play(parse(PROGRAM.replace("BODY\n", body)), Machine(CHIP, PLACES, rings))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,29 @@ def played(*lines):
 def test_collectives_hide_behind_what_runs_between_start_and_done(lines, total, waiting):
     found = played(*lines)
     assert (found.total, found.waiting) == (pytest.approx(total), pytest.approx(waiting))
+
+
+def test_without_a_link_from_the_last_chip_to_the_first_a_collective_takes_twice_as_long():
+    gather = (WHOLE, 1, FIRST)
+    assert played(gather, rings=(2, 2, 0)).total == pytest.approx(20)
+    assert played(gather, rings=(0, 2, 0)).total == pytest.approx(40)
+    # Two of the four chips of a ring are a line.
+    assert played(gather, rings=(4, 2, 0)).total == pytest.approx(40)
+    # Over both axes: 1,200 bytes over two links of a ring, and two of a line.
+    assert played((WHOLE, 1, "{{0,1,2,3}}"), rings=(2, 0, 0)).total == pytest.approx(40)
+
+
+def test_a_kernel_takes_as_long_as_its_assumed_share_of_the_peak_says():
+    kernel = (
+        "  %q = bf16[2,8,4]{2,1,0:S(1)} parameter(2)\n"
+        "  %splash_mha_fwd.N = bf16[2,8,4]{2,1,0:S(1)} custom-call(%q), "
+        'custom_call_target="tpu_custom_call"\n'
+    )
+    text = PROGRAM.replace("BODY\n", kernel.replace("N ", "1 "))
+    # Two products of half of 8 x 8, of two heads of width 4: 1,024 FLOPs.
+    for share, seconds in ((1.0, 10.24), (0.5, 20.48)):
+        found = play(parse(text), Machine(CHIP, PLACES, kernels=share))
+        assert found.total == pytest.approx(seconds)
 
 
 def test_an_operation_takes_the_longer_of_its_products_and_its_traffic():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
 from coa_jax.engine import layout
-from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import copies, make_engines, publish_all, take_copies
+from coa_jax.engine.group import copies, give_back, make_engines, publish_all, take_copies
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
@@ -49,6 +50,32 @@ def test_new_parameters_reach_all_engines():
     assert engines[1].params is other.params
     with pytest.raises(ValueError, match="3 copies for 2 engines"):
         take_copies(engines, [new] * 3)
+
+
+def test_engines_that_gave_their_memory_back_decode_as_before():
+    def sampled(engine):
+        engine.extend([(0, 0, [5, 9, 2])])
+        engine.start(
+            0, 3, last_token=2, limit=20, key=(0, 0, 0), sampling=SamplingParams(temperature=1.0)
+        )
+        engine.set_active(0, True)
+        found = []
+        while engine.any_active:
+            chunk = engine.decode()
+            found += [*chunk.tokens[0, : chunk.count[0]], *chunk.logps[0, : chunk.count[0]]]
+        engine.release(0)
+        return found
+
+    weights = params()
+    engines = make_engines(weights, MODEL, SHAPES)
+    before = [sampled(engine) for engine in engines]
+    held = [weakref.ref(x) for x in jax.tree.leaves((engines[0].params, engines[0]._pages))]
+    give_back(engines)
+    assert not any(array() for array in held)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+    publish_all(engines, weights)
+    assert len(copies(engines)) == 1
+    assert [sampled(engine) for engine in engines] == before
 
 
 def test_cpus_have_an_engine_for_each_core_and_sixteen_slots_and_others_have_one(monkeypatch):

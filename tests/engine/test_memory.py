@@ -195,6 +195,7 @@ def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_f
     fit = fitted(pod, MODEL, platform, 5, 1000, None)
     assert (fit.slots, fit.max_length) == (5, 1000)
     assert fit.on_platform(platform).extend_buckets == ((64,) if platform == "cpu" else (256, 4096))
+
     assert fit.chunk == (8 if platform == "cpu" else 32)
     assert "5 of 64 slots, 1,000 of 32,768 positions" in chosen(pod, fit)
     assert fitted(pod, MODEL, platform, 1, 1000, None).slots == 2  # one slot has other sums
@@ -206,3 +207,13 @@ def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_f
     assert chosen(small, small).endswith("tokens a chunk")
     pool = dataclasses.replace(pod, pages=10**6)
     assert fitted(pool, MODEL, platform, 5, 1000, None).num_pages == 5 * 8
+
+
+def test_prefill_on_a_tpu_takes_the_longest_block_that_divides_its_programs():
+    found = [EngineConfig(extend_buckets=b).on_platform("tpu") for b in ((), (64,), (256, 1024))]
+    assert [(c.extend_buckets, c.extend_block) for c in found] == [
+        ((128, 512), 128),
+        ((64,), 64),
+        ((256, 1024), 128),
+    ]
+    assert EngineConfig(extend_block=16).on_platform("tpu").extend_block == 16

@@ -1,0 +1,1 @@
+"""Whether everything holds on the accelerator of this machine: ``coa-jax doctor --device``."""

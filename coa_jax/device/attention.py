@@ -1,0 +1,279 @@
+"""Every attention kernel of this device beside NumPy in float64: values and gradients.
+
+A kernel of this platform runs as it is, in bfloat16.  On a CPU all kernels run in interpret mode in
+float32; for ``cudnn`` and ``ragged_paged``, which nothing can interpret, the reference that JAX has
+for the same call takes their place.  A wrong result is compared with the results of well-known
+faults, and the report names the fault that fits.
+
+Shape letters: B batch, T tokens, S keys, N key/value heads, G query heads of each, K head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.device.checks import Check, within
+from coa_jax.model.attention.causal import causal_attention
+from coa_jax.model.attention.choice import Case, Kind, implementations, platform_of, unmet
+from coa_jax.model.cache import attend_to, init_layers, write
+from coa_jax.model.compute import Compute, backend_for
+from coa_jax.model.config import ModelConfig
+
+GROUP = "kernels"
+LIMITS = {"float32": 1e-4, "bfloat16": 0.03}
+"""Largest error of a value; of gradients half of that, relative to their norm."""
+
+HEADS, GROUPS, PAGE = 2, 2, 16
+
+
+def numpy_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray,
+    cotangent: np.ndarray | None = None,
+    factor: float = 1.0,
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Attention in float64, and its gradients if there is a cotangent.
+
+    Args:
+        q: ``[B, T, N, G, K]``.
+        k, v: ``[B, S, N, K]``.
+        mask: bool ``[B, T, S]``, the keys that a query sees; the result of a query that sees no key
+            is NaN.
+        cotangent: like q.
+        factor: further factor of the scores, 1 for attention as it should be.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scale = factor * q.shape[-1] ** -0.5
+    scores = np.where(
+        mask[:, None, None], np.einsum("btngk,bsnk->bngts", q, k, optimize=True) * scale, -np.inf
+    )
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bngts,bsnk->btngk", weights, v, optimize=True)
+    if cotangent is None:
+        return out, ()
+    by_weight = np.einsum("btngk,bsnk->bngts", cotangent, v, optimize=True)
+    by_score = weights * (by_weight - (weights * by_weight).sum(-1, keepdims=True)) * scale
+    return out, (
+        np.einsum("bngts,bsnk->btngk", by_score, k, optimize=True),
+        np.einsum("bngts,btngk->bsnk", by_score, q, optimize=True),
+        np.einsum("bngts,btngk->bsnk", weights, cotangent, optimize=True),
+    )
+
+
+def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]:
+    """How an implementation can run on this device.
+
+    Returns:
+        A `Compute` for each dtype to check, and the reason if there is none.
+    """
+    platform, capability = platform_of(jax.local_devices()[0])
+    backend = backend_for(platform)
+    if name == "xla":
+        return [Compute(dtype, backend=backend) for dtype in LIMITS], ""
+    case = Case(platform, "bfloat16", HEADS, GROUPS, head_dim, PAGE, capability)
+    if not (why := unmet(kind, name, case)):
+        return [Compute("bfloat16", attention=name, backend=backend)], ""
+    if platform == "cpu":
+        return [Compute(attention=name, backend=backend, interpret=True)], ""
+    return [], why
+
+
+def _label(name: str, compute: Compute) -> str:
+    return f"{name} {compute.dtype}" + (" interpreted" if compute.interpret else "")
+
+
+# --- whole sequences -----------------------------------------------------------------------
+
+
+def causal_checks(length: int, names: Sequence[str] = ()) -> Iterator[Check]:
+    """Each implementation of causal attention, on packed rows and on rows of one sequence.
+
+    Args:
+        length: tokens of a row.
+        names: implementations; empty for all.
+    """
+    for name in names or implementations("causal"):
+        computes, why = runs_here("causal", name, 64)
+        if not computes:
+            yield Check(GROUP, f"causal {name}", "skip", why)
+        for compute in computes:
+            for packed in (True, False):
+                label = f"causal {_label(name, compute)}, {length} tokens"
+                yield _causal(label, compute, length, packed)
+
+
+def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
+    rng = np.random.default_rng(0)
+    shape = (2, length, HEADS, GROUPS, 64)
+    q, cotangent = rng.normal(size=(2, *shape)).astype(np.float32)
+    k, v = rng.normal(size=(2, *shape[:3], 64)).astype(np.float32)
+    segments = np.ones(shape[:2], np.int32)
+    if packed:  # the last sequence is padding, as in a packed batch
+        segments = np.sort(rng.integers(1, 5, shape[:2]), axis=1).astype(np.int32) % 4
+    same = segments[:, :, None] == segments[:, None, :]
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        ids = jnp.asarray(segments) if packed else None
+        attend = causal_attention(compute, shape[:2], ids)
+        out, pullback = jax.vjp(lambda *x: attend(*x)[0], q, k, v)
+        return out, pullback(jnp.asarray(cotangent))
+
+    out, gradients = jax.device_get(run(q, k, v))
+    mask = np.tril(np.ones((length, length), bool)) & same
+    expected, wanted = numpy_attention(q, k, v, mask, cotangent)
+    limit = LIMITS[compute.dtype]
+    measured, limits = {"values": _far(out, expected)}, {"values": limit}
+    why = ""
+    if not measured["values"] <= limit:
+        ones = np.ones((length, length), bool)
+        masks = {
+            "a token sees the token after it (mask off by one)": np.tril(ones, 1) & same,
+            "a token does not see itself (mask off by one)": np.tril(ones, -1) & same,
+            "packed sequences see each other": np.broadcast_to(np.tril(ones), same.shape),
+            "no causal mask": same,
+        }
+        why = _fitting(out, q, k, v, masks, mask, limit)
+    for letter, found, right in zip("qkv", gradients, wanted, strict=True):
+        found = np.asarray(found, np.float64)
+        measured[f"d{letter}"] = float(np.linalg.norm(found - right) / np.linalg.norm(right))
+        limits[f"d{letter}"] = limit / 2
+        factor = float(np.vdot(found, right) / np.vdot(right, right))
+        rest = np.linalg.norm(found - factor * right) / np.linalg.norm(right)
+        if not why and not measured[f"d{letter}"] <= limit / 2 and rest <= limit:
+            sign = " (wrong sign)" if factor < 0 else ""
+            why = f"the gradient of {letter} is {factor:.3g} times the right one{sign}"
+    return within(GROUP, f"{name}{', packed' if packed else ''}", measured, limits, why)
+
+
+# --- a cache in pages ----------------------------------------------------------------------
+
+
+def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
+    """Each implementation of attention over a cache: one new token, and several.
+
+    Args:
+        names: implementations; empty for all.
+    """
+    for name in names or implementations("paged"):
+        computes, why = runs_here("paged", name, 128)
+        if not computes:
+            yield Check(GROUP, f"paged {name}", "skip", why)
+        for compute in computes:
+            for new, what in ((1, "decode"), (5, "extend")):
+                yield _paged(f"paged {_label(name, compute)}, {what}", compute, new)
+
+
+def _paged(name: str, compute: Compute, new: int) -> Check:
+    rng = np.random.default_rng(1)
+    rows, pages_each, width = 4, 9, 128
+    length = pages_each * PAGE
+    k, v = rng.normal(size=(2, rows, length, HEADS, width)).astype(np.float32)
+    # Every sequence owns pages in no order, among pages of rubbish.
+    count = rows * pages_each + 3
+    table = rng.permutation(count)[: rows * pages_each].reshape(rows, -1).astype(np.int32)
+    model = ModelConfig("llama", 8, 8, 8, 1, HEADS * GROUPS, HEADS, width)
+    (pages,) = jax.tree.map(
+        lambda x: x + 7, init_layers(model, count, PAGE, compute.dtype, compute)
+    )
+    # A sequence that just begins, one of two whole pages, one that fills its pages, an idle row.
+    start = np.array([0, 2 * PAGE - new, length - new, length])
+    positions = (start[:, None] + np.arange(new)).astype(np.int32)
+    q = rng.normal(size=(rows, new, HEADS, GROUPS, width)).astype(np.float32)
+    everywhere = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    run: Callable[..., jax.Array] = functools.partial(attend_to, compute=compute)
+    # JAX's reference of ragged_paged is a Python loop, which needs the values of the lengths.
+    if not (compute.attention == "ragged_paged" and compute.interpret):
+        run = jax.jit(run)
+    pages = write(pages, jnp.asarray(table), jnp.asarray(k), jnp.asarray(v), everywhere, compute)
+    out = np.asarray(run(pages, jnp.asarray(q), jnp.asarray(table), jnp.asarray(positions)))
+    steps = np.arange(length)
+    mask = steps <= positions[..., None]
+    expected, _ = numpy_attention(q[:3], k[:3], v[:3], mask[:3])
+    limit = LIMITS[compute.dtype]
+    measured = {"values": _far(out[:3], expected)}
+    if not np.isfinite(out[3]).all():
+        measured["values"] = float("nan")
+    why, at = "", positions[:3, :, None]
+    if not measured["values"] <= limit:
+        masks = {
+            "a token sees the position after it (length off by one)": steps - 1 <= at,
+            "a token does not see itself (length off by one)": steps < at,
+        }
+        for page in range(pages_each):
+            fault = f"page {page + 1} of {pages_each} of a sequence is dropped"
+            masks[fault] = mask[:3] & (steps // PAGE != page)
+        why = _fitting(out[:3], q[:3], k[:3], v[:3], masks, mask[:3], limit)
+    return within(GROUP, name, measured, {"values": limit}, why)
+
+
+# --- known faults --------------------------------------------------------------------------
+
+
+def _far(found: np.ndarray, right: np.ndarray) -> float:
+    """Largest difference, where a query sees a key; NaN where a found value is not finite."""
+    seen = np.isfinite(right)
+    if not seen.any():
+        return float("inf")
+    return float(np.abs(np.asarray(found, np.float64)[seen] - right[seen]).max())
+
+
+def _fitting(
+    out: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    masks: Mapping[str, np.ndarray],
+    right: np.ndarray,
+    limit: float,
+) -> str:
+    """The fault that gives these values: one of the masks, or a wrong scale; "" for none.
+
+    Args:
+        out: values of the kernel.
+        q, k, v: its arguments.
+        masks: fault -> the mask that a kernel with this fault applies.
+        right: the mask as it should be.
+        limit: largest difference of values that fit.
+    """
+    for fault, mask in masks.items():
+        if _far(out, numpy_attention(q, k, v, mask)[0]) <= limit:
+            return fault
+
+    def error(power: float) -> float:
+        return float(np.nanmean(np.abs(out - numpy_attention(q, k, v, right, factor=2**power)[0])))
+
+    part = slice(None), slice(0, 48)
+    if q.shape[1] > 48:  # a part is enough for the search
+        out, q, k, v, right = out[part], q[part], k[part], v[part], right[:, :48, :48]
+    powers = np.linspace(-8, 8, 33)
+    best = powers[int(np.argmin([error(power) for power in powers]))]
+    low, high = best - 0.5, best + 0.5
+    while high - low > 1e-5:
+        third = (high - low) / 3
+        if error(low + third) < error(high - third):
+            high -= third
+        else:
+            low += third
+    factor = 2 ** float((low + high) / 2)
+    if _far(out, numpy_attention(q, k, v, right, factor=factor)[0]) <= limit:
+        return f"the scores are {factor:.3g} times the right ones (wrong scale)"
+    return ""
+
+
+def all_checks() -> Iterator[Check]:
+    """Every implementation of both kinds; on accelerators rows are also longer than a block."""
+    lengths = (201,) if jax.default_backend() == "cpu" else (201, 1100)
+    for length in lengths:
+        yield from causal_checks(length)
+    yield from paged_checks()

@@ -1,0 +1,68 @@
+"""One check of the device report: its name, its verdict and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+Verdict = Literal["pass", "FAIL", "look", "skip"]
+"""``FAIL`` means a wrong result.  ``look`` means a speed or a size far from its expected value: the
+results are right, and somebody should find the reason.  ``skip`` means that the check cannot run on
+this device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A finished check.
+
+    Attributes:
+        group: the part of the report to which the check belongs.
+        name: of the check; unique in its group.
+        verdict: see `Verdict`.
+        text: one line: the measured values beside their limits, and the suspected fault.
+        figures: the same values for programs.
+    """
+
+    group: str
+    name: str
+    verdict: Verdict
+    text: str
+    figures: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+
+
+def within(
+    group: str, name: str, measured: Mapping[str, float], limits: Mapping[str, float], why: str = ""
+) -> Check:
+    """A check that passes where every measured value is at most its limit.
+
+    Args:
+        group, name: see `Check`.
+        measured: errors by name, at least 0; a NaN fails.
+        limits: the largest good value of each error.
+        why: the suspected fault, for a check that fails.
+    """
+    good = all(measured[key] <= limit for key, limit in limits.items())
+    shown = [f"{key} {measured[key]:.1e} (limit {limit:.0e})" for key, limit in limits.items()]
+    text = ", ".join(shown) + ("" if good or not why else f"; suspected: {why}")
+    figures = {**measured, **{f"{key} limit": limit for key, limit in limits.items()}}
+    return Check(group, name, "pass" if good else "FAIL", text, figures)
+
+
+def guarded(
+    group: str, name: str, checks: Callable[[], Iterable[Check]], show: Callable[[str], None]
+) -> Iterator[Check]:
+    """The checks of a function; an exception becomes a failed check, and the report goes on.
+
+    Args:
+        group, name: of the failed check.
+        checks: yields checks, one after another.
+        show: gets the traceback.
+    """
+    try:
+        yield from checks()
+    except Exception as error:
+        show("".join(traceback.format_exception(error)))
+        first = (str(error).strip() or repr(error)).splitlines()[0][:300]
+        yield Check(group, name, "FAIL", f"stopped by {type(error).__name__}: {first}")

@@ -1,0 +1,144 @@
+"""Checks this machine: isolation of programs, tools, or its accelerator.
+
+``coa-jax doctor [--backend bubblewrap|landlock]`` shows how programs are isolated, and runs one
+hostile program for each thing that must not happen.  ``--tools [--config FILE.py[:ARGUMENT]]`` says
+how each tool is configured and whether the servers behind it answer.
+
+``coa-jax doctor --device`` checks the first accelerator of this machine with random weights; it
+downloads nothing.  It compares each attention kernel with NumPy in values and gradients, the
+log-probabilities of the sampler with those of the trainer, two SFT and two RL steps with the
+reference on the CPU, and memory and speed with the limits of the device and with the predictions of
+``coa_jax.aot``.  It prints one page and writes all figures to ``--out``, a JSON file to attach to a
+report of a defect.  Without an accelerator the same checks run on the CPU, where kernels are
+interpreted.
+
+Exit code 0: everything holds; 1: something does not; 2: the command cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.tools import doctor
+
+
+def check_device(out: str) -> int:
+    """Runs all checks of the device, prints the page and writes the JSON file.
+
+    Args:
+        out: path of the JSON file.
+
+    Returns:
+        0 if no check failed, else 1.
+
+    Raises:
+        UserError: the file cannot be written, or JAX finds no device.
+    """
+    path = Path(out)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--out={out}: give a file in a directory that exists")
+    # The CPU computes what is right, whatever the other platform is.
+    if (platforms := os.environ.get("JAX_PLATFORMS", "")) and "cpu" not in platforms:
+        os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
+    # Imported here: the other checks need neither JAX nor a device.
+    import jax
+
+    from coa_jax.device import attention, policy, speed
+    from coa_jax.device.checks import Check, guarded
+    from coa_jax.files import write_json
+
+    try:
+        facts = _facts(jax)
+    except RuntimeError as error:
+        raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
+    for name, value in facts.items():
+        print(f"{name:13} {value}", flush=True)
+    began, checks, traces = time.monotonic(), list[Check](), list[str]()
+    parts = (
+        (attention.GROUP, attention.all_checks),
+        (policy.SAMPLING, policy.all_checks),
+        (speed.GROUP, speed.all_checks),
+    )
+    group = ""
+    for first, run in parts:
+        for check in guarded(first, "the checks", run, traces.append):
+            if check.group != group:
+                print(group := check.group)
+            checks.append(check)
+            print(f"  {check.verdict}  {check.name}: {check.text}", flush=True)
+    number = collections.Counter(check.verdict for check in checks)
+    failed = [check.name for check in checks if check.verdict == "FAIL"]
+    seconds = time.monotonic() - began
+    said = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
+    write_json(
+        path,
+        {
+            **facts,
+            "seconds": round(seconds, 1),
+            "ok": not failed,
+            "checks": [dataclasses.asdict(check) for check in checks],
+            "tracebacks": traces,
+        },
+    )
+    print(f"{said} in {seconds:.0f} s; {path} has all figures", flush=True)
+    if failed:
+        print("FAILED: " + "; ".join(failed))
+    return 1 if failed else 0
+
+
+def _facts(jax: Any) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from coa_jax.engine.memory import size
+
+    def installed(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return ""
+
+    device = jax.local_devices()[0]
+    stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
+    facts = {
+        "device": f"{jax.local_device_count()} x {device.device_kind} ({device.platform})",
+        "runtime": device.client.platform_version.splitlines()[0][:100],
+        "versions": ", ".join(
+            filter(None, map(installed, ("coa_jax", "jax", "jaxlib", "libtpu", "flax", "numpy")))
+        ),
+        "python": sys.version.split()[0],
+    }
+    if "bytes_limit" in stats:
+        facts["memory"] = f"{size(stats['bytes_limit'])} for JAX"
+    if device.platform == "cpu":
+        facts["kernels"] = "interpreted: there is no accelerator"
+    return facts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="coa-jax doctor", description=__doc__)
+    doctor.define_options(parser)
+    parser.add_argument("--device", action="store_true", help="check the accelerator")
+    parser.add_argument(
+        "--out", default="coa-jax-device.json", help="JSON file that --device writes"
+    )
+    options = parser.parse_args(arguments)
+    if not options.device:
+        return doctor.run_checks(options)
+    try:
+        return check_device(options.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""A small policy that samples and learns here: its log-probabilities and its updates.
+
+The policy has random weights whose attention is sharp, so that a wrong position or a page that is
+not read changes the log-probabilities of tokens.  It samples as a rollout does: one prefill for
+several samples, turns, observations between them.  The trainer scores the same tokens, which must
+give the same log-probabilities.  Then it makes two SFT and two RL steps, and float32 on the CPU of
+this machine, with the reference operations, makes the same steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from coa_jax.device.attention import runs_here
+from coa_jax.device.checks import Check, within
+from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.engine import Engine
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example
+from coa_jax.learn.experience import score
+from coa_jax.learn.losses import SFTLoss
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+from coa_jax.learn.update import update
+from coa_jax.model.compute import REFERENCE, Compute, local_compute, training_compute
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import Params, init_params
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+
+SAMPLING, TRAINING = "sampler against trainer", "training steps"
+MODEL = ModelConfig("llama", 512, 256, 512, 2, 4, 2, 128)
+LENGTH, ROW, TEMPERATURE, GROUP_SIZE = 144, 256, 0.7, 4
+OPTIMIZER = OptimizerConfig(1e-4, 4, final_ratio=1.0, weight_decay=0.0)
+# Largest and mean difference of log-probabilities; float32 on a CPU is below 1e-5.
+GAPS = {"float32": (2e-4, 2e-5), "bfloat16": (0.3, 0.03)}
+# Relative difference of losses and gradient norms from float32 on the CPU.
+UPDATES = {"float32": 1e-3, "bfloat16": 0.05}
+
+
+def sharp_params() -> Params:
+    """Random parameters of `MODEL`, as NumPy arrays, with scores of attention of some size."""
+    params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
+
+    def scaled(path: tuple[Any, ...], x: jax.Array) -> np.ndarray:
+        return np.asarray(x) * (5 if "qkv" in jax.tree_util.keystr(path) else 1)
+
+    return jax.tree_util.tree_map_with_path(scaled, params)
+
+
+def computes() -> Iterator[tuple[Compute, Compute | None]]:
+    """How the trainer and the sampler compute, for each pair to check.
+
+    None for the sampler means that the engine chooses, as in a run.  On a CPU the last pair are
+    interpreted kernels, of which one is for TPUs and one for GPUs: JAX's forms of the other kernels
+    cannot be compiled, or are no kernels.
+    """
+    yield local_compute("float32"), None
+    yield training_compute(MODEL, dtype="bfloat16"), None
+    if jax.default_backend() == "cpu":
+        (trainer,), _ = runs_here("causal", "splash", MODEL.head_dim)
+        (sampler,), _ = runs_here("paged", "pallas_gpu", MODEL.head_dim)
+        # The layout of an engine of several slots on a CPU, see `engine.layout.publish`.
+        yield trainer, dataclasses.replace(sampler, collectives="none", outputs_first=True)
+
+
+# --- sampling ------------------------------------------------------------------------------
+
+
+def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[Trajectory], str]:
+    """A group of samples of one prompt with an observation in the middle, and how they came about.
+
+    Args:
+        params: on the device.
+        dtype: of the engine.
+        compute: of the engine; None for its own choice.
+    """
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(0, MODEL.vocab_size, 41).tolist()
+    shapes = EngineConfig(
+        GROUP_SIZE, LENGTH, 8, (64,), 16, dtype=dtype, page_size=16, decode_programs=1
+    )
+    engine = Engine(params, MODEL, shapes, compute=compute)
+    tokens = [list(prompt) for _ in range(GROUP_SIZE)]
+    authors = [[Author.PROMPT] * len(prompt) for _ in tokens]
+    logps = [[0.0] * len(prompt) for _ in tokens]
+    engine.extend([(0, 0, prompt)])
+    engine.fork(0, range(1, GROUP_SIZE), len(prompt))
+    for slot in range(GROUP_SIZE):
+        engine.start(
+            slot,
+            len(prompt),
+            last_token=prompt[-1],
+            limit=LENGTH,
+            key=(0, 1, slot),
+            sampling=SamplingParams(TEMPERATURE),
+        )
+    for turn in range(2):
+        for slot in range(GROUP_SIZE):
+            engine.set_limit(slot, len(tokens[slot]) + 23 + 5 * slot)
+            engine.set_active(slot, True)
+        while engine.any_active:
+            chunk = engine.decode()
+            for slot, count in enumerate(chunk.count):
+                tokens[slot] += chunk.tokens[slot, :count].tolist()
+                authors[slot] += [Author.POLICY] * count
+                logps[slot] += chunk.logps[slot, :count].tolist()
+        if turn:
+            break
+        for slot in range(GROUP_SIZE):
+            seen = rng.integers(0, MODEL.vocab_size, 9 + slot).tolist()
+            engine.extend([(slot, len(tokens[slot]) - 1, [tokens[slot][-1], *seen])])
+            tokens[slot] += seen
+            authors[slot] += [Author.ENVIRONMENT] * len(seen)
+            logps[slot] += [0.0] * len(seen)
+    group = [
+        Trajectory(
+            task_id="device",
+            sample_id=slot,
+            question="",
+            protocol="generalist",
+            tokens=np.asarray(tokens[slot]),
+            author=np.asarray(authors[slot]),
+            logp=np.asarray(logps[slot]),
+            text="",
+            segments=(),
+            tool_calls=(),
+            stop_reason=StopReason.LENGTH,
+            reward=Reward(float(slot % 2)),
+            gold=(),
+        )
+        for slot in range(GROUP_SIZE)
+    ]
+    return group, engine.compute.attention
+
+
+def _batch(group: Sequence[Trajectory], decoded: int = 0) -> Batch:
+    """Rows of a group; positions of the tokens that decoding fed are moved by ``decoded``."""
+    batch = pack([trajectory_example(one, 0.0) for one in group], ROW)
+    # Decoding fed a token if the policy wrote the next one.
+    fed = np.pad(batch.mask[:, 1:], ((0, 0), (0, 1))).astype(np.int32)
+    return batch._replace(positions=batch.positions + decoded * fed)
+
+
+def gap(
+    params: Params, trainer: Compute, sampler: Compute | None
+) -> tuple[Check, list[Trajectory]]:
+    """Differences of log-probabilities between the sampler and the trainer.
+
+    Args:
+        params: on the device.
+        trainer: how the trainer computes; its dtype is the sampler's too.
+        sampler: see `computes`.
+    """
+    group, attention = sampled(params, trainer.dtype, sampler)
+
+    def differences(decoded: int = 0, temperature: float = TEMPERATURE) -> np.ndarray:
+        batch = _batch(group, decoded)
+        found = score(params, batch, model=MODEL, compute=trainer, temperature=temperature)
+        return np.abs(np.asarray(found) - batch.logp)[batch.mask > 0]
+
+    found = differences()
+    largest, mean = GAPS[trainer.dtype]
+    limits = {"largest": largest, "mean": mean}
+    measured = {"largest": float(found.max()), "mean": float(found.mean())}
+    why = ""
+    if not (measured["largest"] <= largest and measured["mean"] <= mean):
+        faults = {
+            "the sampler's log-probabilities lack the temperature": {"temperature": 1.0},
+            "decoding rotates queries and keys by one position too many": {"decoded": 1},
+            "decoding rotates queries and keys by one position too few": {"decoded": -1},
+        }
+        for fault, options in faults.items():
+            other = differences(**options)  # type: ignore[arg-type]
+            if other.max() <= largest and other.mean() <= mean:
+                why = fault
+    name = f"{trainer.dtype}: {attention} against {trainer.attention}"
+    return within(SAMPLING, name, measured, limits, why), group
+
+
+# --- learning ------------------------------------------------------------------------------
+
+
+def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
+    """Statistics of two SFT steps on packed random sequences."""
+    rng = np.random.default_rng(5)
+    examples = []
+    for size in (200, 130, 90, 251):
+        zeros = np.zeros(size, np.float32)
+        mask = (rng.random(size) < 0.7).astype(np.float32)
+        ids = rng.integers(0, MODEL.vocab_size, size, np.int32)
+        examples.append(Example(ids, mask, zeros, zeros))
+    batches, state = split_rows(pack(examples, ROW), 2), init_state(params, OPTIMIZER)
+    found = []
+    for _ in range(2):
+        state, stats = train_step(
+            state, batches, loss=SFTLoss(), model=MODEL, compute=compute, optimizer=OPTIMIZER
+        )
+        found.append(stats)
+    return found
+
+
+def rl_steps(
+    params: Params, compute: Compute, group: list[Trajectory]
+) -> tuple[list[dict[str, float]], float]:
+    """Statistics of two RL steps, and by how much right samples became likelier than wrong ones."""
+    config = RLConfig(
+        model="none",
+        tasks="none",
+        num_tasks=1,
+        seed=0,
+        groups=1,
+        group_size=GROUP_SIZE,
+        format_reward=False,
+        temperature=TEMPERATURE,
+        rows=1,
+        row_length=ROW,
+        dtype=compute.dtype,
+        remat="none",
+        algorithm=Algorithm("dapo", overlong_buffer=0),
+        optimizer=OPTIMIZER,
+        engine=EngineConfig(GROUP_SIZE, LENGTH),
+        rollout=RolloutConfig(LENGTH, 3, 48),
+        checkpoint_every=1,
+    )
+    signs = []
+    for reward in (1.0, 0.0):
+        chosen = [one for one in group if one.reward is not None and one.reward.value == reward]
+        signs.append(_batch(chosen))
+
+    def preference(params: Params) -> float:
+        right, wrong = (
+            np.asarray(score(params, one, model=MODEL, compute=compute, temperature=TEMPERATURE))
+            for one in signs
+        )
+        return float(right.sum() / signs[0].mask.sum() - wrong.sum() / signs[1].mask.sum())
+
+    state = init_state(params, OPTIMIZER)
+    before, found = preference(state.params), []
+    for version in range(2):
+        state, _, stats = update(config, state, MODEL, [group], compute, version=version)
+        found.append(stats)
+    return found, preference(state.params) - before
+
+
+Steps = tuple[list[dict[str, float]], list[dict[str, float]], float]
+"""Statistics of SFT steps and of RL steps, and the gain of rewarded samples."""
+
+
+def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any) -> Steps:
+    """Two SFT and two RL steps on a device, from parameters that are NumPy arrays."""
+    with jax.default_device(device):
+        of_sft = sft_steps(jax.device_put(params, device), compute)
+        return of_sft, *rl_steps(jax.device_put(params, device), compute, group)
+
+
+def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
+    """Steps beside those of the reference."""
+    limit, name = UPDATES[compute.dtype], f"{compute.dtype}, attention {compute.attention}"
+    yield _steps(f"SFT {name}", found[0], right[0], limit)
+    check = _steps(f"RL {name}", found[1], right[1], limit)
+    gain = found[2]
+    if not gain > 0:
+        text = f"{check.text}; rewarded samples became less likely ({gain:+.3g} nats a token)"
+        check = dataclasses.replace(check, verdict="FAIL", text=text)
+    yield dataclasses.replace(check, figures={**check.figures, "gain": gain, "its gain": right[2]})
+
+
+def _steps(
+    name: str, found: Sequence[dict[str, float]], right: Sequence[dict[str, float]], limit: float
+) -> Check:
+    measured: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    for number, (mine, theirs) in enumerate(zip(found, right, strict=True), 1):
+        loss = abs(mine["loss"] - theirs["loss"]) / max(abs(theirs["loss"]), 0.1)
+        norm = abs(mine["optim/grad_norm"] / theirs["optim/grad_norm"] - 1)
+        measured |= {f"loss {number}": loss, f"gradient {number}": norm}
+        limits |= dict.fromkeys((f"loss {number}", f"gradient {number}"), limit)
+    return within(TRAINING, name, measured, limits)
+
+
+def all_checks() -> Iterator[Check]:
+    """Sampler against trainer, and steps against the reference, for each pair of `computes`."""
+    device, host = jax.local_devices()[0], sharp_params()
+    try:
+        beside = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        beside = device
+    params = jax.device_put(host, device)
+    group: list[Trajectory] = []
+    pairs = tuple(computes())
+    for trainer, sampler in pairs:
+        check, its = gap(params, trainer, sampler)
+        yield check
+        group = group or its
+    # Every trainer learns from the samples of the first pair, which are those of float32.
+    right = steps(host, REFERENCE, group, beside)
+    for trainer, _ in pairs:
+        yield from learning(trainer, steps(host, trainer, group, device), right)

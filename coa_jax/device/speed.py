@@ -1,0 +1,227 @@
+"""Speed and memory on this device, beside its own limits and beside `coa_jax.aot`.
+
+A training step and decoding run on random weights.  Their limits, a large product and the reading
+of a large matrix, are measured in the same run.  `coa_jax.aot` predicts memory and time of the same
+step from the stated peaks of the chip; of a chip that it does not know, from the measured ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from coa_jax.aot.arrays import set_up
+from coa_jax.aot.estimate import analyse
+from coa_jax.aot.slices import TPUS, Slice
+from coa_jax.bench import decode, sft
+from coa_jax.bench.measure import peak_memory_mb, read_bandwidth, reset_peak_memory
+from coa_jax.bench.models import Subject, load_subject
+from coa_jax.device.checks import Check, Verdict
+from coa_jax.engine.memory import size
+from coa_jax.learn.sft import SFTConfig
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import init_params
+from coa_jax.parallel.chips import CHIPS, KINDS, Chip
+
+GROUP = "speed and memory"
+SMALL = ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64)
+"""Model of a device that is a CPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is measured.
+
+    Attributes:
+        model: name of a published architecture; empty for `SMALL`.
+        dtype: of the operands of products.
+        remat: of the training step.
+        batch, rows, length: sequences of a training step, of a micro-batch, and their tokens.
+        decode: batch sizes of decoding.
+        prompt, new: tokens of a sequence that decodes.
+    """
+
+    model: str
+    dtype: str
+    remat: str
+    batch: int
+    rows: int
+    length: int
+    decode: tuple[int, ...]
+    prompt: int
+    new: int
+
+
+ON_CPU = Work("", "float32", "dots", 4, 2, 256, (1, 8), 64, 16)
+ON_ACCELERATOR = Work("qwen2.5-0.5b", "bfloat16", "dots", 16, 4, 2048, (1, 32), 512, 128)
+
+
+def all_checks() -> Iterator[Check]:
+    """Limits, a training step and decoding on the first device of this process."""
+    device = jax.local_devices()[0]
+    work = ON_CPU if device.platform == "cpu" else ON_ACCELERATOR
+    subject, stated = _subject(work), KINDS.get(device.device_kind)
+    bandwidth = read_bandwidth(128 if device.platform == "cpu" else 2048)
+    reset_peak_memory()
+    before = peak_memory_mb() * 1e6
+    # A step uses its parameters up.
+    copies = jax.tree.map(lambda x: x.copy(), subject.params)
+    step = sft.measure(
+        dataclasses.replace(subject, params=copies),
+        batch=work.batch,
+        length=work.length,
+        rows=work.rows,
+        dtype=work.dtype,
+        remat=work.remat,
+        steps=3,
+    )
+    used = _used(device, step["peak_rss_mb"] * 1e6 - before)
+    flops = step["peak_gflop_s"] * 1e9
+    yield from _limits(flops, bandwidth, stated)
+    yield _compiled_once(step)
+    predicted = prediction(work, subject.config, device, stated, flops, bandwidth)
+    # A CPU says only how much memory the process has, of which some is not the step's.
+    yield from _beside(step, used, predicted, 2.0 if device.platform == "cpu" else 1.1)
+    yield from _decoding(subject, work)
+
+
+def _subject(work: Work) -> Subject:
+    if work.model:
+        return load_subject(None, work.model, "float32")
+    params = jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(0))
+    return Subject("random small", SMALL, jax.device_put(params, jax.local_devices()[0]))
+
+
+def _used(device: Any, resident: float) -> float:
+    """Bytes of the device at its fullest moment so far; of a CPU those of the step."""
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    return float(stats["peak_bytes_in_use"]) if stats else resident
+
+
+def _limits(flops: float, bandwidth: float, stated: str | None) -> Iterator[Check]:
+    values = (("matmul rate", flops, "flops"), ("read bandwidth", bandwidth, "hbm_bandwidth"))
+    for name, value, field in values:
+        unit = "FLOP/s" if field == "flops" else "B/s"
+        text, verdict, figures = f"{value:.3g} {unit}", "pass", {"measured": value}
+        if stated:
+            peak = getattr(CHIPS[stated], field) / CHIPS[stated].devices
+            figures["stated"] = peak
+            text += f", {value / peak:.0%} of the {peak:.3g} that the maker states"
+            verdict = "pass" if value > 0.6 * peak else "look"
+        yield Check(GROUP, name, verdict, text, figures)  # type: ignore[arg-type]
+
+
+def _compiled_once(step: dict[str, Any]) -> Check:
+    number = step["compiles_after_warmup"]
+    text = f"{number} programs were compiled after the first step"
+    verdict: Verdict = "FAIL" if number else "pass"
+    return Check(GROUP, "training compiles once", verdict, text, {"compiles": number})
+
+
+def prediction(
+    work: Work,
+    model: ModelConfig,
+    device: Any,
+    stated: str | None,
+    flops: float,
+    bandwidth: float,
+) -> dict[str, Any]:
+    """The result of `aot.estimate.analyse` for the measured training step.
+
+    Args:
+        work: the step.
+        model: its architecture.
+        device: a TPU is asked for its own compiler; for other devices a CPU stands in, as in aot.
+        stated: key of `CHIPS`; None for a chip that is not known.
+        flops, bandwidth: measured peaks, for such a chip.
+    """
+    kind, peaks = stated or "measured", None
+    if stated is None:
+        peaks = Chip(flops, 1 << 50, bandwidth, 1.0)
+    shape = (1,) if kind not in TPUS else tuple(1 for _ in device.coords)
+    if kind in ("v5e", "v6e"):
+        shape = shape[:2]
+    where = Slice("this device", kind, shape, peaks)
+    devices = [device] if where.tpu else jax.local_devices(backend="cpu")[:1]
+    config = SFTConfig(
+        model="random",
+        data="none",
+        validation="",
+        prompt_style="brief",
+        rename_share=0.0,
+        seed=0,
+        batch_size=work.batch,
+        rows=work.rows,
+        row_length=work.length,
+        dtype=work.dtype,
+        remat=work.remat,
+        optimizer=OptimizerConfig(1e-5, 4),
+        checkpoint_every=1,
+    )
+    return analyse(set_up(config, model, where, devices), 0.1)
+
+
+def _beside(
+    step: dict[str, Any], used: float, predicted: dict[str, Any], most_memory: float
+) -> Iterator[Check]:
+    """Memory and time of the training step beside their predictions.
+
+    Args:
+        step: of `bench.sft.measure`.
+        used: bytes.
+        predicted: of `prediction`.
+        most_memory: largest ratio of used to predicted memory that needs no second look.
+    """
+    (program,) = predicted["programs"]
+    needed = program["bytes_per_chip"]["total"]
+    ratio = used / needed
+    yield Check(
+        GROUP,
+        "memory of a training step",
+        "pass" if 0.5 < ratio < most_memory else "look",
+        f"{size(used)}, {ratio:.2f} times the {size(needed)} that aot predicts",
+        {"measured": used, "predicted": needed},
+    )
+    seconds = step["step_s"]["median"]
+    least, most = (program["roofline"][name] for name in ("step_s", "serial_s"))
+    played = program.get("schedule", {}).get("total")
+    text = f"{seconds:.3g} s; aot: {least:.3g} s if all overlaps, {most:.3g} s if nothing does"
+    if played:
+        text += f", {played:.3g} s by the schedule"
+    text += f"; {step['share_of_peak']:.0%} of the measured matmul rate"
+    figures = {"measured": seconds, "least": least, "most": most, "share": step["share_of_peak"]}
+    # Faster than its own limits is a fault of the prediction.
+    good = 0.9 * least < seconds < 2 * max(most, played or 0.0)
+    yield Check(GROUP, "time of a training step", "pass" if good else "look", text, figures)
+
+
+def _decoding(subject: Subject, work: Work) -> Iterator[Check]:
+    params = jax.tree.map(lambda x: x.astype(work.dtype), subject.params)
+    measured = decode.measure(
+        dataclasses.replace(subject, params=params),
+        work.decode,
+        prompt=work.prompt,
+        new=work.new,
+        chunk=16,
+        dtype=work.dtype,
+        repeats=3,
+    )
+    for result in measured["batches"]:
+        floor = result["floor_ms"]
+        least, share = max(floor.values()), result["share_of_floor"]
+        step = result["ms_per_step"]["median"]
+        text = (
+            f"{step:.3g} ms a token, {share:.0%} of the limit ({least:.3g} ms: "
+            f"{floor['read']:.3g} to read, {floor['compute']:.3g} to compute)"
+        )
+        figures = {
+            "ms": step,
+            "limit ms": least,
+            "prefill": result["prefill_tokens_per_s"]["median"],
+        }
+        name = f"decoding, batch {result['batch']}"
+        yield Check(GROUP, name, "pass" if share > 0.4 else "look", text, figures)
