@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import grain
 import jax
 import numpy as np
+from absl import flags
 
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, Example, empty_batch, first_fit, pack, record_example
@@ -296,6 +297,8 @@ def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[I
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffer)
     ahead = grain.MapDataset.source(source).to_iter_dataset(options)
     if workers:
+        if not flags.FLAGS.is_parsed():  # in a notebook; grain reads its own flags
+            flags.FLAGS.mark_as_parsed()
         ahead = ahead.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=1),
             functools.partial(_begin_worker, known_protocols()),

@@ -1,8 +1,8 @@
 """Token counts of records, taken once: they decide which records are learned, and the rows.
 
 The processes of a run each count a part of the records, with workers if there are many, and tell
-each other the result.  It is kept in ``$COA_JAX_CACHE`` (``~/.cache/coa_jax``) under a name that
-depends on the files, the tokenizer and the prompt, so that a run which starts again reads nothing.
+each other the result.  It is kept in ``$COA_JAX_LENGTHS`` (``~/.cache/coa_jax/lengths``) under a
+name that depends on the files, the tokenizer and the prompt: the next run counts nothing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     Raises:
         UserError: a row is damaged.
     """
-    path = _cache() / "lengths" / f"{_digest(reader)}.npz"
+    path = _folder() / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
     if _all_know(known is not None, seconds):
         assert known is not None
@@ -172,9 +172,9 @@ def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
 # --- the cache ------------------------------------------------------------------------------
 
 
-def _cache() -> Path:
-    named = os.environ.get("COA_JAX_CACHE")
-    return Path(named) if named else Path("~/.cache/coa_jax").expanduser()
+def _folder() -> Path:
+    named = os.environ.get("COA_JAX_LENGTHS")
+    return Path(named) if named else files.cache_folder("lengths")
 
 
 def _digest(reader: RecordReader) -> str:

@@ -21,7 +21,7 @@ from tests.learn.test_data import BRIEF, RECORDS, tokenizer
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setenv("COA_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COA_JAX_LENGTHS", str(tmp_path / "cache"))
     write_records(tmp_path / "train.jsonl", RECORDS)
     return tmp_path / "train.jsonl"
 
@@ -31,7 +31,7 @@ def reader(path, prompt=BRIEF):
 
 
 def cached(path):
-    return sorted((path.parent / "cache" / "lengths").glob("*"))
+    return sorted((path.parent / "cache").glob("*"))
 
 
 def test_lengths_and_losses_are_those_of_the_packed_records(path):
@@ -81,7 +81,7 @@ def test_what_is_kept_is_not_used_for_anything_else(path, what):
 
 def test_a_cache_that_cannot_be_written_costs_time_only(path, monkeypatch):
     (path.parent / "file").touch()
-    monkeypatch.setenv("COA_JAX_CACHE", str(path.parent / "file"))
+    monkeypatch.setenv("COA_JAX_LENGTHS", str(path.parent / "file"))
     assert (measure(reader(path), 0, 60.0).sizes > 0).all()
 
 
@@ -103,9 +103,7 @@ def test_what_is_left_out_is_said_each_time(path, caplog):
 
 def test_a_file_from_which_nothing_can_be_learned_is_refused(path):
     found = measure(reader(path), 0, 60.0)
-    with pytest.raises(
-        UserError, match="none of the 12 records fits in 9 tokens: raise row_le"
-    ):
+    with pytest.raises(UserError, match="none of the 12 records fits in 9 tokens: raise row_le"):
         fitting(reader(path), found, 9)
     path.write_text("")
     with pytest.raises(UserError, match=r"train\.jsonl: holds no record"):
