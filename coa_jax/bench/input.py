@@ -7,9 +7,11 @@ next update, as `coa_jax.learn.fit` does, and copies its rows into the arrays of
 has ``--hosts`` processes, of which this one has the first ``--rows`` rows of every micro-batch.
 Without ``--data`` the records are made of Factbook pages, with 2,000 tokens to ``--length``.
 
-``stalled`` is the share of the time in which the step waits for data, ``first_wait_s`` the wait
-before the first step, which is not part of it.  ``tokens_per_core_s`` is the rate at which one core
-reads and tokenises, by the time of the processor.  Prints one JSON object.
+``stalled`` is the share of the time in which the step waits for data.  The wait before the first
+step, ``first_wait_s``, is not part of that share.  ``tokens_per_core_s`` is the rate at which one
+core reads and tokenises.  ``core_s`` is how long one core works for an update, packing and copies
+included.  Both are processor time, on which other programs of the machine have little influence.
+Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -102,25 +104,29 @@ def run_steps(
         examples=examples,
         order=shuffled([len(examples)], (1.0,), 0),
         cursor=0,
-        number=steps + 1,
+        number=steps + 3,
         batch_size=batch_size,
         rows=hosts * rows,
         length=length,
         own=range(rows),
     )
-    waits, tokens = [], []
+    waits, tokens, core = [], [], 0.0
     with read_ahead(updates, workers) as ahead:
-        for _ in range(steps + 1):
+        for step in range(steps + 1):
+            if step == 1:  # two updates are ready by now, and as many at the end of the run
+                core = time.process_time()
             began = time.perf_counter()
             update = next(ahead)
             stack(update.batches, len(update.batches))
             waits.append(time.perf_counter() - began)
             tokens.append(sum(int((batch.segment_ids > 0).sum()) for batch in update.batches))
             time.sleep(step_seconds)
+        core = time.process_time() - core
     waited = sum(waits[1:])
     return {
         "batch_size": batch_size,
         "tokens_of_host": spread(tokens),
+        "core_s": None if workers else round(core / steps, 4),
         "first_wait_s": round(waits[0], 3),
         "wait_s": spread(waits[1:]),
         "stalled": round(waited / (waited + steps * step_seconds), 5),
