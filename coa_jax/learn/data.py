@@ -223,7 +223,7 @@ class Updates(Sequence[Update]):
             chosen = made.__getitem__
         layout = first_fit(sizes, self.length)
         return Update(
-            list(pack_own(layout, chosen, self.rows, self.length, self.own)),
+            list(MicroBatches(layout, chosen, self.rows, self.length, self.own)),
             self.rows,
             [int(sizes[k]) for row in layout for k in row],
             float(losses.sum()),
@@ -242,30 +242,39 @@ class Updates(Sequence[Update]):
         return self.order.random_map(changed)
 
 
-def pack_own(
-    layout: Sequence[Sequence[int]],
-    example: Callable[[int], Example],
-    rows: int,
-    length: int,
-    own: Sequence[int],
-) -> Iterator[Batch]:
-    """Yields micro-batches with this process's rows of a layout.
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicroBatches(Sequence[Batch]):
+    """Micro-batches with this process's rows of a layout, each made when it is asked for.
 
-    Args:
+    Attributes:
         layout: numbers of the examples of each row, see `first_fit`.
         example: gives the example of a number.
         rows: rows of a whole micro-batch.
         length: tokens of a row.
         own: rows of a micro-batch that this process computes.
     """
-    for first in range(0, len(layout), rows):
+
+    layout: Sequence[Sequence[int]]
+    example: Callable[[int], Example]
+    rows: int
+    length: int
+    own: Sequence[int]
+
+    def __len__(self) -> int:
+        return -(-len(self.layout) // self.rows)
+
+    def __getitem__(self, number: int) -> Batch:  # type: ignore[override]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        members = self.layout[number * self.rows : (number + 1) * self.rows]
         parts = [
-            pack([example(k) for k in layout[first + row]], length)
-            if first + row < len(layout)
-            else empty_batch(1, length)
-            for row in own
+            pack([self.example(k) for k in members[row]], self.length)
+            if row < len(members)
+            else empty_batch(1, self.length)
+            for row in self.own
         ]
-        yield jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        batch: Batch = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        return batch
 
 
 def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain.MapDataset:

@@ -68,7 +68,7 @@ def fit(
     epoch: int,
     longest: int,
     phase: str = "sft",
-    complete: Callable[[Update], Update] = lambda update: update,
+    complete: Callable[[Update], Update] | None = None,
     validate: Callable[[TrainState], float] | None = None,
     evaluate: Callable[[TrainState, int], dict[str, float]] | None = None,
     hurry: Callable[[], None] = lambda: None,
@@ -90,7 +90,7 @@ def fit(
         epoch: examples of one pass.
         longest: tokens of the longest sequence, whose positions begin anew in every one of a row.
         phase: name in metrics and checkpoints.
-        complete: adds to an update what the devices compute, before the step.
+        complete: adds to an update what the devices compute before the step; None for nothing.
         validate: a figure of held-out data.
         evaluate: figures of the policy after an update, by its number; {} after most.
         hurry: cuts an evaluation short when the run shall end; signal handlers may call it.
@@ -113,8 +113,11 @@ def fit(
             profile.before(step + 1)
             processes.doing(f"data of update {step + 1}")
             with clock("data"):
-                data = complete(next(ahead))
+                data = next(ahead)
                 cursor = data.cursor
+            if complete is not None:
+                with clock("score"):
+                    data = complete(data)
             processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
             processes.doing(f"update {step + 1}")
             with clock("update"):

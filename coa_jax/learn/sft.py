@@ -20,10 +20,11 @@ from coa_jax.learn.batch import Batch, first_fit
 from coa_jax.learn.data import (
     Augmentation,
     Examples,
+    MicroBatches,
     RecordReader,
     Updates,
     join,
-    pack_own,
+    read_ahead,
     shuffled,
 )
 from coa_jax.learn.fingerprints import digest, fingerprint
@@ -279,12 +280,13 @@ def mean_loss(
 ) -> float:
     """Mean loss over the policy's tokens of all examples."""
     rows, length = config.rows, config.row_length
-    own = own_rows(compute.mesh, rows)
-    layout = first_fit(examples.sizes, length)
+    own, layout = own_rows(compute.mesh, rows), first_fit(examples.sizes, length)
+    batches = MicroBatches(layout, examples.__getitem__, rows, length, own)
     total = jnp.zeros(())
-    for batch in pack_own(layout, examples.__getitem__, rows, length, own):
-        placed = put_batch(batch, compute.mesh, rows)
-        total += _loss(state.model, placed, model=model, compute=compute)
+    with read_ahead(batches, workers=0) as ahead:
+        for batch in ahead:
+            placed = put_batch(batch, compute.mesh, rows)
+            total += _loss(state.model, placed, model=model, compute=compute)
     return float(total) / max(float(examples.losses.sum()), 1.0)
 
 
