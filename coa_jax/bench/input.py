@@ -58,7 +58,7 @@ def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledR
         yield DistilledRecord(str(name), "What is where?", "mhqa", ("yes",), tuple(parts), "yes")
 
 
-def core_speed(examples: Examples, seconds: float = 5.0) -> float:
+def core_speed(examples: Examples, seconds: float = 2.0) -> float:
     """Tokens that one core reads and tokenises in a second of the processor."""
     tokens, began = 0, time.process_time()
     for index in itertools.cycle(range(len(examples))):
